@@ -32,7 +32,7 @@ class Reading:
     staged_bytes: int
     read_bytes: int
     """With read calls from the store that the trainer writes. What a host fetches over NFS for them
-    is one version; `tests/nfs` counts that."""
+    is one version; `tests/lab` counts that."""
 
 
 def run(directory: Path) -> list[Reading]:

@@ -32,12 +32,13 @@ sys.dont_write_bytecode = False
 # be stopped by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest.register_assert_rewrite("damage", "support")
-
-from durations import ROOT, durations  # noqa: E402
-from support import SHARED_MEMORY, SMALL, SPARSE, preload, preloaded  # noqa: E402
+pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
+from tests.support.children import preload, preloaded  # noqa: E402
+from tests.support.durations import ROOT, durations  # noqa: E402
+from tests.support.patterns import SMALL, SPARSE  # noqa: E402
+from tests.support.stores import SHARED_MEMORY  # noqa: E402
 
 settings.register_profile(
     "dbuffer",
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the tests did, in numbers: see ``support.Record``."""
+    """What the tests did, in numbers: see ``soak.Record``."""
     done: Counter[str] = Counter()
     for report in terminalreporter.getreports("passed"):
         for name, number in report.user_properties if report.when == "call" else ():

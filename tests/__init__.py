@@ -1,0 +1,1 @@
+"""Tests of dbuffer; `CONTRIBUTING.md` says which to run."""

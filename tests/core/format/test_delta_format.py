@@ -1,0 +1,423 @@
+"""Damaged and hostile deltas: refused before a byte is written, or right."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+
+from dbuffer.errors import StoreCorruptError, UnsupportedError
+from dbuffer.format import delta
+from dbuffer.format.delta import Chunk, DeltaHeader
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.io import changes as io_changes
+from dbuffer.io import delta as io_delta
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import apply_delta, changed_positions
+from tests.support.deltas import (
+    Guarded,
+    Step,
+    changed,
+    decoded,
+    make_step,
+    random_tensor,
+    verify_result,
+)
+from tests.support.soak import is_soak
+
+FUZZ_CASES = 20_000 if is_soak() else 1_500
+
+
+@pytest.fixture(scope="module")
+def copier():
+    copier = Copier(1)
+    yield copier
+    copier.close()
+
+
+def grouped(copier: Copier, **options: bool) -> Step:
+    """Small tensors of all kinds: gaps, a mask, whole ones, words of each size."""
+    rng = np.random.default_rng(0)
+    dtypes = [
+        *("bfloat16", "bfloat16", "int8", "float32", "bfloat16", "complex128", "float32"),
+        *("bfloat16", "bool", "bfloat16", "float8_e4m3fn", "int64"),
+    ]
+    sizes = [300, 500, 77, 40, 9, 33, 60, 64, 100, 1, 260, 21]
+    shares = [0.02, 0.05, 0.1, 0.05, 0.9, 0.4, 1.0, 0.45, 0.4, 1.0, 0.01, 0.2]
+    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
+    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
+    return make_step(before, after, dtypes, copier, **options)
+
+
+def cut(copier: Copier, **options: bool) -> Step:
+    """Tensors that are longer than a chunk."""
+    rng = np.random.default_rng(0)
+    dtypes, sizes, shares = ["bfloat16"] * 4, [9000, 70_000, 800, 600], [0.02, 0.0001, 0.9, 0.4]
+    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
+    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io_changes, "_GROUP_CHANGES", 50)
+        patch.setattr(io_changes, "_WHOLE_BYTES", 400)
+        patch.setattr(io_changes, "_SHORT_BYTES", 1000)
+        patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
+        return make_step(before, after, dtypes, copier, **options)
+
+
+@pytest.fixture(scope="module")
+def steps(copier):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
+        yield [
+            make(copier, absolute=absolute) for make in (grouped, cut) for absolute in (False, True)
+        ]
+
+
+def seal(data: bytes) -> bytes:
+    """A header with the prefix that goes with it."""
+    return delta._PREFIX.pack(
+        delta.MAGIC, delta.DELTA_FORMAT, len(data), xxhash.xxh3_64_intdigest(data)
+    )
+
+
+class Parts(NamedTuple):
+    """What a header is made of."""
+
+    record: dict[str, object]
+    tensors: np.ndarray
+    chunks: np.ndarray
+
+    @classmethod
+    def of(cls, step: Step) -> Parts:
+        line, _, _ = step.encoded.header[delta.PREFIX_BYTES :].partition(b"\n")
+        header = step.header
+        rows = list(header.chunks)
+        return cls(json.loads(line), header.tensors.copy(), np.array(rows, delta._CHUNK_ROW))
+
+    def header(self) -> bytes:
+        tables = delta._encode_table(self.tensors) + delta._encode_table(self.chunks)
+        data = json.dumps(self.record).encode() + b"\n" + delta.pack(tables)
+        return seal(data) + data
+
+
+def with_chunk(step: Step, number: int, body: bytes, **fields: int) -> bytes:
+    """The header for a chunk that holds something else, with the digest that this has."""
+    parts = Parts.of(step)
+    row = parts.chunks[number]
+    row["stored_bytes"], row["xxh3"] = len(body), xxhash.xxh3_64_intdigest(body)
+    for name, value in fields.items():
+        row[name] = value
+    return parts.header()
+
+
+def streams_of(step: Step, number: int) -> list[bytes]:
+    header = step.header
+    streams = io_delta._streams(header, number, step.encoded.chunks[number])
+    return [bytes(stream) for stream in streams]
+
+
+def body_of(streams: list[bytes]) -> bytes:
+    return np.array([len(each) for each in streams], "<u4").tobytes() + b"".join(streams)
+
+
+def words_of(step: Step, chunk: Chunk) -> list[tuple[int, int]]:
+    """First byte and end of everything that a chunk may write."""
+    layout, width = step.layout, chunk.word_bytes
+    first, end = width * chunk.first_word, width * (chunk.first_word + chunk.num_words)
+    return [
+        (max(first, offset), min(end, offset + size))
+        for offset, size, own in zip(layout.offsets, layout.sizes, layout.widths, strict=True)
+        if own == width and offset < end and first < offset + size
+    ]
+
+
+def try_to_apply(step: Step, header: bytes, chunks: list[bytes], copier: Copier) -> str:
+    """What comes of it: the error, or that the result is right, or that it is known to be wrong.
+
+    Anything else, and any byte written that no chunk may write, fails the test.
+    """
+    contents = step.contents()
+    damaged = [n for n, body in enumerate(chunks) if body != step.encoded.chunks[n]]
+    read: DeltaHeader | None = None
+    try:
+        read = decoded(header, step)
+        apply_delta(read, chunks.__getitem__, contents, copier)
+        verify_result(read, contents, copier)
+    except (StoreCorruptError, UnsupportedError) as error:
+        contents.assert_guarded()
+        if read is None:
+            assert torch.equal(contents.data, step.contents().data)
+            return "header refused"
+        if "not what delta" in str(error):
+            return "found out"
+        untouched = step.contents()
+        for number in damaged:
+            for first, end in words_of(step, read.chunks[number]):
+                assert torch.equal(contents.data[first:end], untouched.data[first:end])
+        return "chunk refused"
+    contents.assert_guarded()
+    assert torch.equal(contents.data, step.contents(of_after=True).data)
+    return "right"
+
+
+def damage(data: bytes, chance: random.Random) -> bytes:
+    """Flip a bit, cut it, repeat something, put something else in."""
+    kind = chance.randrange(6)
+    at = chance.randrange(len(data)) if data else 0
+    if kind == 0 and data:
+        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        return data + chance.randbytes(chance.randrange(1, 20))
+    if kind == 3:
+        junk = chance.randbytes(chance.randrange(1, 9))
+        return data[:at] + junk + data[at + len(junk) :]
+    if kind == 4:
+        return data[:at] + data[at + chance.randrange(1, 9) :]
+    return data[:at] + data[at : at + 5] + data[at:]
+
+
+NUMBERS = (0, 1, 2, 254, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
+
+
+def damage_number(table: np.ndarray, chance: random.Random) -> None:
+    """One field of one row: a bit of it, next to it, or a number that is often wrong."""
+    if not len(table):
+        return
+    row, name = table[chance.randrange(len(table))], chance.choice(table.dtype.names)
+    bits, value = 8 * table.dtype[name].itemsize, int(row[name])
+    values = [value ^ 1 << chance.randrange(bits), value + 1, value - 1, chance.choice(NUMBERS)]
+    row[name] = chance.choice(values) % (1 << bits)
+
+
+def fuzz_raw(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    """Damage that disks and networks do: no digest fits it."""
+    header, chunks = step.encoded.header, list(step.encoded.chunks)
+    number = chance.randrange(len(chunks) + 1)
+    if number == len(chunks):
+        return damage(header, chance), chunks
+    chunks[number] = damage(chunks[number], chance)
+    return header, chunks
+
+
+def fuzz_header_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    data = damage(step.encoded.header[delta.PREFIX_BYTES :], chance)
+    return seal(data) + data, step.encoded.chunks
+
+
+def fuzz_tables(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    parts = Parts.of(step)
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        damage_number(chance.choice((parts.tensors, parts.chunks)), chance)
+    return parts.header(), step.encoded.chunks
+
+
+def fuzz_record(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    parts = Parts.of(step)
+    name = chance.choice(list(parts.record))
+    junk = [None, -1, 0, 1, 2**31, 2**63 - 1, 2**70, "", "x", [], {}, True, 1.5, "0" * 16]
+    parts.record[name] = chance.choice(junk)
+    return parts.header(), step.encoded.chunks
+
+
+def fuzz_chunk(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    """Stored bytes that are wrong, with the digest that goes with them."""
+    chunks = list(step.encoded.chunks)
+    number = chance.randrange(len(chunks))
+    chunks[number] = damage(chunks[number], chance)
+    return with_chunk(step, number, chunks[number]), chunks
+
+
+def fuzz_stream(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    """Numbers in a stream that are wrong, packed as they should be."""
+    chunks = list(step.encoded.chunks)
+    number = chance.randrange(len(chunks))
+    chunk, streams = step.header.chunks[number], streams_of(step, number)
+    which = chance.randrange(len(streams))
+    raw_bytes = chunk.num_changed
+    num_where = delta.NUM_STREAMS[chunk.positions]
+    if which < num_where:
+        raw_bytes = (chunk.raw_bytes - chunk.num_changed * chunk.word_bytes) // num_where
+    raw = bytearray(delta.unpack(streams[which], raw_bytes))
+    for _ in range(chance.randrange(1, 4)):
+        raw[chance.randrange(len(raw))] = chance.choice((0, 1, 254, 255, chance.randrange(256)))
+    data = damage(bytes(raw), chance) if chance.random() < 0.2 else bytes(raw)
+    streams[which] = delta.pack(data)
+    chunks[number] = body_of(streams)
+    fields = {"raw_bytes": chunk.raw_bytes + (len(data) - raw_bytes) * (which < num_where)}
+    return with_chunk(step, number, chunks[number], **fields), chunks
+
+
+def fuzz_swap(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
+    """One chunk in the place of another."""
+    chunks = list(step.encoded.chunks)
+    number, other = chance.randrange(len(chunks)), chance.randrange(len(chunks))
+    chunks[number] = chunks[other]
+    if chance.random() < 0.5:
+        return step.encoded.header, chunks
+    return with_chunk(step, number, chunks[number]), chunks
+
+
+WAYS = (fuzz_raw, fuzz_header_bytes, fuzz_tables, fuzz_record, fuzz_chunk, fuzz_stream, fuzz_swap)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+def test_fuzz(steps, copier, way, record_property):
+    outcomes: dict[str, int] = {}
+    for number in range(-(-FUZZ_CASES // len(WAYS))):
+        chance = random.Random(f"{way.__name__} {number}")
+        step = chance.choice(steps)
+        header, chunks = way(step, chance)
+        outcome = try_to_apply(step, header, chunks, copier)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    for outcome, count in outcomes.items():
+        record_property(f"damaged deltas: {outcome}", count)
+    refused = {"header refused", "chunk refused", "found out"}
+    assert refused & set(outcomes), "this way of damage hits nothing"
+
+
+class TestPrefix:
+    def test_tells_length_and_digest(self, steps):
+        header = steps[0].encoded.header
+        num_bytes, xxh3 = delta.decode_prefix(header)
+        assert num_bytes == len(header) - delta.PREFIX_BYTES
+        assert xxh3 == xxhash.xxh3_64_hexdigest(header[delta.PREFIX_BYTES :])
+
+    @pytest.mark.parametrize(
+        ("prefix", "error"),
+        [
+            (b"", StoreCorruptError),
+            (bytes(23), StoreCorruptError),
+            (bytes(24), StoreCorruptError),
+            (delta._PREFIX.pack(delta.MAGIC, 2, 100, 0), UnsupportedError),
+            (delta._PREFIX.pack(delta.MAGIC, 1, 0, 0), StoreCorruptError),
+            (delta._PREFIX.pack(delta.MAGIC, 1, delta.MAX_HEADER_BYTES + 1, 0), StoreCorruptError),
+        ],
+    )
+    def test_that_is_wrong_is_refused(self, prefix, error):
+        with pytest.raises(error):
+            delta.decode_prefix(prefix)
+
+
+class TestHeader:
+    def test_with_another_digest(self, steps):
+        with pytest.raises(StoreCorruptError):
+            delta.decode_header(b"{}\n", "0" * 16, steps[0].layout, steps[0].layout_xxh3)
+
+    def test_for_another_layout(self, steps):
+        data = steps[0].encoded.header[delta.PREFIX_BYTES :]
+        xxh3 = xxhash.xxh3_64_hexdigest(data)
+        with pytest.raises(StoreCorruptError, match="made for the layout"):
+            delta.decode_header(data, xxh3, steps[0].layout, "1" * 16)
+        few = Layout.of([TensorSpec("a", "bfloat16", (3,))])
+        with pytest.raises(StoreCorruptError, match="of a layout of 1 tensors"):
+            delta.decode_header(data, xxh3, few, steps[0].layout_xxh3)
+
+    def test_that_asks_for_too_much_memory(self, steps):
+        for name in ("num_tensors", "num_chunks"):
+            parts = Parts.of(steps[0])
+            parts.record[name] = 2**40
+            with pytest.raises(StoreCorruptError):
+                decoded(parts.header(), steps[0])
+
+    @pytest.mark.parametrize("name", [name for name in delta._CHUNK_ROW.names if name != "xxh3"])
+    def test_each_field_of_a_chunk_counts(self, steps, copier, name):
+        for step in steps:
+            for value in NUMBERS:
+                parts = Parts.of(step)
+                bits = 8 * parts.chunks.dtype[name].itemsize
+                if int(parts.chunks[-1][name]) != value % (1 << bits):
+                    parts.chunks[-1][name] = value % (1 << bits)
+                    outcome = try_to_apply(step, parts.header(), step.encoded.chunks, copier)
+                    assert outcome in ("header refused", "chunk refused", "found out")
+
+    def test_a_tensor_that_no_chunk_changes(self, steps):
+        for step in steps[:2]:  # of tensors that are shorter than a chunk
+            parts = Parts.of(step)
+            fewer = parts._replace(chunks=parts.chunks[:-1])
+            fewer.record["num_chunks"] = len(fewer.chunks)
+            with pytest.raises(StoreCorruptError, match="no chunk changes a tensor"):
+                decoded(fewer.header(), step)
+
+    def test_checksums_where_there_are_to_be_none(self, copier):
+        step = grouped(copier, hashed=False)
+        parts = Parts.of(step)
+        parts.tensors["xxh3"][0] = 1
+        with pytest.raises(StoreCorruptError, match="a checksum"):
+            decoded(parts.header(), step)
+
+
+class TestStreams:
+    def test_of_unpacked_bombs(self):
+        bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 28))
+        assert len(bomb) < 1 << 16
+        for raw_bytes in (1 << 16, 1 << 20):
+            with pytest.raises(StoreCorruptError):
+                delta.unpack(bomb, raw_bytes)
+
+    def test_that_do_not_tell_their_size(self):
+        unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000))
+        with pytest.raises(StoreCorruptError):
+            delta.unpack(unsized, 1000)
+
+    def test_with_something_behind_them(self):
+        packed = delta.pack(bytes(1000))
+        assert delta.unpack(packed, 1000) == bytes(1000)
+        for wrong in (packed + b"x", packed * 2, packed[:-1], b"x" * 1001, b""):
+            with pytest.raises(StoreCorruptError):
+                delta.unpack(wrong, 1000)
+
+    def test_a_gap_that_never_ends(self, copier):
+        before, after = torch.zeros(1_000_000), torch.zeros(1_000_000)
+        after[[100, 900_000]] = 1
+        step = make_step([before], [after], ["float32"], copier)
+        ((low, high), (chunk,)) = streams_of(step, 0)[:2], step.header.chunks
+        assert chunk.raw_bytes > 2 * (2 + 4)
+        each = (chunk.raw_bytes - 8) // 2
+        for where, raw in ((0, low), (1, high)):
+            streams = streams_of(step, 0)
+            streams[where] = delta.pack(bytes(delta.unpack(raw, each)[:-1]) + b"\xff")
+            other = 1 - where
+            kept = bytes(delta.unpack(streams[other], each)[:-1]) + b"\xff"
+            streams[other] = delta.pack(kept)
+            body = body_of(streams)
+            header = with_chunk(step, 0, body)
+            assert try_to_apply(step, header, [body], copier) == "chunk refused"
+
+    def test_positions_are_checked_for_who_wants_only_those(self, steps, copier):
+        step = steps[0]
+        for number, chunk in enumerate(step.header.chunks):
+            if chunk.positions == delta.WHOLE:
+                continue
+            chunks = list(step.encoded.chunks)
+            chunks[number] = bytes(len(chunks[number]))
+            with pytest.raises(StoreCorruptError):
+                changed_positions(step.header, chunks.__getitem__, copier)
+            header = decoded(with_chunk(step, number, chunks[number]), step)
+            with pytest.raises(StoreCorruptError):
+                changed_positions(header, chunks.__getitem__, copier)
+
+
+def test_the_steps_hold_every_kind_of_chunk(steps):
+    kinds = {(chunk.positions, chunk.values) for step in steps for chunk in step.header.chunks}
+    assert {where for where, _ in kinds} == {delta.GAPS, delta.MASK, delta.WHOLE}
+    assert {what for _, what in kinds} == {delta.DIFFERENCES, delta.NEW_WORDS}
+    tensors = [len(words_of(step, chunk)) for step in steps for chunk in step.header.chunks]
+    assert min(tensors) == 1 < max(tensors)
+    assert any(len(step.header.chunks) > len(step.layout.specs) for step in steps)
+
+
+def test_words_that_no_tensor_owns_are_guarded(copier):
+    step = grouped(copier)
+    contents = step.contents()
+    assert isinstance(contents, Guarded)
+    contents.all[5] = 0
+    with pytest.raises(AssertionError, match="belong to no tensor"):
+        contents.assert_guarded()

@@ -1,0 +1,480 @@
+"""Deltas: what differs is found, and leads from one version to the other."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbuffer.errors import DBufferError, InvalidWeightsError, StoreCorruptError
+from dbuffer.format import delta as delta_format
+from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
+from dbuffer.io import changes as io_changes
+from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
+from dbuffer.io.tensors import DTYPES, FileTensors
+from tests.support.deltas import (
+    BASE,
+    IDENTITY,
+    Guarded,
+    changed,
+    layout_of,
+    make_step,
+    random_tensor,
+    verify_result,
+)
+from tests.support.patterns import bits
+from tests.support.soak import is_soak
+
+SIZES = (0, 1, 2, 7, 64, 1001, 40_000)
+SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
+EXAMPLES = 200 if is_soak() else 12
+
+
+@pytest.fixture(scope="module")
+def copier():
+    copier = Copier(2)
+    yield copier
+    copier.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of a few words, and blocks that are compared one by one."""
+    monkeypatch.setattr(io_changes, "_GROUP_CHANGES", 50)
+    monkeypatch.setattr(io_changes, "_WHOLE_BYTES", 400)
+    monkeypatch.setattr(delta_format, "MAX_CHUNK_WORDS", 3000)
+    monkeypatch.setattr(delta_format, "MIN_CHUNK_BYTES", 1)
+    monkeypatch.setattr(io_changes, "_SHORT_BYTES", 512)
+
+
+def assert_leads_there(step, copier, *, times=1):
+    contents = step.contents()
+    for _ in range(times):
+        apply_delta(step.header, step.encoded.chunks.__getitem__, contents, copier)
+    assert torch.equal(contents.data, step.contents(of_after=True).data)
+    contents.assert_guarded()
+
+
+def assert_positions(step, copier):
+    """Those that are told are those that differ."""
+    told = dict(changed_positions(step.header, step.encoded.chunks.__getitem__, copier))
+    for index, (old, new) in enumerate(zip(step.before, step.after, strict=True)):
+        width = min(old.dtype.itemsize, 8)
+        words = [np.frombuffer(bits(each), f"<u{width}") for each in (old, new)]
+        differing = np.flatnonzero(words[0] != words[1])
+        positions = told.get(index, np.array([], np.int64))
+        if positions is not None:
+            assert positions.tolist() == differing.tolist()
+        else:
+            assert 2 * len(differing) > len(words[0])
+
+
+def encode(layout, changes, copier):
+    identities = {"base": BASE, "identity": IDENTITY, "version": 1, "layout_xxh3": "0" * 16}
+    return encode_delta(Diff(layout, changes, None, 10), copier, **identities)
+
+
+def random_step(seed, dtypes, sizes, shares, copier, **options):
+    rng = np.random.default_rng(seed)
+    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
+    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
+    return make_step(before, after, dtypes, copier, **options)
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+@settings(max_examples=EXAMPLES)
+@given(
+    seed=st.integers(0, 2**32),
+    shapes=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(SHARES)), max_size=5),
+    absolute=st.booleans(),
+)
+def test_round_trip(copier, dtype, seed, shapes, absolute):
+    sizes, shares = [size for size, _ in shapes], [share for _, share in shapes]
+    dtypes = [dtype] * len(sizes)
+    step = random_step(seed, dtypes, sizes, shares, copier, absolute=absolute)
+    assert_leads_there(step, copier, times=2 if absolute else 1)
+    assert_positions(step, copier)
+
+
+@settings(max_examples=10 * EXAMPLES)
+@given(
+    seed=st.integers(0, 2**32),
+    tensors=st.lists(
+        st.tuples(st.sampled_from(list(ITEM_BYTES)), st.integers(0, 5000), st.sampled_from(SHARES)),
+        max_size=12,
+    ),
+    absolute=st.booleans(),
+    hashed=st.booleans(),
+)
+def test_round_trip_of_mixed_tensors_in_small_chunks(
+    copier, small_chunks, seed, tensors, absolute, hashed
+):
+    columns = zip(*tensors, strict=True) if tensors else ((), (), ())
+    step = random_step(seed, *columns, copier, absolute=absolute, hashed=hashed)
+    assert_leads_there(step, copier, times=2 if absolute else 1)
+    assert_positions(step, copier)
+    contents = step.contents(of_after=True)
+    if hashed:
+        verify_result(step.header, contents, copier)
+        expected = copier.checksums(contents)
+        assert all(expected[index] == found for index, found in step.header.checksums.items())
+    else:
+        assert step.header.checksums is None
+        with pytest.raises(StoreCorruptError, match="has no checksums"):
+            verify_result(step.header, contents, copier)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64", "complex128"])
+def test_tensors_of_several_blocks(copier, dtype):
+    words = BLOCK_BYTES // DTYPES[dtype].itemsize
+    sizes = [3 * words + 17, words, words + 1, 5, words // 4 - 1]
+    for shares in ([0.01] * 5, [0.3, 0.9, 0.0, 1.0, 1e-9], [0.6] * 5):
+        step = random_step(5, [dtype] * 5, sizes, shares, copier)
+        assert_leads_there(step, copier)
+        assert_positions(step, copier)
+        verify_result(step.header, step.contents(of_after=True), copier)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed):
+    """Some lie side by side and are compared where they are, some have others between them."""
+    rng = np.random.default_rng(7)
+    dtypes = [str(dtype) for dtype in rng.choice([*ITEM_BYTES], 150)]
+    sizes = rng.choice([0, 1, 31, 32, 4096, 10_001, 60_000, 400_000], 150).tolist()
+    shares = rng.choice([0.0, 1e-4, 0.01, 0.4, 0.51, 1.0], 150).tolist()
+    step = random_step(7, dtypes, sizes, shares, copier, hashed=hashed)
+    assert_leads_there(step, copier)
+    assert_positions(step, copier)
+    if hashed:
+        verify_result(step.header, step.contents(of_after=True), copier)
+    found = find_changes(step.contents(), step.after, copier, hashed=False)
+    contents = step.contents()
+    write_changes(found.changes, contents, copier)
+    assert torch.equal(contents.data, step.contents(of_after=True).data)
+    contents.assert_guarded()
+
+
+def test_many_short_tensors_side_by_side(copier):
+    """More than are compared at once; the first, the last and every seventh did not change."""
+    rng = np.random.default_rng(8)
+    shares = [0.0 if index % 7 == 0 else 0.01 for index in range(1000)] + [0.0]
+    step = random_step(8, ["bfloat16"] * 1001, [4096] * 1001, shares, copier)
+    assert step.header.tensors["tensor"].tolist() == [i for i in range(1000) if i % 7]
+    assert_leads_there(step, copier)
+    assert_positions(step, copier)
+    tied = rng.integers(0, 1001, 5).tolist()  # two names of one memory are two tensors here
+    after = [step.after[tied[0]] if index in tied else one for index, one in enumerate(step.after)]
+    assert_leads_there(make_step(step.before, after, ["bfloat16"] * 1001, copier), copier)
+
+
+def test_a_block_that_changed_all_over_in_a_tensor_that_did_not(copier):
+    before = torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
+    after = before.clone()
+    after[BLOCK_BYTES : 2 * BLOCK_BYTES] = 1
+    step = make_step([before], [after], ["uint8"], copier)
+    ((_, positions),) = changed_positions(step.header, step.encoded.chunks.__getitem__, copier)
+    assert np.array_equal(positions, np.arange(BLOCK_BYTES, 2 * BLOCK_BYTES))
+    assert_leads_there(step, copier)
+
+
+def test_gaps_longer_than_16_bits(copier):
+    before = torch.zeros(1_000_000, dtype=torch.uint8)
+    after = before.clone()
+    places = [0, 1, 65535, 65536, 65536 + 65535, 65536 + 65535 + 65536, 999_999]
+    after[places] = 3
+    step = make_step([before], [after], ["uint8"], copier)
+    assert_leads_there(step, copier)
+    assert_positions(step, copier)
+
+
+def test_nothing_changed(copier):
+    step = random_step(1, ["bfloat16", "int8"], [100, 3], [0.0, 0.0], copier)
+    assert step.encoded.chunks == []
+    assert not len(step.header.tensors)
+    assert_leads_there(step, copier)
+
+
+def test_bits_are_compared(copier):
+    nan, other = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    before = torch.stack([nan, nan, torch.tensor(0.0).bfloat16(), torch.tensor(1.0).bfloat16()])
+    after = torch.stack([nan, other, torch.tensor(-0.0).bfloat16(), torch.tensor(1.0).bfloat16()])
+    contents = Guarded(layout_of([before], ["bfloat16"]), [before])
+    found = find_changes(contents, [after], copier, hashed=False)
+    (change,) = found.changes
+    assert change.positions.tolist() == [1, 2]
+    assert change.values.tolist() == [0x7FC1, 0x8000]
+    assert found.num_changed == 2
+    assert found.checksums is None
+
+
+def test_the_header_says_what_it_is_for(copier):
+    step = random_step(3, ["bfloat16"] * 3, [1000] * 3, [0.1] * 3, copier)
+    header, record = step.header, step.header.record
+    assert (record.base, record.identity, record.version) == (BASE, IDENTITY, 8)
+    whole = step.encoded.header + b"".join(step.encoded.chunks)
+    assert header.num_bytes == step.encoded.num_bytes == len(whole)
+    places = header.places
+    cut = [whole[start:end] for start, end in itertools.pairwise(places)]
+    assert cut == step.encoded.chunks
+
+
+class TestOtherTensors:
+    def test_are_cast_as_a_publish_would(self, copier):
+        rng = np.random.default_rng(0)
+        layout = Layout.of(
+            [
+                TensorSpec("cast", "bfloat16", (40, 30)),
+                TensorSpec("turned", "float32", (30, 40)),
+                TensorSpec("conjugate", "complex64", (50,)),
+                TensorSpec("negative", "float32", (50,)),
+                TensorSpec("parameter", "float32", ()),
+                TensorSpec("plain", "float32", (9,)),
+            ]
+        )
+        before = Guarded(layout, [])
+        complex_ = torch.from_numpy(rng.normal(size=50) + 1j * rng.normal(size=50))
+        after = [
+            torch.from_numpy(rng.normal(size=(40, 30))),
+            torch.from_numpy(rng.normal(size=(40, 30))).float().t(),
+            complex_.to(torch.complex64).conj(),
+            complex_.to(torch.complex64).conj().imag,
+            torch.nn.Parameter(torch.tensor(2.0)),
+            torch.arange(9.0),
+        ]
+        expected = Guarded(layout, [])
+        checksums = copier.write(expected, after, hashed=True)
+        found = find_changes(before, after, copier, hashed=True)
+        assert found.checksums == dict(enumerate(checksums))
+        write_changes(found.changes, before, copier)
+        assert torch.equal(before.data, expected.data)
+
+    def test_are_brought_a_batch_at_a_time(self, copier, monkeypatch):
+        monkeypatch.setattr(io_changes, "_BATCH_BYTES", 1000)
+        layout = Layout.of([TensorSpec(str(n), "float32", (n, 40)) for n in range(1, 9)])
+        after = [torch.randn(40, n).t() for n in range(1, 9)]
+        before, expected = Guarded(layout, []), Guarded(layout, [])
+        copier.write(expected, after)
+        found = find_changes(before, after, copier, hashed=False)
+        assert [change.tensor for change in found.changes] == list(range(8))
+        write_changes(found.changes, before, copier)
+        assert torch.equal(before.data, expected.data)
+
+    def test_that_do_not_begin_at_a_multiple_of_eight(self, copier):
+        before = torch.zeros(300_001, dtype=torch.bfloat16)
+        after = before.clone()
+        after[[3, 299_999]] = 1
+        contents = Guarded(layout_of([before[1:]], ["bfloat16"]), [before[1:]])
+        (change,) = find_changes(contents, [after[1:]], copier, hashed=True).changes
+        assert change.positions.tolist() == [2, 299_998]
+
+    @pytest.mark.parametrize("after", [[], [torch.zeros(3)], [torch.zeros(4)] * 2])
+    def test_of_other_shapes_are_refused(self, copier, after):
+        contents = Guarded(layout_of([torch.zeros(4)], ["float32"]), [torch.zeros(4)])
+        with pytest.raises(InvalidWeightsError, match=r"shape|give one for each"):
+            find_changes(contents, after, copier, hashed=False)
+
+
+def test_a_layout_of_parts_has_its_own_blocks(copier):
+    spec = TensorSpec("a", "float32", (1000,))
+    pieces = (Piece(0, 0, 1600, 0, 0), Piece(0, 1600, 2400, 0, 0))
+    layout = Layout((spec,), (0,), {}, (), pieces)
+    before, after = Guarded(layout, []), torch.randn(1000)
+    expected = Guarded(layout, [after])
+    found = find_changes(before, [after], copier, hashed=True)
+    assert found.checksums == {0: copier.checksums(expected)[0]}
+
+
+class TestWriteChanges:
+    def test_twice_is_once(self, copier):
+        step = random_step(3, ["bfloat16", "int64"], [5000, 70], [0.1, 1.0], copier)
+        found = find_changes(step.contents(), step.after, copier, hashed=False)
+        contents = step.contents()
+        for _ in range(2):
+            write_changes(found.changes, contents, copier)
+            assert torch.equal(contents.data, step.contents(of_after=True).data)
+        contents.assert_guarded()
+
+    def test_what_does_not_fit_is_named_among_many(self, copier):
+        step = random_step(4, ["bfloat16"] * 50, [100] * 50, [0.1] * 50, copier)
+        changes = find_changes(step.contents(), step.after, copier, hashed=False).changes
+        encode(step.layout, changes, copier)
+        wrong = changes[30].positions.copy()
+        wrong[-1] = 100
+        changes[30] = TensorDiff(30, wrong, changes[30].values)
+        with pytest.raises(InvalidWeightsError, match="not fit t30 "):
+            encode(step.layout, changes, copier)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            TensorDiff(2, np.array([0]), np.zeros(1, np.uint16)),
+            TensorDiff(-1, np.array([0]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([10]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([-1]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([3, 3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([4, 3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([3]), np.zeros(1, np.uint8)),
+            TensorDiff(0, np.array([], np.int64), np.zeros(0, np.uint16)),
+            TensorDiff(0, None, np.zeros(9, np.uint16)),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, copier, change):
+        tensors = [torch.ones(10).bfloat16(), torch.ones(3).bfloat16()]
+        layout = layout_of(tensors, ["bfloat16"] * 2)
+        right = TensorDiff(1, np.array([0]), np.zeros(1, np.uint16))
+        whole = TensorDiff(1, None, np.zeros(3, np.uint16))
+        with pytest.raises(InvalidWeightsError):
+            encode(layout, [right, change], copier)
+        for twice in ([right, right], [whole, right], [whole, whole]):
+            with pytest.raises(InvalidWeightsError, match="of one tensor"):
+                encode(layout, twice, copier)
+        encode(layout, [right], copier)
+
+    @pytest.mark.usefixtures("small_chunks")
+    def test_positions_that_do_not_ascend_from_chunk_to_chunk_are_refused(self, copier):
+        layout = layout_of([torch.ones(1000).bfloat16()], ["bfloat16"])
+        positions = np.concatenate([np.arange(100, 150), np.arange(110, 160)])
+        change = TensorDiff(0, positions, np.zeros(100, np.uint16))
+        with pytest.raises(InvalidWeightsError, match="not ascending"):
+            encode(layout, [change], copier)
+
+
+class TestApply:
+    def test_to_other_tensors_is_refused(self, copier):
+        step = random_step(3, ["bfloat16"], [100], [0.1], copier)
+        other = Guarded(layout_of([torch.zeros(50)], ["float32"]), [torch.zeros(50)])
+        with pytest.raises(StoreCorruptError, match="for other tensors"):
+            apply_delta(step.header, step.encoded.chunks.__getitem__, other, copier)
+
+    @pytest.mark.usefixtures("small_chunks")
+    @pytest.mark.parametrize("absolute", [False, True])
+    @pytest.mark.parametrize("seed", range(20))
+    def test_to_an_excerpt(self, copier, seed, absolute):
+        """As what a rank writes: a part of some tensors, and nothing of the others."""
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 3000, 12).tolist()
+        dtypes = rng.choice(["bfloat16", "float32", "uint8", "complex128"], 12).tolist()
+        shares = rng.choice([0.0, 0.01, 0.4, 1.0], 12).tolist()
+        step = random_step(seed, dtypes, sizes, shares, copier, absolute=absolute)
+        starts, tensors = [], []
+        for index in sorted(rng.choice(12, 5, replace=False)):
+            first, end = sorted(rng.integers(0, sizes[index] + 1, 2))
+            starts.append(step.layout.offsets[index] + first * step.before[index].itemsize)
+            tensors.append((step.before[index][first:end], step.after[index][first:end]))
+        before, after = zip(*tensors, strict=True)
+        own = layout_of(before, [str(tensor.dtype).removeprefix("torch.") for tensor in before])
+        contents = Guarded(own, before)
+        ends = np.array(starts) + own.sizes
+        excerpt = Excerpt(np.array(starts), ends, np.array(own.offsets))
+        read: list[int] = []
+
+        def read_chunk(number):
+            read.append(number)
+            return step.encoded.chunks[number]
+
+        apply_delta(step.header, read_chunk, contents, copier, excerpt)
+        assert torch.equal(contents.data, Guarded(own, after).data)
+        contents.assert_guarded()
+        assert len(read) < len(step.encoded.chunks), "some change nothing in it"
+
+    def test_what_reading_raises_is_raised(self, copier):
+        step = random_step(3, ["bfloat16"], [100], [0.1], copier)
+
+        def fail(number):
+            raise OSError("gone")
+
+        with pytest.raises(OSError, match="gone"):
+            apply_delta(step.header, fail, step.contents(), copier)
+
+    def test_a_wrong_result_is_told(self, copier):
+        step = random_step(3, ["bfloat16"] * 2, [100] * 2, [0.1] * 2, copier)
+        contents = step.contents()
+        contents.views[1].view(torch.int16)[0] += 1
+        apply_delta(step.header, step.encoded.chunks.__getitem__, contents, copier)
+        with pytest.raises(StoreCorruptError, match=r"1 tensors .*'t1'"):
+            verify_result(step.header, contents, copier)
+
+    def test_with_one_thread(self):
+        copier = Copier(1)
+        step = random_step(3, ["bfloat16"] * 9, [100_000] * 9, [0.1] * 9, copier)
+        assert_leads_there(step, copier)
+
+
+class TestSize:
+    """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""
+
+    @pytest.mark.parametrize(
+        ("spread", "most"),
+        [(1e-7, 1.46), (7e-7, 1.12), (3e-6, 0.98), (1e-5, 0.84), (4e-5, 0.70)],
+    )
+    def test_of_updates(self, copier, spread, most):
+        rng = np.random.default_rng(0)
+        weights = torch.from_numpy(rng.normal(0, 0.02, 4_000_000).astype(np.float32))
+        update = torch.from_numpy(rng.normal(0, spread, 4_000_000).astype(np.float32))
+        before, after = weights.bfloat16(), (weights + update).bfloat16()
+        num_changed = int((before.view(torch.int16) != after.view(torch.int16)).sum())
+        step = make_step([before], [after], ["bfloat16"], copier)
+        assert step.encoded.num_bytes / num_changed <= 1.15 * most, num_changed / 4e6
+
+    def test_of_small_tensors(self, copier):
+        rng = np.random.default_rng(0)
+        before = [torch.randn(28_800).mul(0.02).bfloat16() for _ in range(300)]
+        after = [tensor.clone() for tensor in before]
+        for tensor in after:
+            which = torch.from_numpy(rng.random(28_800) < 0.01)
+            tensor.view(torch.int16)[which] += 1
+        step = make_step(before, after, ["bfloat16"] * 300, copier)
+        whole = sum(tensor.nbytes for tensor in before)
+        assert step.encoded.num_bytes <= 0.008 * whole
+        assert len(step.encoded.header) <= 12 * 300
+        assert_leads_there(step, copier)
+
+    def test_of_what_cannot_be_made_smaller(self, copier):
+        step = random_step(0, ["float32"], [300_000], [0.0], copier, absolute=True)
+        rng = np.random.default_rng(1)
+        after = [random_tensor("float32", 300_000, rng)]
+        step = make_step(step.before, after, ["float32"], copier, absolute=True)
+        assert step.encoded.num_bytes <= 1.001 * after[0].nbytes
+        assert_leads_there(step, copier, times=2)
+
+
+def test_without_zstandard(copier, monkeypatch):
+    really_import = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "zstandard":
+            raise ImportError("no module", name=name)
+        return really_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(delta_format, "_tools", delta_format._Tools())
+    with pytest.raises(DBufferError, match=r"dbuffer\[delta\]"):
+        random_step(3, ["bfloat16"], [100], [0.1], copier)
+
+
+def test_a_change_needs_no_version_before(copier):
+    """Made by hand, as a union of two deltas' changes is."""
+    tensors = [torch.zeros(100).bfloat16(), torch.zeros(8)]
+    contents = Guarded(layout_of(tensors, ["bfloat16", "float32"]), tensors)
+    assert isinstance(contents, FileTensors)
+    changes = [
+        TensorDiff(1, None, np.arange(8, dtype=np.uint32)),
+        TensorDiff(0, np.array([5, 90]), np.array([7, 9], np.uint16)),
+    ]
+    encoded = encode(contents.layout, changes, copier)
+    rest = encoded.header[delta_format.PREFIX_BYTES :]
+    _, xxh3 = delta_format.decode_prefix(encoded.header)
+    header = delta_format.decode_header(rest, xxh3, contents.layout, "0" * 16)
+    target = Guarded(contents.layout, tensors)
+    apply_delta(header, encoded.chunks.__getitem__, target, copier)
+    expected = Guarded(contents.layout, tensors)
+    write_changes(changes, expected, copier)
+    assert torch.equal(target.data, expected.data)

@@ -1,0 +1,275 @@
+"""Acknowledgements on their way from a mirror's readers to the sender, through all mirrors."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
+from dbuffer.store.acknowledgements import _LAST_WORD_S
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import RecordFile
+from tests.support.children import Child
+from tests.support.patterns import SMALL, newest
+from tests.support.waiting import until
+
+POLL_S = 0.05
+
+
+@pytest.fixture
+def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
+    """Between two stores that are there."""
+    for store in (remote, local):
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+    relay = AcknowledgementRelay(DoubleBuffer(local), remote)
+    yield relay
+    relay.close()
+
+
+def record_of(store: Path, name: str) -> ReceiverRecord | None:
+    return DoubleBuffer(store).receiver(name)
+
+
+def mirrored(remote: Path, local: Path) -> Mirror:
+    return Mirror(remote, local, poll_interval_s=POLL_S, num_threads=1).start()
+
+
+def load_each(connection: Connection, store: Path, name: str) -> None:
+    """A rank: load each version that is asked for, and say so."""
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
+        while (version := connection.recv()) is not None:
+            assert receiver.wait_for_version(version - 1, 20) == version
+            assert receiver.load_into(target) == version == SMALL.version_of(target)
+            connection.send(version)
+
+
+def test_a_sender_hears_of_readers_three_mirrors_away(shm_path: Path) -> None:
+    stores = [shm_path / name for name in ("first", "second", "third", "fourth")]
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(dbuffer.WeightSender(stores[0], checksum=True))
+        sender.send(SMALL.weights(1))
+        for pair in itertools.pairwise(stores):
+            stack.enter_context(mirrored(*pair))
+        readers = {
+            name: stack.enter_context(Child(load_each, store, name))
+            for name, store in (("near", stores[1]), ("far", stores[3]))
+        }
+        identities = set()
+        for version in (1, 2, 3):
+            if version > 1:
+                sender.send(SMALL.weights(version))
+                with pytest.raises(dbuffer.WaitTimeoutError):
+                    sender.wait_applied(version, receivers=["far"], timeout_s=0)
+            for reader in readers.values():
+                reader.send(version)
+            for reader in readers.values():
+                assert reader.receive() == version
+            sender.wait_applied(version, receivers=["near", "far"], timeout_s=5)
+            sender.wait_applied(version, receivers=2, timeout_s=5)
+            assert newest(stores[3], verify=True) == version
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(version, receivers=["near", "far", "nobody"], timeout_s=0)
+            identities = {
+                DoubleBuffer(s).manifest(DoubleBuffer(s).pointer().buffer).identity for s in stores
+            }
+            assert len(identities) == 1
+
+
+def test_a_reader_that_died_is_told_of(remote: Path, local: Path) -> None:
+    with dbuffer.WeightSender(remote) as sender, mirrored(remote, local):
+        sender.send(SMALL.weights(1))
+        with Child(load_each, local, "rank") as reader:
+            reader.send(1)
+            assert reader.receive() == 1
+            sender.wait_applied(1, receivers=["rank"], timeout_s=5)
+            reader.signal(signal.SIGKILL)
+            reader.wait()
+        sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"rank .* has ended, at version 1"):
+            sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+
+
+def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
+    record = RecordFile(store, "rank")
+    record.write(applied_version=1, history=history)
+    connection.send("come")
+    connection.recv()
+    record.write(applied_version=2, history=history)
+    os._exit(0)  # dbuffer's own end would wait for nobody either
+
+
+def test_the_last_word_of_a_reader_comes_before_its_end(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    """However late the mirror is with it: the sender waits for it, and not for a second or two."""
+    history = DoubleBuffer(remote).pointer().history
+    with (
+        dbuffer.WeightSender(remote) as sender,
+        Child(acknowledge_and_end, local, history) as reader,
+    ):
+        assert reader.receive() == "come"
+        until("it is carried", lambda: record_of(remote, "rank"))
+        assert record_of(remote, "rank").is_relayed
+        assert not record_of(remote, "rank").has_ended
+        read = threading.Event()
+        may_go_on = threading.Event()
+        receivers = relay._local.receivers
+
+        def read_and_wait() -> list[ReceiverRecord]:
+            found = receivers()
+            read.set()
+            assert may_go_on.wait(20)
+            return found
+
+        relay._local.receivers = read_and_wait
+        assert read.wait(10)  # and what it has read says version 1
+        reader.send()
+        assert reader.wait() == 0
+        sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
+        may_go_on.set()
+        sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+        until("its end is told", lambda: record_of(remote, "rank").has_ended)
+        assert record_of(remote, "rank").applied_version == 2
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"has ended, at version 2"):
+            sender.wait_applied(3, receivers=["rank"], timeout_s=5)
+
+
+def test_a_problem_is_carried(relay: AcknowledgementRelay, remote: Path, local: Path) -> None:
+    with dbuffer.WeightSender(remote) as sender:
+        RecordFile(local, "rank").write(problem="out of memory", problem_version=1)
+        until("it is carried", lambda: record_of(remote, "rank"))
+        with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
+            sender.wait_applied(1, receivers=["rank"], timeout_s=5)
+
+
+def test_what_does_not_concern_the_sender_is_not_carried(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    """A version that is held in the mirror keeps no file of the remote store."""
+    record = RecordFile(local, "rank")
+    record.write(applied_version=1, held_version=1, stats={"loads": 1.0}, part_of="engine")
+    until("it is carried", lambda: record_of(remote, "rank"))
+    carried = record_of(remote, "rank")
+    assert (carried.held_version, carried.stats) == (None, {})
+    assert (carried.applied_version, carried.part_of) == (1, "engine")
+    assert (carried.host, carried.pid) == (record.current.host, record.current.pid)
+
+
+def test_what_has_not_changed_is_not_written_again(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    """Over a network, a record that is replaced costs every reader of it a look."""
+    record = RecordFile(local, "rank")
+    record.write(applied_version=1)
+    path = DoubleBuffer(remote).record_path("rank", record.current.token)
+    until("it is carried", path.exists)
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    for held in (1, None, 1, None):
+        record.write(held_version=held, stats={"loads": float(held or 0)})
+        time.sleep(2 * RELAY_INTERVAL_S)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
+    record.write(applied_version=2)
+    until("it is carried", lambda: record_of(remote, "rank").applied_version == 2)
+
+
+def test_a_reader_that_goes_goes_there_too(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    record = RecordFile(local, "rank")
+    record.write(applied_version=1)
+    until("it is carried", lambda: record_of(remote, "rank"))
+    record.remove()
+    until("it has gone", lambda: record_of(remote, "rank") is None)
+
+
+def test_the_last_word_is_carried_when_it_is_closed(remote: Path, local: Path) -> None:
+    for store in (remote, local):
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+    relay = AcknowledgementRelay(DoubleBuffer(local), remote)
+    record = RecordFile(local, "rank")
+    for version in range(1, 20):
+        record.write(applied_version=version)
+    relay.close()
+    assert record_of(remote, "rank").applied_version == 19
+    assert not [thread for thread in _threads() if "relay" in thread]
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
+    relay: AcknowledgementRelay,
+    remote: Path,
+    local: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    receivers = remote / RECEIVERS_DIRECTORY
+    receivers.rename(remote / "away")
+    record = RecordFile(local, "rank")
+    record.write(applied_version=1)
+    time.sleep(3 * RELAY_INTERVAL_S)
+    (remote / "away").rename(receivers)
+    until("it is carried", lambda: record_of(remote, "rank"))
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+    # A directory where the record should be: what cannot be replaced.
+    record.remove()
+    until("it has gone", lambda: record_of(remote, "rank") is None)
+    (receivers / record.path.name).mkdir()
+    record.write(applied_version=2)
+    until("it is told", lambda: caplog.records)
+    time.sleep(3 * RELAY_INTERVAL_S)
+    assert len(caplog.records) == 1
+    assert "cannot relay acknowledgements to" in caplog.text
+    (receivers / record.path.name).rmdir()
+    until("it is carried", lambda: record_of(remote, "rank"))
+
+
+def test_a_damaged_record_holds_up_no_other(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")
+    RecordFile(local, "rank").write(applied_version=1)
+    until("it is carried", lambda: record_of(remote, "rank"))
+    assert record_of(remote, "rank").applied_version == 1
+
+
+def test_a_mirror_that_is_killed_and_started_again_carries_on(remote: Path, local: Path) -> None:
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send(SMALL.weights(1))
+        with Child(mirror_for_ever, remote, local) as mirror:
+            mirror.receive()
+            mirror.signal(signal.SIGKILL)
+            mirror.wait()
+        with Child(load_each, local, "rank") as reader:
+            reader.send(1)
+            assert reader.receive() == 1
+            assert record_of(remote, "rank") is None
+            with mirrored(remote, local):  # there is nothing new to copy
+                sender.wait_applied(1, receivers=["rank"], timeout_s=5)
+
+
+def mirror_for_ever(connection: Connection, remote: Path, local: Path) -> None:
+    with mirrored(remote, local) as mirror:
+        mirror.wait_until_current(10)
+        connection.send("current")
+        connection.recv()

@@ -1,0 +1,1269 @@
+"""Deltas: what a sender publishes of them, and what readers with and without the last one see.
+
+On both media: on a network mount a version stands on an earlier one's file, on a local mount beside
+a whole one. The trainer's tensors are compared bit by bit, in each reader's hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer import SparsePatch
+from dbuffer.format.manifest import Manifest, ReceiverRecord
+from dbuffer.publish import delta_chain
+from dbuffer.receive import reader as reader_module
+from dbuffer.receive.stager import Stager
+from dbuffer.store import network_files
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.writer import BufferWriter
+from dbuffer.tools.verification import verify_store
+from tests.support.children import Child
+from tests.support.damage import flip_bit
+from tests.support.patterns import OTHER, SPARSE, newest
+from tests.support.stores import named_files, version_files
+
+Tensors = dict[str, torch.Tensor]
+
+READER_TIMEOUT_S = 0.2
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+
+
+@pytest.fixture
+def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
+
+
+@pytest.fixture
+def files_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
+
+
+def make_sender(store: Path, **options: bool) -> dbuffer.WeightSender:
+    return dbuffer.WeightSender(
+        store,
+        **{"delta": True, "checksum": True, **options},  # type: ignore[arg-type]
+        reader_timeout_s=READER_TIMEOUT_S,
+        num_threads=1,
+    )
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int) -> list[int | None]:
+    return [
+        sender.send(SPARSE.weights(version), version=version).delta_bytes for version in versions
+    ]
+
+
+def newest_buffer(store: Path) -> str:
+    """The buffer that holds the newest version."""
+    pointer = DoubleBuffer(store).pointer()
+    assert pointer is not None
+    return pointer.buffer
+
+
+def manifest_of(store: Path) -> Manifest:
+    """That of the newest version."""
+    found = DoubleBuffer(store).manifest(newest_buffer(store))
+    assert found is not None
+    return found
+
+
+def reader_of(store: Path, name: str = "reader", **options: bool) -> dbuffer.WeightReceiver:
+    return dbuffer.WeightReceiver(store, receiver_id=name, num_threads=1, **options)  # type: ignore[arg-type]
+
+
+def opened(receiver: dbuffer.WeightReceiver) -> int:
+    """The version that it opens, which must be whole."""
+    with receiver.open(timeout_s=5) as snapshot:
+        assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
+        return snapshot.version
+
+
+@contextlib.contextmanager
+def reads_from_files() -> Iterator[list[int]]:
+    """The versions that are read as files, and not gone on to."""
+    versions: list[int] = []
+    read_whole = reader_module.read_whole
+
+    def noting(held, *arguments, **options):  # type: ignore[no-untyped-def]
+        versions.append(held.manifest.version)
+        return read_whole(held, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "read_whole", noting)
+        yield versions
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Tensors) -> None:
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert tensor.shape == expected[name].shape, name
+        assert torch.equal(bits(tensor), bits(expected[name])), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Readers that follow, come late, skip
+
+
+LENGTH = 40
+SPARE_DESCRIPTORS = 12
+
+
+def open_with_few_descriptors(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    limit = lowest_free + SPARE_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with reader_of(store) as reader:
+        connection.send(opened(reader))
+    with make_sender(store) as sender:
+        connection.send(publish(sender, LENGTH + 1))
+
+
+def test_a_chain_may_have_more_deltas_than_descriptors(
+    store: Path, network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN_SHARE", 100)
+    with make_sender(store) as sender:
+        publish(sender, *range(1, LENGTH + 1))
+    assert len(manifest_of(store).chain) == LENGTH
+    with Child(open_with_few_descriptors, store) as child:
+        assert child.receive() == LENGTH
+        assert None not in child.receive(), "the next sender builds upon it"
+
+
+@pytest.mark.usefixtures("mount", "short_chains", "files_go_at_once")
+def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store: Path) -> None:
+    target = SPARSE.empty()
+    with (
+        make_sender(store) as sender,
+        reader_of(store, "follows", verify=True) as follows,
+        reader_of(store, "loads") as loads,
+        reader_of(store, "skips", verify=True) as skips,
+    ):
+        for version in range(1, 16):
+            publish(sender, version)
+            assert opened(follows) == version
+            assert loads.load_into(target) == version == SPARSE.version_of(target)
+            assert newest(store, verify=True) == version, "who comes late reads it too"
+            if version % 6 == 0:
+                assert opened(skips) == version
+
+
+def test_a_reader_that_follows_reads_no_file_again(store: Path, network: None) -> None:
+    with (
+        make_sender(store) as sender,
+        reader_of(store, "opens") as opens,
+        reader_of(store, "loads") as loads,
+        reads_from_files() as read,
+    ):
+        target = SPARSE.empty()
+        publish(sender, 1, 2)
+        assert opened(opens) == loads.load_into(target) == 2
+        assert read == [2, 2]
+        publish(sender, 3)
+        assert opened(opens) == loads.load_into(target) == 3
+        publish(sender, 4, 5)
+        assert opened(opens) == loads.load_into(target) == 5
+        assert SPARSE.version_of(target) == 5
+        assert read == [2, 2]
+
+
+def test_a_reader_goes_on_past_a_new_anchor(
+    store: Path, network: None, short_chains: None, files_go_at_once: None
+) -> None:
+    """The anchor is for who comes late: its chain still begins before it."""
+    with make_sender(store) as sender, reader_of(store) as reader, reads_from_files() as read:
+        anchors = []
+        publish(sender, 1, 2)
+        assert opened(reader) == 2
+        for version in range(3, 14):
+            publish(sender, version)
+            assert opened(reader) == version
+            if manifest_of(store).anchor is None:
+                anchors.append(version)
+        assert anchors == [5, 9, 13]
+        assert read == [2]
+
+
+def test_a_version_of_which_too_much_changed_is_whole(store: Path, mount: str) -> None:
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        assert publish(sender, 1, 2)[1] is not None
+        assert opened(reader) == 2
+        # Sixteen versions on, every element is another one.
+        assert publish(sender, 18) == [None]
+        assert manifest_of(store).chain == []
+        assert opened(reader) == 18 == newest(store, verify=True)
+        assert publish(sender, 19)[0] is not None
+        assert opened(reader) == 19 == newest(store, verify=True)
+
+
+def test_a_changed_layout_begins_a_new_chain(store: Path, mount: str) -> None:
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        publish(sender, 1, 2)
+        assert opened(reader) == 2
+        assert sender.send(OTHER.weights(3)).delta_bytes is None
+        assert newest(store, verify=True) == 3
+        with reader.open() as snapshot:
+            assert OTHER.version_of(snapshot.tensors) == 3
+        assert publish(sender, 4) == [None]
+        assert publish(sender, 5)[0] is not None
+        assert opened(reader) == 5 == newest(store, verify=True)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["a delta sender", "one without"])
+@pytest.mark.parametrize("dies", [True, False], ids=["killed", "closed"])
+def test_a_sender_that_was_restarted(store: Path, mount: str, dies: bool, delta: bool) -> None:
+    first = make_sender(store)
+    with reader_of(store, verify=True) as reader:
+        publish(first, 1, 2, 3)
+        assert opened(reader) == 3
+        if dies:  # all that a killed one gives up is its lock
+            first._writer._lock.close()
+        else:
+            first.close()
+        with make_sender(store, delta=delta) as second:
+            assert opened(reader) == 3 == newest(store, verify=True)
+            for version in range(4, 9):
+                has_delta = publish(second, version)[0] is not None
+                assert has_delta == delta
+                assert opened(reader) == version == newest(store, verify=True)
+
+
+def test_a_sender_that_was_restarted_takes_patches(store: Path, mount: str) -> None:
+    with make_sender(store) as first:
+        publish(first, 1, 2, 3)
+    patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
+    with make_sender(store) as second, reader_of(store, verify=True) as reader:
+        with pytest.raises(dbuffer.WeightsMismatchError):  # which spoils nothing
+            second.send_patches([dbuffer.SparsePatch("none", torch.ones(1), torch.ones(1))])
+        assert opened(reader) == 3
+        assert second.send_patches(patches).delta_bytes is not None
+        assert opened(reader) == 4 == newest(store, verify=True)
+        assert publish(second, 5)[0] is not None
+        assert opened(reader) == 5 == newest(store, verify=True)
+
+
+def test_patches_are_the_trainers_again_when_they_are_published(store: Path, mount: str) -> None:
+    """In order and not, which is two ways: the next publishes need what these changed."""
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        for version in (3, 4, 5, 6):
+            patches = patches_between(SPARSE.weights(version - 1), SPARSE.weights(version))
+            for patch in patches:
+                if version % 2:
+                    order = torch.randperm(len(patch.indices))
+                    patch.indices[:], patch.values[:] = patch.indices[order], patch.values[order]
+            sender.send_patches(patches)
+            for patch in patches:
+                patch.indices.zero_()
+                patch.values.zero_()
+            assert newest(store, verify=True) == version
+
+
+def test_a_sender_builds_upon_no_version_that_is_damaged(
+    store: Path, mount: str, settle_quickly: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_sender(store) as first:
+        publish(first, 1, 2, 3)
+    buffer = newest_buffer(store)
+    found = manifest_of(store)
+    flip_in(store, found.anchor_buffer or buffer, 3)
+    with make_sender(store) as second:
+        assert publish(second, 4) == [None]
+        assert "damaged after it was published" in caplog.text
+        assert newest(store, verify=True) == 4
+        assert publish(second, 5)[0] is not None
+        assert newest(store, verify=True) == 5
+
+
+def test_a_sender_builds_upon_no_version_with_other_tensors_or_none(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_sender(store) as first:
+        first.send(OTHER.weights(1))
+    with make_sender(store) as second:
+        assert publish(second, 2) == [None]
+        assert publish(second, 3)[0] is not None
+    assert newest(store, verify=True) == 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_sender_that_takes_checksums_builds_upon_no_version_without(
+    store: Path, mount: str, checksum: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor the other way round."""
+    with make_sender(store, checksum=not checksum) as first:
+        publish(first, 1, 2, 3)
+    with make_sender(store, checksum=checksum) as second:
+        assert publish(second, 4) == [None]
+        assert publish(second, 5)[0] is not None
+    assert newest(store, verify=checksum) == 5
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mounts", [("local", "network"), ("network", "local")])
+def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(
+    store: Path, mounts: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on the server itself, for what was published across the network."""
+    for mount, versions in zip(mounts, ((1, 2, 3), (4, 5)), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DBUFFER_MOUNT", mount)
+            with make_sender(store) as sender:
+                has_delta = [found is not None for found in publish(sender, *versions)]
+            assert has_delta == [False, *[True] * (len(versions) - 1)]
+            assert newest(store, verify=True) == versions[-1]
+    assert not caplog.records
+
+
+def test_two_senders_the_first_superseded_in_the_middle_of_a_chain(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_sender(store)
+    publish(first, 1, 2, 3)
+    (store / "writer.lock").unlink()
+    with make_sender(store) as second, reader_of(store, verify=True) as reader:
+        assert opened(reader) == 3
+        publish(second, 4)
+        with pytest.raises(dbuffer.WriterSupersededError):
+            publish(first, 5)
+        with pytest.raises((dbuffer.WriterSupersededError, dbuffer.VersionError)):
+            first.send_patches([], version=5)
+        assert opened(reader) == 4 == newest(store, verify=True)
+        publish(second, 5, 6)
+        assert opened(reader) == 6 == newest(store, verify=True)
+        first.close()
+        assert opened(reader) == 6
+
+
+@pytest.mark.parametrize("step", ["add_delta", "commit"])
+def test_a_sender_that_is_superseded_while_it_publishes_a_delta(
+    store: Path, mount: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A successor comes before the delta is written, or before the manifest is."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(make_sender(store))
+        reader = stack.enter_context(reader_of(store, verify=True))
+        publish(first, 1, 2, 3)
+        writer = first._writer
+        original = getattr(writer, step)
+
+        def supersede(*arguments: object, **options: object) -> object:
+            (store / "writer.lock").unlink()
+            publish(stack.enter_context(make_sender(store)), 4, 5, 6)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(writer, step, supersede)
+        with pytest.raises(dbuffer.WriterSupersededError):
+            publish(first, 7)
+        assert opened(reader) == 6 == newest(store, verify=True)
+
+
+@pytest.mark.parametrize("checksum", [True, False, "auto"])
+def test_with_and_without_checksums(store: Path, mount: str, checksum: bool) -> None:
+    """Without, nobody goes on from what is in memory, and all read what was published."""
+    with (
+        make_sender(store, checksum=checksum) as sender,
+        reader_of(store, "one") as one,
+        reader_of(store, "no", verify=False) as careless,
+    ):
+        for version in range(1, 8):
+            publish(sender, version)
+            assert opened(one) == opened(careless) == version == newest(store)
+
+
+def test_a_shared_directory(shm_path: Path, mount: str) -> None:
+    store = shm_path / "shared"
+    store.mkdir(mode=0o700)
+    with make_sender(store, allow_shared_store=True) as sender:
+        publish(sender, 1, 2, 3)
+        (store / "deltas").chmod(0o777)
+        with pytest.raises(dbuffer.StoreAccessError, match="deltas"), reader_of(store) as reader:
+            opened(reader)
+        with reader_of(store, allow_shared_store=True) as reader:
+            assert opened(reader) == 3
+            publish(sender, 4)
+            assert opened(reader) == 4
+
+
+def test_a_delta_that_others_can_write_to_is_refused_and_not_built_upon(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        [path] = store.glob("deltas/*")
+        path.chmod(0o666)
+        if mount == "network":
+            with pytest.raises(dbuffer.StoreAccessError, match=path.name):
+                newest(store)
+        publish(sender, 3)
+        assert f"others can write to {path}" in caplog.text
+        assert path.stem not in manifest_of(store).chain[1:]
+        assert newest(store, verify=True) == 3
+        publish(sender, 4)
+        assert newest(store, verify=True) == 4
+
+
+def test_deltas_that_others_can_add_to_are_refused_by_the_sender(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        (store / "deltas").chmod(0o777)
+        with pytest.raises(dbuffer.StoreAccessError, match="chmod go-w"):
+            publish(sender, 3)
+        (store / "deltas").chmod(0o700)
+        assert newest(store, verify=True) == 2
+        publish(sender, 3, 4)
+        assert newest(store, verify=True) == 4
+
+
+@pytest.mark.parametrize("name", ["tmp", "idle", "receivers", "deltas"])
+def test_a_directory_that_was_removed_is_made_again(store: Path, mount: str, name: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        shutil.rmtree(store / (other_buffer(newest_buffer(store)) if name == "idle" else name))
+        publish(sender, 4, 5, 6)
+        assert newest(store, verify=True) == 6
+
+
+def few_changed(version: int) -> Tensors:
+    weights = {"a": torch.zeros(4000), "b": torch.ones(7)}
+    weights["a"][::100] = version
+    return weights
+
+
+def begin_and_fail(store: Path, *, delta: bool) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError
+
+    with make_sender(store, delta=delta) as sender, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", fail)
+        with pytest.raises(KeyError):
+            sender.send(few_changed(9))
+
+
+def move_in(store: Path) -> None:
+    model = torch.nn.ParameterDict(few_changed(9))
+    with dbuffer.ResidentModel(model, store):
+        for parameter in model.parameters():
+            parameter.data.fill_(9)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(functools.partial(begin_and_fail, delta=True), id="a delta sender"),
+        pytest.param(functools.partial(begin_and_fail, delta=False), id="one without"),
+        pytest.param(move_in, id="a resident"),
+    ],
+)
+@pytest.mark.parametrize("num_versions", [2, 3, 4])
+def test_a_local_sender_writes_into_no_file_of_a_network_sender(
+    store: Path, monkeypatch: pytest.MonkeyPatch, num_versions: int, begin: Callable[[Path], None]
+) -> None:
+    """Whose newest version stands on one; and other hosts may be reading the other."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with make_sender(store) as sender:
+        for version in range(1, num_versions + 1):
+            sender.send(few_changed(version))
+    before = {path: path.read_bytes() for path in version_files(store)}
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    begin(store)
+    left = [path for path in before if path.exists()]
+    assert all(path.read_bytes() == before[path] for path in left)
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with reader_of(store) as reader, reader.open() as snapshot:
+        assert snapshot.version == num_versions
+        assert_same_bits(snapshot.tensors, few_changed(num_versions))
+
+
+def test_an_iterator_is_refused_and_takes_nothing_away(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="delta=True"):
+            sender.send(iter(SPARSE.weights(3).items()))
+        assert publish(sender, 3)[0] is not None
+        assert newest(store, verify=True) == 3
+
+
+def test_weights_that_are_sent_without_waiting(store: Path, mount: str) -> None:
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        for version in range(1, 6):
+            published = sender.send(SPARSE.weights(version), wait=False).wait(10)
+            assert (published.delta_bytes is None) == (version == 1)
+            assert opened(reader) == version == newest(store, verify=True)
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
+    store: Path, mount: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = SPARSE.weights(3)
+    encode = delta_chain.encode_delta
+
+    def encode_and_change(*arguments, **options):  # type: ignore[no-untyped-def]
+        encoded = encode(*arguments, **options)
+        if is_found:
+            weights[SPARSE.names[0]][5] += 1
+        else:
+            raise KeyError("the trainer's own trouble")
+        return encoded
+
+    error: type[Exception] = dbuffer.InvalidWeightsError if is_found else KeyError
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(delta_chain, "encode_delta", encode_and_change)
+            sender.send(weights, wait=False).wait(10)
+        assert newest(store, verify=True) == 2
+        assert version_files(store) <= named_files(store), "its delta was left"
+        with pytest.raises(dbuffer.VersionError):
+            sender.send_patches([])
+        assert publish(sender, 3) == [None]
+        assert publish(sender, 4)[0] is not None
+        assert newest(store, verify=True) == 4
+
+
+@pytest.mark.parametrize("place", ["encode_delta", "DeltaChain.add_delta", "DeltaChain.commit"])
+def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
+    store: Path, mount: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the check, or past autograd: that version is torn at worst, and the next is right."""
+    weights = {"a": torch.zeros(4000), "b": torch.zeros(40_000)}
+
+    def step() -> None:
+        for tensor in weights.values():
+            tensor.numpy()[: 7 if tensor is weights["b"] else None] += 1
+
+    whose, _, name = place.rpartition(".")
+    holder = getattr(delta_chain, whose) if whose else delta_chain
+    called = getattr(holder, name)
+
+    def and_step(*arguments, **options):  # type: ignore[no-untyped-def]
+        done = called(*arguments, **options)
+        step()
+        return done
+
+    # Without checksums, which would show it.
+    with make_sender(store, checksum=False) as sender, reader_of(store) as reader:
+        for _ in range(4):
+            sender.send(weights)
+            step()
+            with monkeypatch.context() as patch:
+                patch.setattr(holder, name, and_step)
+                assert sender.send(weights, wait=False).wait(10).delta_bytes is not None
+            for _ in range(2):
+                assert sender.send(weights).delta_bytes is not None
+                with reader.open() as snapshot:
+                    assert_same_bits(snapshot.tensors, weights)
+                weights["b"][11] += 1
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes and what stays
+
+
+@pytest.mark.usefixtures("short_chains", "files_go_at_once")
+def test_nothing_is_left_but_what_the_manifests_name(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        for version in range(1, 30):
+            publish(sender, version)
+            # What the last publish put away goes with the next, for who has just begun to read it.
+            assert len(version_files(store) - named_files(store)) <= (mount == "network") * 4
+            assert len(list(store.glob("deltas/*"))) <= 8
+        assert len(list(store.glob("[AB]/weights-*"))) <= 3
+
+
+@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once")
+def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> None:
+    """The anchor that it needs, and the deltas since, long after newer anchors."""
+    with make_sender(store) as sender, reader_of(store, "slow") as slow:
+        sender._writer._files.reader_timeout_s = 60.0
+        publish(sender, 1, 2, 3)
+        needed = named_files(store)
+        slow.wait_for_version()
+        with slow.hold_seen() as held:
+            assert held is not None
+            publish(sender, *range(4, 20))
+            assert needed <= version_files(store)
+            late = version_files(store)
+            assert len(late - needed - named_files(store)) <= 6, "what nobody reads has gone"
+        publish(sender, 20, 21)
+        assert not needed & version_files(store)
+
+
+@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once")
+def test_a_reader_without_end_is_waited_for_only_so_long(
+    store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(network_files.time, "monotonic", lambda: now_s)
+    with make_sender(store) as sender, reader_of(store, "slow") as slow:
+        publish(sender, 1, 2, 3)
+        needed = named_files(store)
+        slow.wait_for_version()
+        with slow.hold_seen(), caplog.at_level(logging.WARNING, "dbuffer.store.network_files"):
+            publish(sender, *range(4, 12))
+            assert needed <= version_files(store)
+            now_s += READER_TIMEOUT_S
+            publish(sender, 12, 13)
+            assert not needed & version_files(store)
+        assert "slow" in caplog.text
+        assert newest(store, verify=True) == 13
+
+
+@pytest.mark.usefixtures("network", "short_chains")
+def test_what_a_dead_sender_left_is_removed_in_time(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_sender(store)
+    publish(first, 1, 2, 3)
+    orphan = store / "deltas" / "0123456789abcdef-7.delta"
+    orphan.write_bytes(b"of a publish that was killed")
+    alien = store / "deltas" / "README"
+    alien.write_text("of somebody else")
+    first._writer._lock.close()
+    now_s = 0.0
+    monkeypatch.setattr(network_files.time, "monotonic", lambda: now_s)
+    with make_sender(store) as second:
+        named = named_files(store)
+        assert opened(reader_of(store)) == 3
+        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        publish(second, 4, 5)
+        assert not orphan.exists()
+        assert alien.exists()
+        assert named <= version_files(store)  # what came since stands on these
+        publish(second, 21, 22)
+        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        publish(second, 23, 24)
+        assert not named & version_files(store)
+
+
+@pytest.mark.usefixtures("short_chains")
+def test_the_chain_is_trimmed(store: Path, mount: str) -> None:
+    """By its length, and by its bytes; on a network mount what leads from the anchor stays."""
+    lengths, since_anchor = [], []
+    with make_sender(store) as sender:
+        for version in range(1, 20):
+            publish(sender, version)
+            found = manifest_of(store)
+            lengths.append(len(found.chain))
+            since_anchor.append(len(found.deltas_after(found.anchor)) if found.anchor else 0)
+    if mount == "local":
+        assert set(since_anchor) == {0}
+        assert max(lengths) <= delta_chain.MAX_CHAIN + 1
+    else:
+        assert max(since_anchor) == delta_chain.MAX_CHAIN
+        assert max(lengths) <= 2 * delta_chain.MAX_CHAIN + 1
+
+
+def test_a_chain_of_large_deltas_is_short(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        for version in range(1, 20):
+            publication = sender.send(SPARSE.weights(version))
+            found = manifest_of(store)
+            total = sum(
+                (store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:]
+            )
+            most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
+            assert total <= most + 2 * (publication.delta_bytes or 0) + most
+
+
+def test_delta_bytes_are_those_of_the_file(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        first = sender.send(SPARSE.weights(1))
+        assert first.delta_bytes is None
+        second = sender.send(SPARSE.weights(2))
+        [path] = store.glob("deltas/*")
+        assert second.delta_bytes == path.stat().st_size
+        assert second.num_bytes == first.num_bytes > 4 * second.delta_bytes
+    with make_sender(store, delta=False) as sender:
+        assert sender.send(SPARSE.weights(3)).delta_bytes is None
+
+
+def test_a_store_is_verified(store: Path, mount: str, settle_quickly: None) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3, 4)
+    double = DoubleBuffer(store)
+    assert [(check.version, check.problems) for check in verify_store(double)] == [(4, []), (3, [])]
+    if mount == "network":
+        path = store / "deltas" / f"{manifest_of(store).identity}.delta"
+        flip_bit(path, 8 * path.stat().st_size - 20)
+        newest_check, other = verify_store(double)
+        assert path.name in str(newest_check.problems)
+        assert not other.problems
+        path.unlink()
+        assert path.name in str(verify_store(double)[0].problems)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory that is used again
+
+
+@pytest.mark.usefixtures("network")
+def test_an_open_snapshot_keeps_its_memory(store: Path) -> None:
+    """However many the same receiver opens and loads meanwhile, one in another."""
+    with make_sender(store) as sender, reader_of(store) as reader, contextlib.ExitStack() as stack:
+        publish(sender, 1, 2)
+        assert opened(reader) == 2  # whose memory is there to go on from
+        snapshots = []
+        for version in (3, 5, 7):
+            publish(sender, version)
+            snapshots.append(stack.enter_context(reader.open(acknowledge=False)))
+            publish(sender, version + 1)
+            target = SPARSE.empty()
+            assert reader.load_into(target) == version + 1 == SPARSE.version_of(target)
+            for snapshot in snapshots:
+                assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
+
+
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_snapshots_that_are_left_in_any_order(store: Path, order: tuple[int, ...]) -> None:
+    with make_sender(store) as sender, reader_of(store) as reader:
+        publish(sender, 1)
+        leaves, snapshots = [], []
+        for version in (2, 3, 4):
+            publish(sender, version)
+            leave = contextlib.ExitStack()
+            snapshots.append(leave.enter_context(reader.open(acknowledge=False)))
+            leaves.append(leave)
+        is_open = [True] * 3
+        for number, index in enumerate(order):
+            leaves[index].close()
+            is_open[index] = False
+            publish(sender, 5 + number)
+            assert opened(reader) == 5 + number
+            for snapshot, still in zip(snapshots, is_open, strict=True):
+                if still:
+                    assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
+
+
+@pytest.mark.usefixtures("network")
+def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_sender(store) as sender, reader_of(store) as reader:
+        for version, name in ((2, SPARSE.names[0]), (4, SPARSE.names[7])):
+            publish(sender, version)
+            with reader.open() as snapshot:
+                snapshot.tensors[name][3] += 1
+            publish(sender, version + 1)
+            with caplog.at_level(logging.WARNING, "dbuffer"):
+                assert opened(reader) == version + 1
+            if version > 2:
+                assert name in caplog.text
+
+
+@pytest.mark.usefixtures("network")
+def test_a_block_that_raises_leaves_memory_to_go_on_from(store: Path) -> None:
+    with make_sender(store) as sender, reader_of(store) as reader, reads_from_files() as read:
+        publish(sender, 1, 2)
+        with pytest.raises(KeyError), reader.open():
+            raise KeyError
+        publish(sender, 3)
+        assert opened(reader) == 3
+        assert read == [2]
+
+
+@pytest.mark.usefixtures("network")
+def test_an_older_version_after_a_newer_one(store: Path) -> None:
+    with make_sender(store) as sender, reader_of(store) as reader:
+        for version in range(1, 8):
+            publish(sender, version)
+            assert opened(reader) == version
+            if version > 1:
+                with reader.open(version=version - 1) as snapshot:
+                    assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
+
+
+@pytest.mark.usefixtures("network")
+def test_a_store_that_was_begun_anew(store: Path) -> None:
+    with reader_of(store) as reader:
+        for times in range(3):
+            with make_sender(store) as sender:
+                sender.send(SPARSE.weights(1), version=1)
+                sender.send(SPARSE.weights(2), version=2)
+                if times:
+                    with pytest.raises(dbuffer.VersionRegressedError):
+                        opened(reader)
+                    reader.start_over()
+                assert opened(reader) == 2
+                sender.send(SPARSE.weights(3), version=3)
+                assert opened(reader) == 3
+            for path in store.rglob("*"):
+                if path.is_file() and path.parent.name != "receivers":
+                    path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors of all kinds
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+)
+
+
+def awkward_weights() -> Tensors:
+    """One tensor of each dtype, a scalar, an empty one, a tied one, and one that is a slice."""
+    raw = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
+    weights = {
+        str(dtype).removeprefix("torch."): raw.clone().view(dtype)
+        for dtype in DTYPES
+        if dtype is not torch.bool
+    }
+    tied = torch.arange(500.0).reshape(50, 10)
+    return weights | {
+        "bool": raw.bool(),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "tied": tied,
+        "also tied": tied,
+        "slice": torch.arange(2000.0).reshape(40, 50)[:, ::2],
+    }
+
+
+def assert_all_read(store: Path, follower: dbuffer.WeightReceiver, weights: Tensors) -> None:
+    with follower.open() as snapshot:
+        assert_same_bits(snapshot.tensors, weights)
+        assert snapshot.aliases
+    with reader_of(store, "late", verify=True) as late, late.open() as snapshot:
+        assert_same_bits(snapshot.tensors, weights)
+
+
+def test_tensors_of_all_kinds(store: Path, mount: str) -> None:
+    weights = awkward_weights()
+    with make_sender(store) as sender, reader_of(store, verify=True) as follower:
+        for step in range(8):
+            for name, tensor in weights.items():
+                if name in ("slice", "tied"):
+                    tensor[step, step] = -1.0 - step
+                elif name == "bool":
+                    tensor[step] = not tensor[step]
+                elif name == "scalar":
+                    tensor += 1
+                elif tensor.numel() and name != "also tied":
+                    tensor.view(torch.uint8)[step * 37] += 1
+            # -0.0 is not 0.0, and of a NaN all bits count.
+            weights["float32"][100] = (0.0, -0.0)[step % 2]
+            weights["float64"].view(torch.int64)[100] = 0x7FF8_0000_0000_0000 + step
+            published = sender.send(weights)
+            assert (published.delta_bytes is None) == (step == 0)
+            assert_all_read(store, follower, weights)
+
+
+def test_patches_of_all_kinds(store: Path, mount: str) -> None:
+    weights = awkward_weights()
+    generator = torch.Generator().manual_seed(0)
+    with make_sender(store) as sender, reader_of(store, verify=True) as follower:
+        sender.send(weights)
+        assert_all_read(store, follower, weights)
+        for step in range(6):
+            patches = []
+            for name, tensor in weights.items():
+                if not tensor.numel() or name == ("also tied", "tied")[step % 2]:
+                    continue
+                flat = tensor.reshape(-1)
+                at = torch.randperm(flat.numel(), generator=generator)[: 1 + step * 3]
+                kind = (torch.int64, torch.int32, torch.int16)[step % 3]
+                width = tensor.dtype.itemsize
+                words = bits(flat).reshape(-1, width).clone()
+                if tensor.dtype is torch.bool:
+                    words[at] ^= 1
+                else:
+                    words[at] += 1 + step
+                values = words[at].reshape(-1).view(tensor.dtype)
+                patches.append(SparsePatch(name, at.to(kind), values))
+                changed = words.reshape(-1).view(tensor.dtype).reshape(tensor.shape)
+                weights[name] = changed
+                if "tied" in name:
+                    weights["tied"] = weights["also tied"] = changed
+            published = sender.send_patches(patches, metadata={"step": step})
+            assert published.delta_bytes
+            assert_all_read(store, follower, weights)
+        assert sender.send(weights).delta_bytes is not None, "from here as from a send"
+        assert_all_read(store, follower, weights)
+
+
+@pytest.mark.parametrize(
+    "patches",
+    [
+        pytest.param([], id="none"),
+        pytest.param([SparsePatch("a", torch.empty(0).long(), torch.empty(0))], id="no indices"),
+        pytest.param([SparsePatch("a", torch.tensor([3]), torch.tensor([3.0]))], id="the same"),
+    ],
+)
+def test_patches_that_change_nothing_make_a_version(
+    store: Path, mount: str, patches: list[SparsePatch]
+) -> None:
+    weights = {"a": torch.arange(4000.0), "b": torch.ones(7)}
+    with make_sender(store) as sender, reader_of(store) as reader:
+        sender.send(weights)
+        for version in (2, 3):
+            published = sender.send_patches(patches, metadata={"v": version})
+            assert (published.version, published.num_bytes) == (version, 4 * 4007)
+            with reader.open() as snapshot:
+                assert snapshot.metadata == {"v": version}
+                assert_same_bits(snapshot.tensors, weights)
+
+
+ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("patches", "error", "said"),
+    [
+        ([SparsePatch("x", ONE.long(), ONE)], dbuffer.WeightsMismatchError, "'x'"),
+        ([SparsePatch("a", ONE.long(), ONE.int())], dbuffer.WeightsMismatchError, "int32"),
+        (
+            [SparsePatch("a", ONE.long(), ONE.to(torch.float8_e5m2))],
+            dbuffer.WeightsMismatchError,
+            "float8_e5m2",
+        ),
+        ([SparsePatch("a", ONE.long(), ONE, (4, 1000))], dbuffer.WeightsMismatchError, "shape"),
+        ([SparsePatch("a", torch.tensor([4000]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+        ([SparsePatch("a", torch.tensor([-1]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+        ([SparsePatch("e", torch.tensor([0]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+        ([SparsePatch("a", ONE.long(), TWO)], dbuffer.InvalidWeightsError, "1 indices and 2"),
+        ([SparsePatch("a", TWO.long() * 0, TWO)], dbuffer.InvalidWeightsError, "twice"),
+        ([SparsePatch("a", ONE, ONE)], dbuffer.InvalidWeightsError, "integers"),
+        ([SparsePatch("a", ONE.bool(), ONE)], dbuffer.InvalidWeightsError, "integers"),
+        ([SparsePatch("a", ONE + 0j, ONE)], dbuffer.InvalidWeightsError, "integers"),
+        ([SparsePatch("a", ONE.long(), ONE)] * 2, dbuffer.InvalidWeightsError, "two patches"),
+        (None, dbuffer.InvalidWeightsError, "a list of SparsePatch, not None"),
+        ([("a", ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a SparsePatch"),
+        ([SparsePatch(5, ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
+        ([SparsePatch(["a"], ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
+        ([SparsePatch("a", [1], ONE)], dbuffer.InvalidWeightsError, "indices .* not this list"),
+        ([SparsePatch("a", ONE.long(), ONE.numpy())], dbuffer.InvalidWeightsError, "ndarray"),
+        ([SparsePatch("a", ONE.long(), ONE.to_sparse())], dbuffer.InvalidWeightsError, "sparse"),
+        ([SparsePatch("a", ONE.long(), ONE.to("meta"))], dbuffer.InvalidWeightsError, "meta"),
+        ([SparsePatch("a", ONE.long(), ONE, 4000)], dbuffer.InvalidWeightsError, "must be a tuple"),
+        (
+            [SparsePatch("a", ONE.long(), ONE), SparsePatch("tied", ONE.long(), ONE)],
+            dbuffer.InvalidWeightsError,
+            "tied",
+        ),
+    ],
+)
+def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
+    store: Path, mount: str, patches: Any, error: type[Exception], said: str
+) -> None:
+    a = torch.arange(4000.0)
+    with make_sender(store) as sender, reader_of(store) as reader:
+        sender.send({"a": a, "tied": a, "e": torch.empty(0)})
+        before = {path: path.read_bytes() for path in version_files(store)}
+        good = SparsePatch("a", torch.tensor([7]), torch.tensor([-7.0]))
+        with pytest.raises(error, match=said):
+            sender.send_patches(patches)
+        assert {path: path.read_bytes() for path in version_files(store)} == before
+        assert sender.send_patches([good]).version == 2
+        with reader.open() as snapshot:
+            assert snapshot.tensors["a"][7] == -7.0
+
+
+def test_views_are_patches_as_any_other_tensors(store: Path, mount: str) -> None:
+    """One element of a view is contiguous, whatever its stride."""
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        weights = {"a": torch.arange(4000.0)}
+        sender.send(weights)
+        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+        for count in (1, 2):
+            at = torch.arange(40).flip(0)[::2][:count]
+            for values in (negated[:count], torch.arange(9.0)[5::2][:count]):
+                sender.send_patches([SparsePatch("a", at, values)])
+                weights["a"][at] = values
+                assert_all_read_same(reader, weights)
+
+
+def test_values_of_another_width_are_cast(store: Path, mount: str) -> None:
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        weights = {"a": torch.arange(4000.0), "b": torch.arange(4000).to(torch.bfloat16)}
+        sender.send(weights)
+        third = torch.tensor([1 / 3], dtype=torch.float64)
+        at = torch.tensor([7])
+        sender.send_patches([SparsePatch("a", at, third, (4000,)), SparsePatch("b", at, third)])
+        for tensor in weights.values():
+            tensor[7] = 1 / 3
+        assert_all_read_same(reader, weights)
+
+
+def assert_all_read_same(reader: dbuffer.WeightReceiver, weights: Tensors) -> None:
+    with reader.open() as snapshot:
+        assert_same_bits(snapshot.tensors, weights)
+
+
+def test_patches_need_a_version_before_and_a_sender_with_deltas(store: Path, mount: str) -> None:
+    with make_sender(store, delta=False) as sender:
+        sender.send(SPARSE.weights(1))
+        with pytest.raises(dbuffer.OptionError, match="delta"):
+            sender.send_patches([])
+    with make_sender(store.parent / "another") as sender:
+        with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+            sender.send_patches([])
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.VersionError, match="above"):
+            sender.send_patches([], version=2)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
+            sender.send_patches([], metadata={"a": object()})
+        assert sender.send_patches([], version=7).version == 7
+
+
+def refuse_weights(sender: dbuffer.WeightSender) -> None:
+    sender.send({"a": object()})  # type: ignore[dict-item]
+
+
+def refuse_metadata(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), metadata={"a": object()})
+
+
+def refuse_a_version(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), version=1, wait=False)
+
+
+@pytest.mark.parametrize("fail", [refuse_weights, refuse_metadata, refuse_a_version])
+def test_no_patches_after_a_send_that_was_refused(
+    store: Path, mount: str, fail: Callable[[dbuffer.WeightSender], None]
+) -> None:
+    """They are of weights that were never published."""
+    patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.DBufferError):
+            fail(sender)
+        for _ in range(2):
+            with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+                sender.send_patches(patches)
+        assert newest(store, verify=True) == 2
+        assert publish(sender, 3)[0] is not None, "nothing was touched"
+        assert sender.send_patches(patches).version == 4
+        assert newest(store, verify=True) == 4
+
+
+# ---------------------------------------------------------------------------------------------
+# Damage to deltas and anchors: who can read, reads; who cannot, says so; the next one is whole
+
+
+def put_random(path: Path) -> None:
+    path.write_bytes(bytes(range(256)))
+
+
+def put_another_delta(path: Path) -> None:
+    other = next(each for each in sorted(path.parent.iterdir()) if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "lost": Path.unlink,
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "flipped": lambda path: flip_bit(path, 8 * path.stat().st_size - 100),
+    "a flipped header": lambda path: flip_bit(path, 8 * 60),
+    "no delta": put_random,
+    "another delta": put_another_delta,
+}
+
+
+def damaged_chain(store: Path, sender: dbuffer.WeightSender, damage: str) -> Path:
+    """Versions 1 to 5, all but the first upon deltas, of which that of version 3 is damaged."""
+    publish(sender, 1, 2, 3, 4, 5)
+    path = store / "deltas" / f"{manifest_of(store).chain[2]}.delta"
+    DAMAGES[damage](path)
+    return path
+
+
+@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: str) -> None:
+    with make_sender(store) as sender, contextlib.ExitStack() as stack:
+        early, close = [stack.enter_context(reader_of(store, name)) for name in ("early", "close")]
+        publish(sender, 1, 2)
+        assert opened(early) == 2
+        publish(sender, 3, 4)
+        assert opened(close) == 4
+        publish(sender, 5)
+        path = store / "deltas" / f"{manifest_of(store).chain[2]}.delta"
+        DAMAGES[damage](path)
+        assert opened(close) == 5, "it does not need what was damaged"
+        late = stack.enter_context(reader_of(store, "late"))
+        for receiver in (early, late):
+            with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
+                opened(receiver)
+            record = DoubleBuffer(store).receiver(receiver.receiver_id)
+            assert record is not None
+            assert record.unreadable_version == 5
+        publish(sender, 6)
+        assert manifest_of(store).anchor is None
+        for version in (6, 7, 8):
+            assert opened(early) == opened(close) == opened(late) == version
+            assert newest(store, verify=True) == version
+            if version < 8:
+                assert publish(sender, version + 1)[0] is not None
+        assert manifest_of(store).anchor is not None, "from there on as ever"
+
+
+@pytest.mark.usefixtures("network", "settle_quickly")
+def test_a_lost_delta_is_seen_by_the_sender_itself(store: Path) -> None:
+    with make_sender(store) as sender:
+        damaged_chain(store, sender, "lost")
+        publish(sender, 6)
+        assert newest(store, verify=True) == 6
+        shutil.rmtree(store / "deltas")
+        publish(sender, 7)
+        assert newest(store, verify=True) == 7
+        publish(sender, 8)
+        shutil.rmtree(store / "deltas")
+        sender.send_patches(patches_between(SPARSE.weights(8), SPARSE.weights(9)))
+        assert newest(store, verify=True) == 9
+
+
+@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.parametrize("damage", ["lost", "emptied", "cut short", "flipped"])
+def test_after_a_damaged_anchor_the_next_version_is_whole(store: Path, damage: str) -> None:
+    with make_sender(store) as sender, reader_of(store, "follows") as follows:
+        publish(sender, 1, 2, 3)
+        assert opened(follows) == 3
+        publish(sender, 4)
+        found = manifest_of(store)
+        anchor = store / str(found.anchor_buffer) / found.file
+        if damage == "flipped":
+            flip_bit(anchor, 12345)
+        else:
+            DAMAGES[damage](anchor)
+        with pytest.raises(dbuffer.StoreCorruptError, match=str(anchor)):
+            newest(store, verify=True)
+        if damage == "flipped":
+            assert opened(follows) == 4, "it needs the deltas alone"
+        for version in (5, 6, 7):
+            publish(sender, version)
+            assert opened(follows) == version == newest(store, verify=True)
+
+
+@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once", "settle_quickly")
+@pytest.mark.parametrize("what", ["newest manifest", "idle manifest", "pointer", "all"])
+def test_no_version_stands_on_a_file_that_is_about_to_go(store: Path, what: str) -> None:
+    """Whose manifest was damaged, so that no record names it: it is nothing to stand on."""
+    with make_sender(store) as sender:
+        for version in (3, 13, 23):
+            publish(sender, version - 2, version - 1, version)
+            pointer = newest_buffer(store)
+            for buffer in (pointer, other_buffer(pointer)):
+                if what in ("all", "newest manifest" if buffer == pointer else "idle manifest"):
+                    (store / buffer / "manifest.json").write_bytes(b"{")
+            if what in ("all", "pointer"):
+                (store / "CURRENT").write_bytes(b"{")
+            for later in range(version + 1, version + 7):
+                publish(sender, later)
+                assert named_files(store) <= version_files(store)
+                assert newest(store, verify=True) == later
+
+
+@pytest.mark.usefixtures("network", "settle_quickly")
+def test_a_stager_says_what_it_cannot_have_and_has_the_next(store: Path) -> None:
+    with make_sender(store) as sender:
+        path = damaged_chain(store, sender, "flipped")
+        with contextlib.closing(
+            Stager(dbuffer.WeightReceiver(store, receiver_id="rank", poll_interval_s=0.05))
+        ) as stager:
+            record = wait_for_record(store, lambda record: record.problem is not None)
+            assert path.name in str(record.problem)
+            assert record.problem_version == record.unreadable_version == 5
+            publish(sender, 6)
+            record = wait_for_record(store, lambda record: record.staged_version == 6)
+            assert record.problem is None
+            staged = stager.take(6, timeout_s=5)
+            assert SPARSE.version_of(staged.tensors) == 6
+
+
+def wait_for_record(store: Path, is_so: Callable[[ReceiverRecord], bool]) -> ReceiverRecord:
+    deadline = time.monotonic() + 10.0
+    while (record := DoubleBuffer(store).receiver("rank")) is None or not is_so(record):
+        assert time.monotonic() < deadline, record
+        time.sleep(0.005)
+    return record
+
+
+# ---------------------------------------------------------------------------------------------
+# Damage to a local store
+
+
+def flip_in(store: Path, buffer: str, tensor: int) -> None:
+    [path] = (store / buffer).glob("weights-*")
+    flip_bit(path, 8 * (tensor * 2048) + 100)
+
+
+def patches_between(before: Tensors, after: Tensors) -> list[SparsePatch]:
+    patches = []
+    for name, tensor in before.items():
+        at = (tensor != after[name]).nonzero().reshape(-1)
+        patches.append(SparsePatch(name, at, after[name][at]))
+    return patches
+
+
+@pytest.mark.usefixtures("local")
+@pytest.mark.parametrize("with_patches", [False, True], ids=["send", "patches"])
+def test_damage_to_the_idle_buffer_is_not_published_with_a_checksum(
+    store: Path, with_patches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most of it is not written again: its checksums must be those of what was sent."""
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        flip_in(store, other_buffer(newest_buffer(store)), 3)
+        with caplog.at_level(logging.WARNING, "dbuffer"):
+            for version in (4, 5, 6):
+                if with_patches:
+                    changes = SPARSE.weights(version - 1), SPARSE.weights(version)
+                    sender.send_patches(patches_between(*changes))
+                else:
+                    publish(sender, version)
+                assert newest(store, verify=True) == version
+        assert "was damaged" in caplog.text
+
+
+@pytest.mark.usefixtures("local")
+def test_damage_to_the_published_buffer_is_mended_by_the_next_send(store: Path) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        flip_in(store, newest_buffer(store), 3)
+        for version in (4, 5, 6):
+            publish(sender, version)
+            assert newest(store, verify=True) == version
+
+
+@pytest.mark.usefixtures("local")
+def test_no_patch_is_put_upon_damage(store: Path) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        flip_in(store, newest_buffer(store), 3)
+        with pytest.raises(dbuffer.StoreCorruptError, match=SPARSE.names[3]):
+            sender.send_patches(patches_between(SPARSE.weights(3), SPARSE.weights(4)))
+        with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+            sender.send_patches([])
+        assert publish(sender, 4) == [None]
+        assert newest(store, verify=True) == 4

@@ -1,0 +1,478 @@
+"""Versions that are published while the trainer goes on: `send(wait=False)`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import nn
+
+from dbuffer import (
+    ClosedError,
+    InvalidWeightsError,
+    LazyTensor,
+    OptionError,
+    PendingPublication,
+    Publication,
+    StoreBusyError,
+    StoreFullError,
+    VersionError,
+    WaitTimeoutError,
+    WeightReceiver,
+    WeightSender,
+)
+from dbuffer.integrations import metrics
+from dbuffer.publish import publication as publication_module
+from dbuffer.publish import sender as sender_module
+from dbuffer.publish.draft import Draft
+from tests.support.patterns import received
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+class Gate:
+    """Holds up a publish between its bytes being written and its commit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        fill = Draft.fill
+
+        def filled(draft: Draft, *args: Any) -> None:
+            fill(draft, *args)
+            self.is_there.set()
+            assert self.may_go_on.wait(60)
+            if self.error is not None:
+                raise self.error
+
+        monkeypatch.setattr(Draft, "fill", filled)
+
+    def open_in(self, delay_s: float) -> None:
+        threading.Timer(delay_s, self.may_go_on.set).start()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.may_go_on.set()
+
+
+def newest(store: Path) -> int | None:
+    pointer = store / "CURRENT"
+    return json.loads(pointer.read_bytes())["version"] if pointer.exists() else None
+
+
+def test_it_returns_before_the_version_is_published(
+    gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    pending = sender.send(WEIGHTS, metadata={"step": 3}, wait=False)
+    assert isinstance(pending, PendingPublication)
+    assert gate.is_there.wait(60)
+    assert not pending.is_done
+    assert newest(store) is None
+    gate.may_go_on.set()
+    publication = pending.wait(60)
+    assert pending.is_done
+    assert (publication.version, publication.num_tensors, publication.num_bytes) == (1, 2, 56)
+    assert newest(store) == 1
+    assert all(torch.equal(received(store)[name], WEIGHTS[name]) for name in WEIGHTS)
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.metadata == {"step": 3}
+
+
+def test_it_says_when_it_takes_too_long(gate: Gate, sender: WeightSender) -> None:
+    pending = sender.send(WEIGHTS, wait=False)
+    with pytest.raises(WaitTimeoutError, match=r"not published within 0\.01 s"):
+        pending.wait(0.01)
+    gate.may_go_on.set()
+    assert pending.wait().version == 1
+
+
+def change_by_a_step(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def change_one(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("bias").add_(1)
+
+
+def change_a_view(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("weight")[0, 0] = 7
+
+
+@pytest.mark.parametrize("change", [change_by_a_step, change_one, change_a_view])
+def test_weights_that_are_changed_meanwhile_are_not_published(
+    change: Any, gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    model = nn.Linear(4, 3)
+    gate.may_go_on.set()
+    sender.send(model)
+    gate.may_go_on.clear()
+    gate.is_there.clear()
+    before = received(store)
+    pending = sender.send(model, wait=False)
+    assert gate.is_there.wait(60)
+    change(model)
+    gate.may_go_on.set()
+    with pytest.raises(InvalidWeightsError, match=r"(weight|bias).* changed while"):
+        pending.wait()
+    assert newest(store) == 1
+    assert all(torch.equal(received(store)[name], before[name]) for name in before)
+    assert sender.send(model).version == 2  # as if nothing had been
+    assert torch.equal(received(store)["bias"], model.bias)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_guarded_optimizer_waits_with_its_step(
+    optimizer: Any, gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optimizer(model.parameters(), lr=0.5)
+    guard = sender.guard(optimizer)
+    sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pending = sender.send(model, wait=False)
+    model(torch.ones(2, 4)).sum().backward()  # goes on meanwhile
+    assert not pending.is_done
+    gate.open_in(0.2)
+    optimizer.step()
+    assert pending.is_done
+    assert all(torch.equal(received(store)[name], sent[name]) for name in sent)
+    assert not torch.equal(model.weight, sent["weight"])
+    guard.remove()
+    gate.may_go_on.clear()
+    pending = sender.send(model, wait=False)
+    optimizer.step()  # which nobody guards any more
+    gate.may_go_on.set()
+    with pytest.raises(InvalidWeightsError):
+        pending.wait()
+
+
+def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate: Gate, sender: WeightSender) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sender.guard(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    before = model.weight.clone()
+    gate.error = StoreFullError("no room")
+    sender.send(model, wait=False)
+    gate.may_go_on.set()
+    with pytest.raises(StoreFullError, match="no room"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.step()  # it was told once
+    assert not torch.equal(model.weight, before)
+
+
+def fail_next_send(sender: WeightSender) -> None:
+    sender.send(WEIGHTS)
+
+
+def fail_next_send_too(sender: WeightSender) -> None:
+    sender.send(WEIGHTS, wait=False)
+
+
+def fail_close(sender: WeightSender) -> None:
+    sender.close()
+
+
+@pytest.mark.parametrize("action", [fail_next_send, fail_next_send_too, fail_close])
+def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(
+    action: Any, gate: Gate, store: Path
+) -> None:
+    sender = WeightSender(store)
+    gate.error = StoreFullError("no room")
+    sender.send(WEIGHTS, wait=False)
+    gate.may_go_on.set()
+    with pytest.raises(StoreFullError, match="no room"):
+        action(sender)
+    gate.error = None
+    if action is not fail_close:
+        assert sender.send(WEIGHTS).version == 1
+    sender.close()
+    with WeightSender(store) as another:  # it was let go of
+        another.send(WEIGHTS)
+
+
+def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(
+    gate: Gate, sender: WeightSender
+) -> None:
+    gate.error = StoreFullError("no room")
+    pending = sender.send(WEIGHTS, wait=False)
+    gate.may_go_on.set()
+    for _ in range(2):
+        with pytest.raises(StoreFullError, match="no room"):
+            pending.wait()
+    gate.error = None
+    assert sender.send(WEIGHTS).version == 1
+
+
+def test_versions_come_in_the_order_in_which_they_were_sent(
+    sender: WeightSender, store: Path
+) -> None:
+    handles = [sender.send({"a": torch.full((100,), float(n))}, wait=False) for n in range(20)]
+    last = sender.send({"a": torch.full((100,), 20.0)})
+    assert [handle.wait().version for handle in handles] == list(range(1, 21))
+    assert last.version == 21
+    assert received(store)["a"][0] == 20
+
+
+def at_line(number: int, action: Callable[[str], None]) -> None:
+    """Call ``action`` before the ``number``-th line that this thread comes to, of some.
+
+    Those of a sender that begins a thread, and where Python waits for it; with the function's name.
+    """
+    files = {sender_module.__file__, publication_module.__file__}
+    waits = threading.Condition.wait.__code__
+    lines = itertools.count(1)
+
+    def trace(frame: Any, event: str, _argument: Any) -> Any:
+        if frame.f_code.co_filename not in files and frame.f_code is not waits:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(None)
+            action(frame.f_code.co_name)
+        return trace
+
+    sys.settrace(trace)
+
+
+def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, store: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    went_on = []
+
+    def interrupt(name: str) -> None:
+        if name == "wait":  # for the thread, which may come as far as to publish meanwhile
+            gate.is_there.wait(0.05)
+        raise KeyboardInterrupt
+
+    with WeightSender(store) as sender:
+        sender.guard(optimizer)
+        for number in itertools.count(1):
+            gate.is_there.clear()
+            gate.may_go_on.clear()
+            sent, before = model.bias.detach().clone(), newest(store)
+            at_line(number, interrupt)
+            try:
+                sender.send(model, wait=False)
+            except (KeyboardInterrupt, RuntimeError):  # what Python makes of it in its own locks
+                went_on.append(any(not one._future.cancelled() for one in sender._pending))
+            else:
+                break
+            finally:
+                sys.settrace(None)
+                gate.open_in(0.01)
+            model.bias.grad = torch.ones_like(model.bias)
+            optimizer.step()
+            assert (newest(store) != before) == went_on[-1], "a step was taken in the middle of it"
+            if went_on[-1]:
+                assert torch.equal(received(store)["bias"], sent)
+    assert True in went_on
+    assert False in went_on
+
+
+def test_each_failure_of_several_threads_is_told(
+    gate: Gate, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever thread's version is published first, and whoever sends, steps or closes next."""
+    gate.error = StoreFullError("no room")
+    gate.may_go_on.set()
+    with WeightSender(store) as sender:
+        ready = threading.Barrier(2)
+        settle = sender._settle
+
+        def settle_together() -> None:
+            settle()
+            ready.wait(60)
+
+        sender._settle = settle_together  # type: ignore[method-assign]
+        threads = [
+            threading.Thread(target=sender.send, args=(WEIGHTS,), kwargs={"wait": False})
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sender._settle = settle  # type: ignore[method-assign]
+        with pytest.raises(StoreFullError, match="no room"):
+            sender.send(WEIGHTS)
+        assert "another version that was sent was not published, either: no room" in caplog.text
+        gate.error = None
+        assert sender.send(WEIGHTS).version == 1
+
+
+def test_closing_while_others_send_is_a_clear_error(store: Path) -> None:
+    def send(sender: WeightSender, ended: list[BaseException]) -> None:
+        try:
+            while True:
+                sender.send(WEIGHTS, wait=False)
+        except Exception as error:
+            ended.append(error)
+
+    for _ in range(20):
+        sender = WeightSender(store)
+        errors: list[BaseException] = []
+        threads = [threading.Thread(target=send, args=(sender, errors)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert sender.send(WEIGHTS).version
+        with contextlib.suppress(ClosedError):  # of one that was sent as it was closed
+            sender.close()
+        for thread in threads:
+            thread.join(60)
+        assert {type(error) for error in errors} == {ClosedError}
+
+
+def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(
+    gate: Gate, store: Path
+) -> None:
+    """Another thread's version is next, for which the handler's thread holds the lock."""
+    sender = WeightSender(store)
+    pending = PendingPublication()
+    filled = Draft.fill
+
+    def publish() -> Publication:
+        with sender._publishing():
+            raise AssertionError("it was closed before")
+
+    def fill(draft: Draft, *args: Any) -> None:
+        sender._pending.append(pending)
+        pending.begin(publish)
+        with pytest.raises(StoreBusyError):
+            sender.send(WEIGHTS)
+        sender.close()
+        filled(draft, *args)
+
+    gate.may_go_on.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "fill", fill)
+        assert sender.send(WEIGHTS).version == 1
+    with pytest.raises(ClosedError):
+        pending.wait(60)
+    assert newest(store) == 1
+
+
+def test_a_forked_child_cannot_wait_for_it(gate: Gate, sender: WeightSender) -> None:
+    pending = sender.send(WEIGHTS, wait=False)
+    assert gate.is_there.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        refused = 0
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # it may hang
+            for ask in (pending.wait, lambda: pending.wait(1), lambda: pending.is_done):
+                try:
+                    ask()
+                except ClosedError:
+                    refused += 1
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    gate.may_go_on.set()
+    assert pending.wait(60).version == 1
+
+
+def test_closing_waits(gate: Gate, store: Path) -> None:
+    with WeightSender(store) as sender:
+        pending = sender.send(WEIGHTS, wait=False)
+        gate.open_in(0.2)
+    assert pending.is_done
+    assert newest(store) == 1
+    with pytest.raises(ClosedError):
+        sender.send(WEIGHTS, wait=False)
+
+
+def test_what_is_wrong_is_said_at_once(sender: WeightSender, store: Path) -> None:
+    sender.send(WEIGHTS, version=5)
+    with pytest.raises(VersionError):
+        sender.send(WEIGHTS, version=5, wait=False)
+    with pytest.raises(InvalidWeightsError):
+        sender.send({"a": torch.empty(2, device="meta")}, wait=False)
+    with pytest.raises(InvalidWeightsError):
+        sender.send(WEIGHTS, metadata={"a": object()}, wait=False)
+    with pytest.raises(OptionError, match="wait"):
+        sender.send(WEIGHTS, wait=1)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="iterator"):
+        sender.send(iter(WEIGHTS.items()), wait=False)
+    lazy = LazyTensor(torch.float32, (2,), lambda: torch.zeros(2))
+    with pytest.raises(OptionError, match="lazy"):
+        sender.send({"a": lazy}, wait=False)
+    assert newest(store) == 5
+
+
+def test_weights_are_let_go_of_when_they_are_published(sender: WeightSender) -> None:
+    weights = {"a": torch.zeros(1000)}
+    watched = weakref.ref(weights["a"])
+    pending = sender.send(weights, wait=False)
+    pending.wait()
+    del weights
+    gc.collect()
+    assert watched() is None
+    assert pending.is_done
+
+
+def test_inference_tensors_are_sent_though_nobody_counts_writes_into_them(
+    sender: WeightSender, store: Path
+) -> None:
+    with torch.inference_mode():
+        weights = {"a": torch.ones(3)}
+    sender.send(weights, wait=False).wait()
+    assert torch.equal(received(store)["a"], torch.ones(3))
+
+
+END_WITHOUT_CLOSING = """
+import sys, torch, dbuffer
+sender = dbuffer.WeightSender(sys.argv[1])
+sender.send({"a": torch.ones(1 << 22)}, wait=False)
+"""
+
+
+def test_what_was_sent_last_is_published_though_the_process_ends(store: Path) -> None:
+    subprocess.run([sys.executable, "-c", END_WITHOUT_CLOSING, store], check=True, timeout=60)
+    assert torch.equal(received(store)["a"], torch.ones(1 << 22))
+
+
+def test_metrics_count_versions_and_deltas(store: Path) -> None:
+    registry = CollectorRegistry()
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"dbuffer_sender_{name}_total")
+
+    weights = {"weight": torch.zeros(1000)}
+    with WeightSender(store, delta=True) as sender:
+        metrics.register(sender, registry)
+        assert value("versions") == 0
+        sender.send(weights)
+        weights["weight"][7] = 1
+        published = sender.send(weights, wait=False).wait()
+        assert published.delta_bytes is not None
+        assert sender.send_patches([]).delta_bytes is not None
+        assert [value(name) for name in ("versions", "deltas", "bytes")] == [3, 2, 12_000]
+        assert value("delta_bytes") == sender.stats["delta_bytes"] > published.delta_bytes
+        assert value("seconds") > 0

@@ -1,0 +1,796 @@
+"""A model that lives in the store: what it publishes, that nothing is copied, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbuffer
+from dbuffer import ResidentModel
+from dbuffer.io.copier import Copier
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
+from tests.support.children import Child
+from tests.support.moments import COPIES, Step, at_call, at_step, die
+from tests.support.patterns import SMALL, SPARSE, Pattern, newest
+from tests.support.soak import Record, numbers, patience_s
+from tests.support.stores import assert_tidy, make_temporaries_old, weights_files
+from tests.support.waiting import TIMEOUT_S
+
+BIG = Pattern(num_tensors=8, numel=1 << 16)
+"""4 MiB: what is copied shows in the blocks of the store's files."""
+
+
+class Patterned(nn.Module):
+    """A module with a pattern's tensors as its parameters."""
+
+    def __init__(self, pattern: Pattern = SMALL) -> None:
+        super().__init__()
+        self.pattern = pattern
+        layers = nn.ModuleList(nn.Module() for _ in pattern.names)
+        self.add_module(pattern.names[0].split(".")[0], layers)
+        for layer, tensor in zip(layers, pattern.empty().values(), strict=True):
+            layer.weight = nn.Parameter(tensor.clone(), requires_grad=False)
+
+    def step(self, version: int) -> None:
+        """Write in place what is to be published as ``version``."""
+        self.load_state_dict(self.pattern.weights(version))
+
+    def version(self) -> int | None:
+        return self.pattern.version_of(self.state_dict())
+
+
+class Net(nn.Module):
+    """All kinds of tensors: tied, frozen, in bfloat16, empty, not contiguous, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.hidden = nn.Linear(8, 8)
+        self.hidden.weight.requires_grad_(False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.twin = nn.Parameter(self.hidden.bias.data)
+        self.small = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.also_empty = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.randn(4, 8).t())
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embedding(tokens)) @ self.turned
+        hidden = self.hidden(hidden @ self.turned.t()) * self.small.float().sum()
+        return self.head(hidden + self.empty.sum())
+
+
+class Trainer:
+    """The same steps for any model that begins with the same values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+        self._generator = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        tokens = torch.randint(16, (8,), generator=self._generator)
+        loss = nn.functional.cross_entropy(self.model(tokens), tokens)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def read(store: Path, like: nn.Module) -> dict[str, torch.Tensor]:
+    """The newest version, which must have just the names, dtypes and shapes of a model."""
+    target = {name: torch.zeros_like(tensor) for name, tensor in values(like).items()}
+    with dbuffer.WeightReceiver(store) as receiver:
+        receiver.load_into(target)
+    return target
+
+
+def mapped_files(model: nn.Module) -> set[str]:
+    """The files in whose mappings the model's tensors lie."""
+    places = [tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()]
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, *_, path = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
+        first, end = (int(bound, 16) for bound in bounds.split("-"))
+        if any(first <= place < end for place in places):
+            found.add(path)
+    return found
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged as a warning so far."""
+    return lambda: [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# What it publishes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "delta", "checksum"),
+    [(SMALL, False, False), (SMALL, True, False), (SPARSE, True, False), (SPARSE, True, True)],
+)
+def test_each_version_is_the_model_as_it_was(
+    store: Path, warnings: Any, pattern: Pattern, delta: bool, checksum: bool
+) -> None:
+    model = Patterned(pattern)
+    with ResidentModel(model, store, delta=delta, checksum=checksum) as resident:
+        for version in range(1, 8):
+            model.step(version)
+            publication = resident.publish(metadata={"step": version})
+            assert publication.version == version == newest(store, verify=checksum)
+            assert publication.num_tensors == len(SMALL.names)
+            assert publication.num_bytes == sum(t.nbytes for t in SMALL.weights(0).values())
+            # What changes all is published whole.
+            has_delta = pattern is SPARSE and version > 1
+            assert (publication.delta_bytes is not None) == has_delta
+            assert model.version() == version
+            assert_tidy(store)
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.metadata == {"step": 7}
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_who_follows_goes_on_by_what_changed(store: Path, checksum: bool) -> None:
+    """A mirror, which skips some versions."""
+    model, local = Patterned(SPARSE), store.parent / "local"
+    with (
+        ResidentModel(model, store, delta=True, checksum=checksum) as resident,
+        dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror,
+    ):
+        for version in range(1, 12):
+            model.step(version)
+            resident.publish()
+            if version % 3:
+                mirror.wait_until_current(10)
+                assert newest(local) == version
+    double = DoubleBuffer(store)
+    pointer = double.undamaged_pointer()
+    assert pointer is not None
+    assert len(double.manifest(pointer.buffer).chain) > 5
+
+
+def test_what_did_not_change_is_not_copied(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the other buffer, from the third version on: it holds the one before the last."""
+    copied: list[int] = []
+    write = Copier.write
+
+    def count(self: Copier, target: Any, tensors: Any, **options: Any) -> list[int] | None:
+        copied.append(len(tensors))
+        return write(self, target, tensors, **options)
+
+    monkeypatch.setattr(Copier, "write", count)
+    model = Patterned(SPARSE)
+    with ResidentModel(model, store, delta=True) as resident:
+        for version in range(1, 7):
+            model.step(version)
+            resident.publish()
+            assert model.version() == version
+    assert copied == [len(SPARSE.names)] * 2
+
+
+def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
+    model, other = Net(), Net()
+    names = [name for name, _ in model.named_parameters()]
+    with ResidentModel(model, store) as resident:
+        trainer, reference = Trainer(model), Trainer(other)
+        for _ in range(6):
+            trainer.step()
+            reference.step()
+            resident.publish()
+            assert_equal(read(store, model), values(model))
+            # A matrix that is not contiguous any more is multiplied in another order.
+            torch.testing.assert_close(values(model), values(other))
+        assert model.head.weight is model.embedding.weight
+        assert model.twin.data_ptr() == model.hidden.bias.data_ptr()
+        assert not model.hidden.weight.requires_grad
+        assert [name for name, _ in model.named_parameters()] == names
+        trained = trainer.optimizer.param_groups[0]["params"]
+        assert {id(p) for p in trained} <= {id(p) for p in model.parameters()}
+    torch.testing.assert_close(values(model), values(other))
+    assert warnings() == []
+
+
+def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) -> None:
+    """Each tensor has a storage of its own, by which ties are told from neighbours."""
+    model = Patterned(BIG)
+    with ResidentModel(model, store):
+        model.step(1)
+        one = model.layers[0].weight
+        torch.save(one.detach(), tmp_path / "one")
+        assert (tmp_path / "one").stat().st_size < 1.1 * one.nbytes
+        torch.save(model.state_dict(), tmp_path / "all")
+        assert BIG.version_of(torch.load(tmp_path / "all")) == 1
+        storages = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+        assert len(storages) == len(BIG.names)
+
+
+def test_names_are_mapped_and_versions_given(store: Path) -> None:
+    model = nn.Linear(2, 3)
+    rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Rule("name", "weight", "w")])
+    with ResidentModel(model, store, rename=rename) as resident:
+        assert resident.publish(version=40).version == 40
+        with pytest.raises(dbuffer.VersionError):
+            resident.publish(version=40)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="JSON"):
+            resident.publish(metadata={"step": object()})
+        assert resident.publish().version == 41
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert list(snapshot.tensors) == ["w", "bias"]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_checksums_are_of_what_is_published(any_store: Path, durable: bool) -> None:
+    model = Patterned()
+    with ResidentModel(model, any_store, checksum=True, durable=durable) as resident:
+        for version in (1, 2, 3):
+            model.step(version)
+            resident.publish()
+            assert newest(any_store, verify=True) == version
+
+
+def test_receivers_are_waited_for(store: Path) -> None:
+    model = Patterned()
+    with ResidentModel(model, store) as resident:
+        model.step(1)
+        version = resident.publish().version
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            resident.wait_applied(version, timeout_s=0)
+        newest(store)
+        resident.wait_applied(version, timeout_s=0)
+
+
+# Nothing is copied, and what is published stays as it is
+
+
+def publish_protected(connection: Connection, store: Path) -> None:
+    """Publish with every page that the parameters live in made read-only: a write is a SIGSEGV."""
+    model = Patterned(BIG)
+    resident = ResidentModel(model, store, num_threads=1)
+    model.step(1)
+    resident.publish()
+    model.step(2)
+    home = resident._home
+    assert home is not None
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(home.address), len(home.raw), 1) == 0
+    at_step(Step("c_return", "replace", "CURRENT"), die)
+    resident.publish()
+
+
+def test_publish_writes_none_of_the_pages_before_the_flip(store: Path) -> None:
+    with Child(publish_protected, store) as child:
+        assert child.wait() == -signal.SIGKILL, "something was written into the parameters' pages"
+    assert newest(store, BIG) == 2
+
+
+def test_what_is_published_is_the_file_that_was_trained_in(store: Path) -> None:
+    model = Patterned(BIG)
+    with ResidentModel(model, store) as resident:
+        for version in range(1, 5):
+            model.step(version)
+            (trained_in,) = mapped_files(model)
+            blocks = {path: path.stat().st_blocks for path in store.rglob("weights-*")}
+            resident.publish()
+            pointer = dbuffer.store.buffer.DoubleBuffer(store).pointer()
+            assert pointer is not None
+            assert Path(trained_in).parent == store / pointer.buffer
+            (file,) = weights_files(store)[pointer.buffer]
+            assert Path(trained_in).name == file
+            assert Path(trained_in).stat().st_blocks == blocks[Path(trained_in)]
+            (trains_in,) = mapped_files(model)
+            assert Path(trains_in).parent != store / pointer.buffer
+        assert sum(map(len, weights_files(store).values())) == 2
+
+
+def test_steps_after_a_publish_are_not_in_it(store: Path) -> None:
+    model = Patterned()
+    with ResidentModel(model, store) as resident, dbuffer.WeightReceiver(store) as receiver:
+        for version in range(1, 6):
+            model.step(version)
+            resident.publish()
+            with receiver.open(timeout_s=0) as snapshot:
+                model.step(1000 + version)
+                assert SMALL.version_of(snapshot.tensors) == version
+
+
+def train_for_ever(connection: Connection, store: Path, delta: bool) -> None:
+    model = Patterned(SPARSE if delta else SMALL)
+    with ResidentModel(model, store, delta=delta) as resident:
+        version = 0
+        while True:
+            version += 1
+            model.step(version)
+            resident.publish(version=version)
+            if version == 1:
+                connection.send(version)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_readers_at_full_speed_see_whole_versions_only(store: Path, delta: bool) -> None:
+    pattern = SPARSE if delta else SMALL
+    with Child(train_for_ever, store, delta) as child, dbuffer.WeightReceiver(store) as receiver:
+        assert child.receive() == 1
+        seen = []
+        while len(seen) < 300:
+            target = pattern.empty()
+            assert receiver.wait_for_version(seen[-1] if seen else None, TIMEOUT_S)
+            version = receiver.load_into(target)
+            assert pattern.version_of(target) == version
+            seen.append(version)
+    assert seen == sorted(set(seen))
+
+
+def test_reader_that_holds_on_is_evicted_into_a_new_file(store: Path, warnings: Any) -> None:
+    model = Patterned()
+    with (
+        ResidentModel(model, store, reader_timeout_s=0.1) as resident,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        model.step(1)
+        resident.publish()
+        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open(timeout_s=0) as snapshot:
+            for version in (2, 3, 4):
+                model.step(version)
+                resident.publish()
+                assert newest(store) == version
+                assert SMALL.version_of(snapshot.tensors) == 1
+        assert_tidy(store)
+    assert any("evicting" in message for message in warnings())
+
+
+# What moves out is copied back in, or refused
+
+
+def halve(model: Net) -> None:
+    model.half()
+
+
+def assign(model: Net) -> None:
+    model.norm.running_mean = torch.ones(8)
+
+
+def replace(model: Net) -> None:
+    model.hidden = nn.Linear(8, 8)
+
+
+def untie(model: Net) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.detach() + 1)
+
+
+def load_by_assignment(model: Net) -> None:
+    model.load_state_dict(values(Net()), assign=True)
+
+
+def share(model: Net) -> None:
+    """As TorchRL's collectors do with a policy: storages go elsewhere, under all of their views."""
+    model.share_memory()
+    with torch.no_grad():
+        model.hidden.bias.add_(1)
+
+
+def hand_to_a_spawned_process(model: Net) -> None:
+    """Torch moves tensors that it pickles for another process into shared memory."""
+    ForkingPickler.dumps(model)
+    with torch.no_grad():
+        model.hidden.bias.add_(1)
+
+
+MOVES = [halve, assign, replace, untie, load_by_assignment, share, hand_to_a_spawned_process]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_what_was_moved_out_is_copied_back_in(
+    store: Path, move: Callable[[Net], None], warnings: Any
+) -> None:
+    model = Net()
+    with ResidentModel(model, store) as resident:
+        resident.publish()
+        move(model)
+        expected = values(model)
+        resident.publish()
+        assert "was moved out of the store" in warnings()[-1]
+        assert_equal(read(store, model), expected)
+        assert_equal(values(model), expected)
+        count = len(warnings())
+        for _ in range(2):
+            with torch.no_grad():
+                model.hidden.bias.add_(1)
+            resident.publish()
+            assert_equal(read(store, model), values(model))
+        assert len(warnings()) == count, "it is at home again"
+        assert len(mapped_files(model)) == 1
+        assert_tidy(store)
+
+
+def test_state_is_loaded_in_place(store: Path, warnings: Any) -> None:
+    model, other = Net(), Net()
+    with ResidentModel(model, store) as resident:
+        Trainer(other).step()
+        model.load_state_dict(other.state_dict())
+        resident.publish()
+        assert_equal(read(store, model), values(other))
+    assert warnings() == []
+
+
+def test_what_has_no_values_any_more_is_refused(store: Path) -> None:
+    model = Net()
+    with ResidentModel(model, store) as resident:
+        resident.publish()
+        before = read(store, model)
+        model.hidden.to("meta")
+        with pytest.raises(dbuffer.InvalidWeightsError, match="meta"):
+            resident.publish()
+        assert_equal(read(store, Net()), before)
+        model.hidden = nn.Linear(8, 8)
+        assert resident.publish().version == 2
+
+
+def flat_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    flat = torch.zeros(6)
+    model.weight.data = flat[:4].view(2, 2)
+    return model
+
+
+def two_views() -> nn.Module:
+    model = nn.Linear(2, 2, bias=False)
+    model.other = nn.Parameter(model.weight.detach().view(4))
+    return model
+
+
+@pytest.mark.parametrize("make", [flat_buffer, two_views])
+def test_parts_of_something_larger_are_refused(store: Path, make: Callable[[], nn.Module]) -> None:
+    model = make()
+    place = model.weight.data_ptr()
+    with pytest.raises(dbuffer.UnsupportedError, match="WeightSender"):
+        ResidentModel(model, store)
+    assert model.weight.data_ptr() == place
+    assert not store.exists()
+
+
+def test_what_state_dict_makes_anew_is_refused(store: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(
+        lambda _, state, *__: state.update(bias=state["bias"].detach().clone())
+    )
+    with pytest.raises(dbuffer.UnsupportedError, match="'bias' is none of the module's"):
+        ResidentModel(model, store)
+    assert not store.exists()
+
+
+def test_state_that_is_no_tensor_is_refused_and_the_model_moves_out_all_the_same(
+    store: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    with ResidentModel(model, store) as resident:
+        resident.publish()
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update(scales=(1, 2)))
+        with pytest.raises(dbuffer.InvalidWeightsError, match=r"'scales' \(tuple\)"):
+            resident.publish()
+    place = model.weight.untyped_storage().data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [[int(end, 16) for end in row[0].split("-")] for row in maps if str(store) in row[-1]]
+    assert not [one for one in ends if one[0] <= place < one[1]]
+
+
+def test_a_network_mount_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with pytest.raises(NotImplementedError, match="WeightSender"):
+        ResidentModel(Patterned(), store)
+    assert not store.exists()
+
+
+def test_a_module_on_no_device_is_refused(store: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(dbuffer.InvalidWeightsError, match="meta"):
+        ResidentModel(model, store)
+    assert not store.exists()
+
+
+# How it ends
+
+
+def test_after_close_the_model_is_an_ordinary_one(store: Path) -> None:
+    model = Patterned()
+    resident = ResidentModel(model, store)
+    model.step(1)
+    resident.publish()
+    model.step(2)
+    resident.close()
+    resident.close()
+    assert model.version() == 2
+    assert mapped_files(model).isdisjoint(map(str, store.rglob("weights-*")))
+    assert newest(store) == 1
+    assert_tidy(store)
+    with pytest.raises(dbuffer.ClosedError):
+        resident.publish()
+    with pytest.raises(dbuffer.ClosedError):
+        resident.wait_applied(1)
+    with dbuffer.WeightSender(store) as sender:
+        assert sender.send(model).version == 2 == newest(store)
+
+
+def test_only_one_writer_at_a_time(store: Path) -> None:
+    model = Patterned()
+    place = model.layers[0].weight.data_ptr()
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        with pytest.raises(dbuffer.StoreBusyError):
+            ResidentModel(model, store)
+        assert model.layers[0].weight.data_ptr() == place
+    with ResidentModel(model, store), pytest.raises(dbuffer.StoreBusyError):
+        dbuffer.WeightSender(store)
+
+
+def test_successor_is_not_written_into_and_not_overtaken(store: Path) -> None:
+    model = Patterned()
+    resident = ResidentModel(model, store)
+    model.step(1)
+    resident.publish()
+    (store / "writer.lock").unlink()  # by a hand that knows no better
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        for version in (2, 3, 4):
+            sender.send(SMALL.weights(version))
+            model.step(1000 + version)
+            assert newest(store) == version
+        with pytest.raises(dbuffer.WriterSupersededError):
+            resident.publish()
+        assert model.version() == 1004
+        resident.close()
+        sender.send(SMALL.weights(5))
+        assert newest(store) == 5
+        assert_tidy(store)
+
+
+def fork_and_publish(connection: Connection, store: Path) -> None:
+    model = Patterned()
+    with ResidentModel(model, store, num_threads=1) as resident:
+        model.step(1)
+        resident.publish()
+        model.step(2)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                resident.publish()
+            except dbuffer.ClosedError:
+                resident.close()
+                os._exit(0)
+            os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        resident.publish()
+        assert newest(store) == 2
+        model.step(3)
+        resident.publish()
+    connection.send("done")
+
+
+def test_a_forked_child_can_neither_publish_nor_end_it(store: Path) -> None:
+    with Child(fork_and_publish, store) as child:
+        assert child.receive() == "done"
+    assert newest(store) == 3
+
+
+@contextlib.contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException, nth: int = 1
+) -> Iterator[None]:
+    """Let the ``nth`` call of a function raise instead."""
+    right, left = getattr(owner, name), [nth]
+
+    def call(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+        return right(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
+    assert left[0] <= 0, "it was never called"
+
+
+FULL = dbuffer.StoreFullError("no room")
+
+
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()])
+@pytest.mark.parametrize("nth", [1, 2], ids=["manifest", "pointer"])
+def test_a_publish_that_fails_leaves_the_model_whole(
+    store: Path, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
+) -> None:
+    model = Patterned()
+    with ResidentModel(model, store) as resident:
+        model.step(1)
+        resident.publish()
+        model.step(2)
+        with (
+            failing(monkeypatch, filesystem, "replace_file", error, nth),
+            pytest.raises(type(error)),
+        ):
+            resident.publish()
+        assert model.version() == 2
+        assert newest(store) == 1
+        model.step(3)
+        assert newest(store) == 1
+        assert resident.publish(version=3).version == 3 == newest(store)
+        model.step(4)
+        assert resident.publish().version == 4 == newest(store)
+        assert_tidy(store)
+
+
+def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pointer is in place when its flush fails."""
+    model = Patterned()
+    with ResidentModel(model, store, durable=True) as resident:
+        model.step(1)
+        with (
+            failing(monkeypatch, filesystem, "sync_directory", FULL, nth=2),
+            pytest.raises(OSError, match="room"),
+        ):
+            resident.publish()
+        assert newest(store) == 1
+        model.step(2)
+        assert newest(store) == 1
+        assert resident.publish().version == 2 == newest(store)
+        assert_tidy(store)
+
+
+def test_no_room_for_the_next_is_no_failure_of_this_one(
+    store: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any
+) -> None:
+    model = Patterned()
+    with ResidentModel(model, store) as resident:
+        model.step(1)
+        with failing(monkeypatch, BufferWriter, "claim", FULL):
+            assert resident.publish().version == 1
+        assert "ordinary memory until the next publish" in warnings()[-1]
+        model.step(2)
+        assert newest(store) == 1, "the published pages were trained in"
+        assert mapped_files(model).isdisjoint(map(str, store.rglob("weights-*")))
+        with (
+            failing(monkeypatch, BufferWriter, "claim", FULL),
+            pytest.raises(OSError, match="room"),
+        ):
+            resident.publish()
+        assert model.version() == 2
+        assert resident.publish().version == 2 == newest(store)
+        assert_tidy(store)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_training_in_ordinary_memory_is_published_where_deltas_are(
+    store: Path, monkeypatch: pytest.MonkeyPatch, checksum: bool
+) -> None:
+    """The idle buffer lacks more than what changed between the last two versions."""
+    model = Patterned(SPARSE)
+    with ResidentModel(model, store, delta=True, checksum=checksum) as resident:
+        for version in range(1, 4):
+            model.step(version)
+            resident.publish()
+        model.step(4)
+        with failing(monkeypatch, BufferWriter, "claim", FULL):
+            resident.publish()
+        model.step(5)
+        assert resident.publish().version == 5 == model.version() == newest(store)
+
+
+def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Patterned()
+    with ResidentModel(model, store) as resident:
+        model.step(1)
+        with failing(monkeypatch, dbuffer.io.copier.Copier, "write", KeyboardInterrupt()):
+            with pytest.raises(KeyboardInterrupt):
+                resident.publish()
+        model.step(2)
+        assert newest(store) == 1
+        assert resident.publish().version == 2 == newest(store)
+        assert_tidy(store)
+
+
+def train_until(connection: Connection, store: Path, number: int, last: int, delta: bool) -> None:
+    """Publish, and die before a call of the ``last`` publish, or of the first moving in (0)."""
+    model = Patterned(SPARSE if delta else SMALL)
+    if last == 0:
+        at_call(number, die, COPIES)
+    resident = ResidentModel(model, store, checksum=True, delta=delta, num_threads=1)
+    for version in range(1, last + 1):
+        model.step(version)
+        if version == last:
+            at_call(number, die, COPIES)
+        resident.publish()
+    sys.setprofile(None)
+
+
+def die_in_a_step(connection: Connection, store: Path) -> None:
+    model = Patterned()
+    resident = ResidentModel(model, store)
+    model.step(1)
+    resident.publish()
+    model.layers[3].weight.fill_(7)
+    die()
+
+
+def assert_goes_on(store: Path, expected: int | None) -> None:
+    """The last version reads whole, and both kinds of writer publish after it."""
+    assert newest(store) == expected
+    make_temporaries_old(store)
+    version = (expected or 0) + 1
+    with dbuffer.WeightSender(store) as sender:
+        assert newest(store) == expected
+        sender.send(SMALL.weights(version), version=version)
+    model = Patterned()
+    with ResidentModel(model, store) as resident:
+        for later in range(version + 1, version + 4):
+            model.step(later)
+            resident.publish()
+            assert newest(store) == later
+        assert_tidy(store)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+@pytest.mark.parametrize(("last", "delta"), [(0, False), (1, False), (4, False), (4, True)])
+def test_killed_at_any_moment(
+    shm_path: Path, last: int, delta: bool, record_property: Record
+) -> None:
+    """While it moves in; in the first publish, and in a later one, each with a change of sides."""
+    before, has_flipped = last - 1 if last > 1 else None, False
+    kills = 0
+    for number in numbers():
+        store = shm_path / f"{number}"
+        with Child(train_until, store, number, last, delta) as child:
+            if (code := child.wait()) == 0:
+                break
+        assert code == -signal.SIGKILL
+        kills += 1
+        version = newest(store) if store.exists() else None
+        has_flipped |= version == last
+        assert version == (last if has_flipped else before), f"before call {number}"
+        assert_goes_on(store, version)
+        shutil.rmtree(store)
+    assert has_flipped == (last > 0)
+    assert kills > 3
+    record_property("kills of a resident model", kills)
+
+
+def test_killed_in_the_middle_of_an_optimizer_step(store: Path) -> None:
+    with Child(die_in_a_step, store) as child:
+        assert child.wait() == -signal.SIGKILL
+    assert_goes_on(store, 1)

@@ -1,0 +1,695 @@
+"""`WeightSender`: versions, metadata, files, threads, memory, acknowledgements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from tensordict import TensorDict
+
+import dbuffer
+from dbuffer import (
+    ClosedError,
+    InvalidWeightsError,
+    OptionError,
+    ReceiverFailedError,
+    StoreAccessError,
+    StoreBusyError,
+    StoreNotFoundError,
+    VersionError,
+    WaitTimeoutError,
+    WeightReceiver,
+    WeightSender,
+    WriterSupersededError,
+)
+from dbuffer.format.layout import ITEM_BYTES
+from tests.support.patterns import bits, random_bits, received
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+MB = 1 << 20
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def newest(store: Path) -> tuple[Path, dict]:
+    """The newest weights file and its manifest, by the names in the files alone."""
+    directory = store / json.loads((store / "CURRENT").read_bytes())["buffer"]
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    return directory / manifest["file"], manifest
+
+
+class TestVersions:
+    def test_one_more_each_time(self, sender):
+        assert [sender.send(WEIGHTS).version for _ in range(4)] == [1, 2, 3, 4]
+
+    def test_chosen_ones_go_up(self, sender):
+        assert sender.send(WEIGHTS, version=120).version == 120
+        assert sender.send(WEIGHTS).version == 121
+        assert sender.send(WEIGHTS, version=2**62).version == 2**62
+
+    @pytest.mark.parametrize("version", [5, 4, 0, -1, 2**63, True, 6.0, "6", (6,)], ids=repr)
+    def test_others_are_refused(self, sender, store, version):
+        sender.send(WEIGHTS, version=5)
+        before = newest(store)
+        with pytest.raises(VersionError):
+            sender.send({"other": torch.ones(1), "x": torch.ones(1)}, version=version)
+        assert newest(store) == before
+        assert sender.send(WEIGHTS).version == 6
+
+    def test_none_is_above_the_greatest(self, sender):
+        sender.send(WEIGHTS, version=2**63 - 1)
+        with pytest.raises(VersionError):
+            sender.send(WEIGHTS)
+
+    def test_a_new_sender_goes_on_above_the_last_version(self, store):
+        for first in (1, 3, 5):
+            with WeightSender(store) as sender:
+                assert sender.send(WEIGHTS).version == first
+                assert sender.send(WEIGHTS).version == first + 1
+
+    def test_a_refused_publish_uses_no_version_up(self, sender):
+        with pytest.raises(InvalidWeightsError):
+            sender.send({})
+        assert sender.send(WEIGHTS).version == 1
+
+
+class TestPublication:
+    def test_fields(self, sender):
+        weights = {
+            "a": torch.zeros(3, dtype=torch.bfloat16),
+            "b": torch.zeros(()),
+            "c": torch.ones(0),
+        }
+        started = time.monotonic()
+        publication = sender.send(weights)
+        elapsed_s = time.monotonic() - started
+        assert publication.version == 1
+        assert publication.num_tensors == 3
+        assert publication.num_bytes == 3 * 2 + 4
+        assert 0 < publication.duration_s <= elapsed_s
+        assert type(publication) is dbuffer.Publication
+
+    def test_is_frozen(self, sender):
+        publication = sender.send(WEIGHTS)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            publication.version = 2
+
+    def test_counts_what_was_cast_as_it_was_published(self, store):
+        with WeightSender(store, dtype=torch.bfloat16) as sender:
+            assert sender.send(WEIGHTS).num_bytes == 6 * 2 + 4 * 8
+
+
+class TestMetadata:
+    @pytest.mark.parametrize(
+        "metadata",
+        [
+            {},
+            {"step": 120, "loss": 0.25, "note": "naïve ☃ \ud800", "none": None, "yes": True},
+            {"nested": {"list": [1, [2, {"deep": []}]], "": {}}},
+            {"large": "x" * 100_000, "big": 10**300, "tiny": 5e-324, "negative": -0.0},
+        ],
+        ids=["empty", "plain", "nested", "large"],
+    )
+    def test_comes_back(self, sender, store, metadata):
+        sender.send(WEIGHTS, metadata=metadata)
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.metadata == metadata
+
+    def test_none_is_empty(self, sender, store):
+        sender.send(WEIGHTS, metadata={"step": 1})
+        sender.send(WEIGHTS)
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.metadata == {}
+
+    def test_is_that_of_the_moment(self, sender, store):
+        metadata = {"list": [1]}
+        sender.send(WEIGHTS, metadata=metadata)
+        metadata["list"].append(2)
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.metadata == {"list": [1]}
+
+    @staticmethod
+    def nested(depth: int) -> list:
+        value: list = []
+        for _ in range(depth):
+            value = [value]
+        return value
+
+    @pytest.mark.parametrize("depth", [50, 100, 400, 600, 800, 900, 960, 2_000, 100_000])
+    def test_deep_ones_are_published_or_refused(self, sender, store, depth):
+        sender.send(WEIGHTS)
+        try:
+            sender.send(WEIGHTS, metadata={"deep": self.nested(depth)})
+        except InvalidWeightsError:
+            assert depth > 50
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert len(snapshot.tensors) == 2
+
+    @pytest.mark.parametrize(
+        "metadata",
+        [
+            {"bad": object()},
+            {"bad": {1, 2}},
+            {"bad": b"bytes"},
+            {"bad": torch.ones(1)},
+            {"bad": 1j},
+            {("a", "b"): 1},
+            {"bad": "x" * MB},
+            {"bad": 10**5_000},
+            [1],
+            "text",
+            3,
+        ],
+        ids=lambda value: (
+            repr(value)[:20] if not isinstance(value, dict) else str(next(iter(value)))
+        ),
+    )
+    def test_what_json_cannot_hold_is_refused(self, sender, store, metadata):
+        sender.send(WEIGHTS)
+        with pytest.raises(InvalidWeightsError, match="metadata"):
+            sender.send(WEIGHTS, metadata=metadata)
+        assert newest(store)[1]["version"] == 1
+        assert sender.send(WEIGHTS).version == 2
+
+    def test_one_that_holds_itself_is_refused(self, sender):
+        metadata: dict = {}
+        metadata["self"] = metadata
+        with pytest.raises(InvalidWeightsError, match="metadata"):
+            sender.send(WEIGHTS, metadata=metadata)
+
+
+@pytest.fixture
+def weights():
+    """Tensors of every dtype, in four shapes each."""
+    weights = {}
+    for name in ITEM_BYTES:
+        dtype = getattr(torch, name)
+        weights[name] = random_bits(dtype, 3, 5)
+        weights[f"{name}.scalar"] = random_bits(dtype)
+        weights[f"{name}.empty"] = random_bits(dtype, 0, 2)
+        weights[f"{name}.transposed"] = random_bits(dtype, 4, 3).t()
+    return weights
+
+
+class TestFiles:
+    """What others may rely on who look into a store without dbuffer."""
+
+    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_tensordict_opens_the_weights_file(self, store, weights, checksum, as_stream):
+        with WeightSender(store, checksum=checksum) as sender:
+            for _ in range(3):
+                sender.send(iter(weights.items()) if as_stream else weights)
+            opened = TensorDict.from_consolidated(newest(store)[0])
+        held = {name: tensor for name, tensor in weights.items() if not name.startswith("float8")}
+        held = {name: tensor for name, tensor in held.items() if not name.startswith("float4")}
+        assert set(opened.keys()) == set(held)
+        for name, tensor in held.items():
+            assert opened[name].dtype is tensor.dtype
+            assert opened[name].shape == tensor.shape
+            assert bits(opened[name]) == bits(tensor)
+
+    def test_tensordict_opens_any_name(self, sender, store):
+        names = ["shape", "device", "_type", "", "a.b", "a/b", "..", "\ud800", "重み", "x" * 5_000]
+        weights = {name: torch.full((3,), float(n)) for n, name in enumerate(names)}
+        sender.send(weights)
+        opened = TensorDict.from_consolidated(newest(store)[0])
+        assert set(opened.keys()) == set(names)
+        assert all(torch.equal(opened[name], tensor) for name, tensor in weights.items())
+
+    def test_two_files_rewritten_in_place(self, sender, store):
+        for _ in range(2):
+            sender.send(WEIGHTS)
+        before = {path: path.stat().st_ino for path in store.glob("[AB]/*.td")}
+        assert len(before) == 2
+        for _ in range(5):
+            sender.send(WEIGHTS)
+        assert {path: path.stat().st_ino for path in store.glob("[AB]/*.td")} == before
+
+    def test_another_layout_gets_another_file(self, sender, store):
+        for size in (3, 3, 5, 5, 2, 2):
+            sender.send({"w": torch.full((size,), float(size)), "x": torch.ones(1)})
+            assert len(list(store.glob("[AB]/*.td"))) <= 2
+            assert received(store)["w"].tolist() == [size] * size
+
+    def test_is_for_the_owner_only(self, store):
+        before = os.umask(0)
+        try:
+            with WeightSender(store / "deep" / "down") as sender:
+                sender.send(WEIGHTS)
+        finally:
+            os.umask(before)
+        for path in [store / "deep" / "down", *(store / "deep" / "down").rglob("*")]:
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+    @pytest.mark.parametrize("durable", [False, True])
+    def test_is_flushed_before_it_is_named_where_asked_for(self, store, monkeypatch, durable):
+        done = []
+        replace, fsync = os.replace, os.fsync
+
+        def note_replace(source, target):
+            done.append(Path(target).name)
+            replace(source, target)
+
+        def note_fsync(descriptor):
+            done.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().suffix}")
+            fsync(descriptor)
+
+        with WeightSender(store, durable=durable) as sender:
+            monkeypatch.setattr(os, "replace", note_replace)
+            monkeypatch.setattr(os, "fsync", note_fsync)
+            sender.send(WEIGHTS)
+        flush = ["flush .tmp"] if durable else []
+        sync_directory = ["flush "] if durable else []
+        marked = [*flush, "manifest.json", *sync_directory]
+        complete = [*flush, "manifest.json", *sync_directory, *flush, "CURRENT", *sync_directory]
+        weights = ["flush .td"] if durable else []
+        assert done == [*marked, *weights, *complete]
+        assert torch.equal(received(store)["a"], WEIGHTS["a"])
+
+    def test_a_path_with_spaces_and_unicode(self, tmp_path):
+        path = tmp_path / "a store — 重み" / "it's\nhere"
+        with WeightSender(str(path)) as sender:
+            sender.send(WEIGHTS)
+            assert sender.store == path
+        assert torch.equal(received(path)["a"], WEIGHTS["a"])
+
+    @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+    def test_a_directory_that_others_can_write_is_refused(self, store, mode):
+        store.mkdir()
+        store.chmod(mode)
+        with pytest.raises(StoreAccessError, match="chmod go-w"):
+            WeightSender(store)
+        assert list(store.iterdir()) == []
+        with WeightSender(store, allow_shared_store=True) as sender:
+            assert sender.send(WEIGHTS).version == 1
+
+
+class TestChecksums:
+    SIZES = (0, 1, 63, MB - 1, MB, MB + 1, 2 * MB, 3 * MB + 17)
+
+    @staticmethod
+    def expected(data: bytes) -> int:
+        """By the streaming interface of xxhash, from the published bytes alone."""
+
+        def digest(piece: bytes) -> int:
+            state = xxhash.xxh3_64()
+            for start in range(0, len(piece), 4096):
+                state.update(piece[start : start + 4096])
+            return state.intdigest()
+
+        if len(data) <= MB:
+            return digest(data)
+        blocks = [data[start : start + MB] for start in range(0, len(data), MB)]
+        return digest(b"".join(digest(block).to_bytes(8, "little") for block in blocks))
+
+    @pytest.mark.parametrize("num_threads", [1, 2, 5])
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_are_those_of_the_bytes(self, store, num_threads, as_stream):
+        weights = {str(size): random_bits(torch.uint8, size) for size in self.SIZES}
+        weights["transposed"] = torch.randn(700, 900).t()
+        with WeightSender(store, checksum=True, num_threads=num_threads) as sender:
+            for _ in range(2):
+                sender.send(iter(weights.items()) if as_stream else weights)
+        path, manifest = newest(store)
+        start = manifest["checksums_offset"]
+        table = path.read_bytes()[start : start + 8 * len(weights)]
+        assert xxhash.xxh3_64_hexdigest(table) == manifest["checksums_xxh3"]
+        for index, (name, tensor) in enumerate(weights.items()):
+            found = int.from_bytes(table[8 * index : 8 * index + 8], "little")
+            assert found == self.expected(bits(tensor)), name
+
+    @pytest.mark.parametrize("checksum", [False, "auto"])
+    def test_are_left_out_on_a_local_disk(self, store, checksum):
+        with WeightSender(store, checksum=checksum) as sender:
+            sender.send(WEIGHTS)
+        assert newest(store)[1]["checksums_xxh3"] is None
+
+    def test_no_other_choice(self, store):
+        with pytest.raises(ValueError, match="checksum"):
+            WeightSender(store, checksum="xxh3")
+
+
+class TestThreads:
+    @pytest.mark.parametrize("num_threads", [1, 2, 5, None])
+    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+    @pytest.mark.parametrize("num_tensors", [1, 2, 7])
+    def test_any_number_of_them(self, store, num_threads, checksum, num_tensors):
+        weights = {str(number): torch.randn(1000 + number) for number in range(num_tensors)}
+        with WeightSender(store, num_threads=num_threads, checksum=checksum) as sender:
+            for _ in range(3):
+                for tensor in weights.values():
+                    tensor.add_(1)
+                sender.send(weights)
+                found = received(store)
+                assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+    @pytest.mark.parametrize("num_threads", [0, -1])
+    def test_at_least_one(self, store, num_threads):
+        with pytest.raises(ValueError, match="num_threads"):
+            WeightSender(store, num_threads=num_threads)
+
+    def test_none_is_left_after_closing(self, store):
+        before = set(threading.enumerate())
+        with WeightSender(store, num_threads=4) as sender:
+            sender.send({str(number): torch.ones(1000) for number in range(20)})
+        assert set(threading.enumerate()) <= before
+
+
+class TestDtype:
+    FLOATS = sorted(
+        name for name in ITEM_BYTES if name.startswith(("float", "bfloat")) and "float4" not in name
+    )
+
+    @pytest.mark.parametrize("name", FLOATS)
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+    def test_casts_as_torch_does(self, store, name, as_stream, checksum):
+        dtype = getattr(torch, name)
+        weights = {
+            "float32": torch.randn(30, 40),
+            "float64": torch.randn(7, dtype=torch.float64),
+            "bfloat16": torch.randn(7, dtype=torch.bfloat16),
+            "transposed": torch.randn(30, 40).t(),
+            "scalar": torch.tensor(0.5),
+            "empty": torch.empty(0, 3),
+        }
+        with WeightSender(store, dtype=dtype, checksum=checksum) as sender:
+            sender.send(iter(weights.items()) if as_stream else weights)
+        for key, tensor in received(store).items():
+            assert tensor.dtype is dtype
+            assert bits(tensor) == bits(weights[key].to(dtype)), key
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_leaves_all_else_alone(self, store, as_stream):
+        weights = {
+            name: random_bits(getattr(torch, name), 5)
+            for name in ITEM_BYTES
+            if name.startswith(("bool", "int", "uint", "complex"))
+        }
+        with WeightSender(store, dtype=torch.float16) as sender:
+            sender.send(iter(weights.items()) if as_stream else weights)
+        for name, tensor in received(store).items():
+            assert tensor.dtype is weights[name].dtype
+            assert bits(tensor) == bits(weights[name])
+
+    def test_leaves_the_source_alone(self, store):
+        model = torch.nn.Linear(3, 3)
+        with WeightSender(store, dtype=torch.bfloat16) as sender:
+            sender.send(model)
+        assert model.weight.dtype is torch.float32
+        assert model.weight.grad_fn is None
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.int32, torch.complex64, torch.bool, torch.qint8, "bf16"]
+    )
+    def test_is_a_floating_point_one(self, store, dtype):
+        with pytest.raises(OptionError, match="cast"):
+            WeightSender(store, dtype=dtype)
+
+    def test_is_not_one_that_torch_cannot_cast_to(self, store):
+        with pytest.raises(OptionError, match="cast"):
+            WeightSender(store, dtype=torch.float4_e2m1fn_x2)
+
+
+MEMORY = """
+    import resource, sys
+    import torch
+    import dbuffer
+
+    MB = 1 << 20
+    store = sys.argv[1]
+    weights = {f"layers.{n}": torch.full((2 * MB,), float(n)) for n in range(8)}
+    weights["large"] = torch.full((24 * MB,), 7.0)
+
+    def limit_memory(num_bytes):
+        # Of what is private and writable: anonymous memory, and no shared mapping of a file.
+        status = open("/proc/self/status").read()
+        used = 1024 * int(status.split("VmData:")[1].split()[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
+
+    for options in ({}, {"checksum": True}, {"dtype": torch.bfloat16}):
+        with dbuffer.WeightSender(store, num_threads=2, **options) as sender:
+            sender.send({f"small.{n}": torch.ones(100) for n in range(10)})  # starts its threads
+            limit_memory(32 * MB)
+            publication = sender.send(weights)
+            sender.send(weights)
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.tensors["layers.7"][-1] == 7
+            assert snapshot.tensors["large"][-1] == 7
+        print(options, publication.num_bytes // MB, "MB")
+
+    limit_memory(32 * MB)
+    try:
+        torch.empty(100 * MB, dtype=torch.uint8)
+    except RuntimeError:
+        print("the limit holds")
+"""
+
+
+def test_takes_little_memory_beside_the_store(store):
+    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "{} 160 MB"
+    assert done.stdout.splitlines()[-1] == "the limit holds"
+
+
+class TestWaitApplied:
+    def test_returns_when_enough_have(self, sender, store):
+        sender.send(WEIGHTS)
+        with WeightReceiver(store) as one, WeightReceiver(store) as other:
+            with one.open():
+                pass
+            sender.wait_applied(1, timeout_s=0)
+            with pytest.raises(WaitTimeoutError):
+                sender.wait_applied(1, receivers=2, timeout_s=0)
+            with other.open():
+                pass
+            sender.wait_applied(1, receivers=2, timeout_s=0)
+
+    def test_a_later_version_will_do(self, sender, store):
+        for _ in range(3):
+            sender.send(WEIGHTS)
+        with WeightReceiver(store) as receiver, receiver.open():
+            pass
+        sender.wait_applied(2, timeout_s=0)
+        with pytest.raises(TimeoutError):
+            sender.wait_applied(4, timeout_s=0)
+
+    def test_waits(self, sender, store):
+        sender.send(WEIGHTS)
+
+        def apply():
+            time.sleep(0.2)
+            with WeightReceiver(store) as receiver, receiver.open():
+                pass
+
+        thread = threading.Thread(target=apply)
+        started = time.monotonic()
+        thread.start()
+        sender.wait_applied(1, timeout_s=10)
+        assert 0.2 <= time.monotonic() - started < 5
+        thread.join()
+
+    def test_says_who_is_missing(self, sender, store):
+        with WeightReceiver(store, receiver_id="slow-one") as receiver:
+            sender.send(WEIGHTS)
+            with receiver.open():
+                pass
+            sender.send(WEIGHTS)
+            started = time.monotonic()
+            with pytest.raises(WaitTimeoutError) as caught:
+                sender.wait_applied(2, receivers=3, timeout_s=0.2)
+        assert 0.2 <= time.monotonic() - started < 5
+        for part in ("0 of 3", "version 2", str(store), "0.2 s", "slow-one is at 1"):
+            assert part in str(caught.value)
+
+    def test_says_that_none_came(self, sender):
+        sender.send(WEIGHTS)
+        with pytest.raises(WaitTimeoutError, match="no receiver came"):
+            sender.wait_applied(1, timeout_s=0)
+
+    @pytest.mark.parametrize("receivers", [1, "one"])
+    def test_learns_at_once_that_the_store_was_removed(self, sender, store, receivers):
+        sender.send(WEIGHTS)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(sender.wait_applied, 1, receivers=receivers, timeout_s=60)
+            shutil.rmtree(store)
+            with pytest.raises(StoreNotFoundError, match="was removed"):
+                waiting.result(10)
+
+    def test_a_version_of_another_run_in_its_place_does_not_count(self, sender, store):
+        sender.send(WEIGHTS)
+        shutil.rmtree(store)
+        with WeightSender(store) as other, WeightReceiver(store) as receiver:
+            other.send(WEIGHTS, version=5)
+            with receiver.open():
+                pass
+            other.wait_applied(5, timeout_s=0)
+            with pytest.raises(WriterSupersededError, match="this sender must stop"):
+                sender.wait_applied(1, timeout_s=60)
+
+
+class TestWaitingForReceiversByName:
+    def test_waits_for_those_and_no_others(self, sender, store):
+        sender.send(WEIGHTS)
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one, one.open():
+            pass
+        sender.wait_applied(2, receivers=["one"], timeout_s=0)
+        sender.wait_applied(2, receivers=[], timeout_s=0)
+        with pytest.raises(WaitTimeoutError, match=r"1 of 2 receivers .*one has ended at 2"):
+            sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
+        with pytest.raises(WaitTimeoutError, match="no receiver came"):
+            sender.wait_applied(2, receivers=["other"], timeout_s=0)
+
+    def test_says_at_once_that_one_cannot(self, sender, store):
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one:
+            one.record.write(problem="tensor 'a' is odd", problem_version=1)
+            with pytest.raises(ReceiverFailedError, match=r"one .* version 1: tensor 'a' is odd"):
+                sender.wait_applied(1, receivers=["one"], timeout_s=60)
+            # The store itself is the problem, so every version is.
+            one.record.write(problem="the store was removed", problem_version=None)
+            with pytest.raises(ReceiverFailedError, match=r"one .* version 1: the store was"):
+                sender.wait_applied(1, receivers=["one"], timeout_s=60)
+            one.record.write(problem="tensor 'a' is odd", problem_version=1)
+            # Whichever will do: another one may come.
+            because = r"one is at None, because of: tensor 'a' is odd"
+            with pytest.raises(WaitTimeoutError, match=because):
+                sender.wait_applied(1, receivers=1, timeout_s=0)
+            sender.send(WEIGHTS)
+            # What was wrong with one version says nothing of the next.
+            with pytest.raises(WaitTimeoutError):
+                sender.wait_applied(2, receivers=["one"], timeout_s=0)
+
+    def test_a_problem_with_the_store_may_be_over(self, sender, store):
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one:
+            one.record.write(problem="the store was removed", problem_version=None)
+            with ThreadPoolExecutor() as pool:
+                waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
+                while not waiting.running():
+                    pass
+                one.load_into({name: tensor.clone() for name, tensor in WEIGHTS.items()})
+                waiting.result()
+
+    def test_says_at_once_that_one_has_ended(self, sender, store):
+        sender.send(WEIGHTS)
+        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one')"
+        subprocess.run([sys.executable, "-c", f"{apply}.record.write()"], check=True)
+        with pytest.raises(ReceiverFailedError, match=r"one .* has ended, at version None"):
+            sender.wait_applied(1, receivers=["one"], timeout_s=60)
+        subprocess.run([sys.executable, "-c", f"{apply}.acknowledge(1)"], check=True)
+        sender.wait_applied(1, receivers=["one"], timeout_s=0)
+
+    def test_what_an_earlier_run_has_left_behind_is_no_failure(self, store):
+        WeightSender(store).close()
+        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one').record"
+        subprocess.run([sys.executable, "-c", f"{apply}.write()"], check=True)
+        with WeightSender(store) as sender:
+            sender.send(WEIGHTS)
+            with pytest.raises(WaitTimeoutError):
+                sender.wait_applied(1, receivers=["one"], timeout_s=0)
+
+
+class TestLife:
+    def test_one_sender_a_store(self, sender, store):
+        with pytest.raises(StoreBusyError, match=str(os.getpid())):
+            WeightSender(store)
+        assert sender.send(WEIGHTS).version == 1
+
+    def test_the_next_one_may_come_after_closing(self, store):
+        for _ in range(3):
+            sender = WeightSender(store)
+            sender.send(WEIGHTS)
+            sender.close()
+        assert newest(store)[1]["version"] == 3
+
+    def test_leaving_with_an_error_closes_too(self, store):
+        with pytest.raises(KeyError), WeightSender(store):
+            raise KeyError
+        WeightSender(store).close()
+
+    def test_is_of_no_use_once_closed(self, store):
+        sender = WeightSender(store)
+        sender.send(WEIGHTS)
+        sender.close()
+        sender.close()
+        with pytest.raises(ClosedError):
+            sender.send(WEIGHTS)
+        with pytest.raises(ClosedError):
+            sender.wait_applied(1, timeout_s=0)
+        assert torch.equal(received(store)["a"], WEIGHTS["a"])
+
+    def test_closing_leaves_no_file_open(self, store):
+        def names() -> list[str]:
+            found = []
+            for path in Path("/proc/self/fd").iterdir():
+                try:
+                    found.append(str(path.readlink()))
+                except FileNotFoundError:
+                    continue
+            return [name for name in found if str(store) in name]
+
+        with WeightSender(store) as sender:
+            for size in (3, 3, 4, 4):
+                sender.send({"w": torch.ones(size), "x": torch.ones(1)})
+            assert names()
+        assert names() == []
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+    def test_is_of_no_use_in_a_forked_child(self, sender):
+        sender.send(WEIGHTS)
+        child = os.fork()
+        if child == 0:
+            try:
+                sender.send(WEIGHTS)
+            except ClosedError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sender.send(WEIGHTS).version == 2
+
+    def test_several_threads_may_send(self, sender, store):
+        versions = []
+
+        def send(value: float):
+            for _ in range(20):
+                weights = {str(n): torch.full((50,), value) for n in range(4)}
+                versions.append(sender.send(weights).version)
+
+        threads = [threading.Thread(target=send, args=(value,)) for value in (1.0, 2.0, 3.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(versions) == list(range(1, 61))
+        assert len({tensor[0].item() for tensor in received(store).values()}) == 1
+
+    def test_progress_of_a_stream(self, sender):
+        seen = []
+        pairs = [(str(n), torch.zeros(16)) for n in range(3)]
+        sender.send(iter(pairs), progress=lambda done, total: seen.append((done, total)))
+        assert seen == [(64, 0), (128, 0), (192, 0)]

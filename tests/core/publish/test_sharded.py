@@ -1,0 +1,927 @@
+"""Trainers of several ranks publish what each holds; real processes, with gloo between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import dbuffer
+from dbuffer import LazyTensor, ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer.format.layout import TensorSpec
+from dbuffer.format.places import is_part_of
+from dbuffer.publish.shard_writer import SharedFileWriter
+from dbuffer.publish.shards import Box, assign_writes
+from dbuffer.ranks import agreement
+from dbuffer.store import filesystem, network_files
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.verification import verify_store
+from tests.support.moments import COPIES, at_call, die, stop
+from tests.support.patterns import SMALL, SPARSE, Pattern, newest
+from tests.support.soak import numbers, patience_s
+from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
+from tests.support.worlds import Failure, World
+
+Case = tuple[Any, dict[str, torch.Tensor]]
+"""What is sent, sharded, and the same whole, as state dict."""
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), request.param) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
+        yield world
+
+
+# ---------------------------------------------------------------------------------------------
+# What is sent
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Different in every element, the same on all ranks."""
+    return torch.randn(shape).to(dtype)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def fsdp(size: int) -> Case:
+    """Rows that do not divide by the number of ranks, ranks that hold none, plain buffers."""
+    model = nn.Sequential(
+        *(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)),
+        *(nn.BatchNorm1d(6), nn.Linear(64, 64), nn.Embedding(1001, 16)),
+    )
+    full = state_of(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, full
+
+
+def partly_fsdp(size: int) -> Case:
+    """Some layers sharded, others whole on each rank."""
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)), nn.Linear(700, 700))
+    full = state_of(model)
+    for layer in model[:2]:
+        fully_shard(layer)
+    return model, full
+
+
+def state_dict(size: int) -> Case:
+    model, full = fsdp(size)
+    return model.state_dict(), full
+
+
+def replicated(size: int) -> Case:
+    """As a DDP trainer has it, with all that plain tensors can be."""
+    full = {
+        "large": whole(600, 600),
+        "larger": whole(700, 700),
+        "transposed": whole(30, 50).t(),
+        "scalar": torch.tensor(2.5),
+        "integers": torch.arange(10),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "half": whole(3, 3, dtype=torch.bfloat16),
+        "eight": whole(3, 3, dtype=torch.float8_e4m3fn),
+        "complex": torch.randn(4, dtype=torch.complex64).conj(),
+    }
+    return {f"module.{name}": tensor for name, tensor in full.items()}, full
+
+
+def tied(size: int) -> Case:
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12, bias=False), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model.append(nn.Linear(8, 8))
+    model[3].bias = model[2].bias
+    full = model.state_dict(keep_vars=True)
+    fully_shard(model)
+    ties = {"1.weight": "0.weight", "3.bias": "2.bias"}
+    full = {name: tensor.detach().clone() for name, tensor in full.items()}
+    full |= {alias: full[name] for alias, name in ties.items()}
+    return model, full
+
+
+def compiled(size: int) -> Case:
+    """With what wrappers put into names."""
+    model, full = fsdp(size)
+    wrapped = nn.Module()
+    wrapped.module = nn.Module()
+    wrapped.module._orig_mod = model
+    return wrapped, full
+
+
+def hsdp(size: int) -> Case:
+    """Two replicas, each sharded."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
+    full = state_of(model)
+    fully_shard(model, mesh=mesh)
+    return model, full
+
+
+def two_dimensions(size: int) -> Case:
+    """FSDP of what tensor parallelism has cut by rows and by columns."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3))
+    full = state_of(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    return model, full
+
+
+def placements(size: int) -> Case:
+    """All ways to cut rows and columns on a mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    ways = (Replicate(), Shard(0), Shard(1), Shard(2))
+    full = {f"{one} {two}": whole(5, 7, 3) for one in ways for two in ways}
+    pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
+    return dict(zip(full, (distribute_tensor(t, mesh, p) for t, p in pairs), strict=True)), full
+
+
+def made_when_sent(size: int) -> Case:
+    """As a merged model comes: tensors that are made when their turn comes, the same everywhere."""
+    full = {"plain": whole(600, 600), "made": whole(700, 700), "tied": torch.empty(0)}
+    full["tied"] = full["made"]
+    lazy = LazyTensor(torch.float32, (700, 700), lambda: full["made"].clone(), identity=-1)
+    return full | {"made": lazy, "tied": lazy}, full
+
+
+ROWS = [
+    made_when_sent,
+    fsdp,
+    partly_fsdp,
+    state_dict,
+    replicated,
+    tied,
+    compiled,
+    hsdp,
+    two_dimensions,
+    placements,
+]
+
+
+def strided(size: int) -> Case:
+    """What a rank holds are no neighbouring rows."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"a": whole(8, 3), "b": whole(16), "rows": whole(8, 3)}
+    ways = [_StridedShard(0, split_factor=2)]
+    sharded = {name: distribute_tensor(full[name], mesh, ways) for name in ("a", "b")}
+    return {**sharded, "rows": distribute_tensor(full["rows"], mesh, [Shard(0)])}, full
+
+
+def sums(size: int) -> Case:
+    """What is yet to be added up."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"sum": whole(6, 2), "none": torch.empty(0, 2), "rows": whole(5, 2)}
+    part = full["sum"] / size
+    full["sum"] = sum([part] * size, torch.zeros(6, 2))
+    return {
+        "sum": DTensor.from_local(part, mesh, [Partial()]),
+        "none": DTensor.from_local(full["none"], mesh, [Partial()]),
+        "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
+    }, full
+
+
+GATHERED = {strided: 2, sums: 1}
+STRIDED = pytest.param(
+    strided,
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.11", reason="PyTorch 2.10 cannot make such a tensor whole itself"
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------
+# How it is sent
+
+
+def count_gathers(monkeypatched: list[Any]) -> Callable[[], None]:
+    gather = DTensor.full_tensor
+
+    def full_tensor(self: DTensor) -> torch.Tensor:
+        alive = sum(reference() is not None for reference in monkeypatched)
+        assert alive <= 1, f"{alive} gathered tensors are still alive"
+        tensor = gather(self)
+        monkeypatched.append(weakref.ref(tensor))
+        return tensor
+
+    DTensor.full_tensor = full_tensor
+    return lambda: setattr(DTensor, "full_tensor", gather)
+
+
+@contextlib.contextmanager
+def mounted(kind: str) -> Iterator[None]:
+    """Let this process take every mount for one of this kind."""
+    os.environ[filesystem.MOUNT_VARIABLE] = kind
+    try:
+        yield
+    finally:
+        del os.environ[filesystem.MOUNT_VARIABLE]
+
+
+def send_both(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    options: dict[str, Any],
+    mount: str = "auto",
+) -> tuple[dbuffer.Publication, int]:
+    """Publish from all ranks, and the same whole from rank 0; how many tensors were gathered."""
+    torch.manual_seed(0)
+    weights, full = case(distributed.get_world_size())
+    gathers: list[Any] = []
+    undo = count_gathers(gathers)
+    try:
+        with mounted(mount), ShardedWeightSender(store / "sharded", **options) as sender:
+            for version in (3, 4, 5):  # the third into a file that is there
+                publication = sender.send(weights, version=version, metadata={"rank": rank})
+                assert publication.version == version
+    finally:
+        undo()
+    if rank == 0:
+        with mounted(mount), WeightSender(store / "whole", **options) as sender:
+            sender.send(full)
+    distributed.barrier()
+    return publication, len(gathers) // 3
+
+
+def assert_equal_stores(store: Path, *, verify: bool, mount: str = "auto") -> None:
+    with (
+        mounted(mount),
+        WeightReceiver(store / "sharded", verify=verify) as sharded,
+        WeightReceiver(store / "whole", verify=verify) as whole,
+        sharded.open() as ours,
+        whole.open() as theirs,
+    ):
+        assert ours.metadata == {"rank": 0}
+        names = {**theirs.tensors} | {a: theirs.tensors[n] for a, n in theirs.aliases.items()}
+        found = {**ours.tensors} | {a: ours.tensors[n] for a, n in ours.aliases.items()}
+        assert found.keys() == names.keys()
+        for name, tensor in names.items():
+            one = found[name].contiguous().view(-1).view(torch.uint8)
+            other = tensor.contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(one, other), name
+        if not ours.aliases and mount == "auto":
+            assert ours.path.read_bytes() == theirs.path.read_bytes()
+
+
+@pytest.mark.parametrize("checksum", [False, True], ids=["", "checksums"])
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.__name__)
+def test_the_file_is_that_of_the_whole_weights_and_nothing_is_gathered(
+    world, store, case, checksum
+):
+    published = world.run(send_both, case, store, {"checksum": checksum})
+    assert_equal_stores(store, verify=checksum)
+    assert {gathers for _, gathers in published} == {0}
+    publications = [publication for publication, _ in published]
+    assert {p.num_bytes for p in publications} == {publications[0].num_bytes}
+
+
+@pytest.mark.parametrize("case", [STRIDED, sums], ids=lambda case: case.__name__)
+def test_what_is_no_box_is_gathered_tensor_by_tensor(four, store, case):
+    published = four.run(send_both, case, store, {"checksum": True})
+    assert_equal_stores(store, verify=True)
+    assert {gathers for _, gathers in published} == {GATHERED[case]}
+
+
+IN_ROWS = {fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp}
+
+
+@pytest.mark.parametrize("case", [*ROWS, STRIDED, sums], ids=lambda case: case.__name__)
+def test_on_a_network_mount_each_rank_writes_a_file_of_its_own(world, store, case):
+    published = world.run(send_both, case, store, {}, "network")
+    assert_equal_stores(store, verify=True, mount="network")
+    if case in IN_ROWS:
+        assert {gathers for _, gathers in published} == {0}
+    path = DoubleBuffer(store / "sharded").root / "A"
+    [main] = [file for file in path.glob("weights-*.td") if ".r" not in file.name]
+    parts = sorted(path.glob("weights-*.r*.td"))
+    assert len(parts) == len(world.ranks) if case is fsdp else parts
+    assert all(part.name.startswith(main.stem) for part in parts)
+    data_bytes = sum(part.stat().st_size for part in parts)
+    assert data_bytes >= published[0][0].num_bytes
+    if data_bytes > 1e6:  # the weights file's own data is a hole
+        assert main.stat().st_blocks * 512 < data_bytes / 10
+    with mounted("network"):
+        [check] = [c for c in verify_store(DoubleBuffer(store / "sharded")) if c.is_newest]
+    assert check.has_checksums
+    assert not check.problems
+
+
+@pytest.mark.parametrize("case", [fsdp, two_dimensions, STRIDED], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_casting_and_renaming(four, store, case, mount):
+    options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}, "durable": True}
+    four.run(send_both, case, store, options, mount)
+    assert_equal_stores(store, verify=False, mount="network" if mount == "network" else "auto")
+
+
+def send_drifted(rank: int, store: Path) -> None:
+    """What ranks let drift apart: small, and plain."""
+    with ShardedWeightSender(store) as sender:
+        sender.send({name: torch.full((100,), float(rank)) for name in ("mean", "variance", "n")})
+
+
+def test_small_plain_tensors_are_all_of_one_rank(world, store):
+    world.run(send_drifted, store)
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert all(not tensor.any() for tensor in snapshot.tensors.values())
+
+
+def test_large_plain_tensors_are_spread_over_the_ranks():
+    specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
+    specs.append(TensorSpec("small", "float32", (8,)))
+    boxes = [Box(index, (0,) * len(spec.shape), spec.shape) for index, spec in enumerate(specs)]
+    plan = assign_writes(specs, [boxes] * 4, rows_only=False)
+    assert [len(written) for written in plan.boxes] == [3, 2, 2, 2]
+    assert not plan.gathered
+
+
+def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
+    """As to a network mount, where old files go as soon as nobody reads them."""
+    network_files.KEEP_AT_LEAST_S = keep_s
+    with mounted("network"), ShardedWeightSender(store) as sender:
+        for version in versions:
+            sender.send(pattern_of(version, distributed.get_world_size()), version=version)
+
+
+@pytest.fixture
+def in_parts(world, store, monkeypatch) -> Path:
+    """A store that was written in parts, version 3 last, and is read as if over a network."""
+    world.run(send_parts, store, [1, 2, 3])
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    return store
+
+
+def parts_of(store: Path, buffer: str) -> list[Path]:
+    return sorted((store / buffer).glob("weights-*.r*.td"))
+
+
+def test_parts_of_old_versions_are_removed(world, in_parts):
+    for versions in ([4, 5, 6], [7]):
+        world.run(send_parts, in_parts, versions)
+        assert newest(in_parts) == versions[-1]
+    double = DoubleBuffer(in_parts)
+    for buffer in ("A", "B"):
+        manifest = double.manifest(buffer)
+        names = [path.name for path in (in_parts / buffer).glob("weights-*")]
+        assert manifest is not None
+        assert all(name == manifest.file or is_part_of(name, manifest.file) for name in names)
+        assert len(names) == 1 + len(world.ranks)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "a flipped bit": (flip_a_bit, "StoreCorruptError", "layers"),
+    "cut short": (lambda path: os.truncate(path, 100), "StoreCorruptError", "has 100 bytes"),
+    "longer": (lambda path: os.truncate(path, 1 << 20), "StoreCorruptError", "1048576 bytes"),
+    "gone": (lambda path: path.unlink(), "StoreCorruptError", "publish again"),
+    "a link": (
+        lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
+        "StoreCorruptError",
+        "not a plain file",
+    ),
+    "of others": (lambda path: path.chmod(0o666), "StoreAccessError", "owner or mode"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_refused(in_parts, damage):
+    spoil, kind, message = DAMAGES[damage]
+    pointer = DoubleBuffer(in_parts).pointer()
+    assert pointer is not None
+    spoil(parts_of(in_parts, pointer.buffer)[-1])
+    target = SMALL.empty()
+    with WeightReceiver(in_parts) as receiver:
+        with pytest.raises(getattr(dbuffer, kind), match=message):
+            receiver.load_into(target)
+        with pytest.raises(getattr(dbuffer, kind), match=message), receiver.open():
+            pass
+    assert all(not tensor.any() for tensor in target.values())
+    if kind == "StoreAccessError":
+        return
+    checks = verify_store(DoubleBuffer(in_parts))
+    assert [bool(check.problems) for check in checks if check.is_newest] == [True]
+
+
+def test_where_the_store_looks_local_parts_are_not_mapped(in_parts, monkeypatch):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "local")
+    with WeightReceiver(in_parts) as receiver:
+        with pytest.raises(dbuffer.StoreAccessError, match="DBUFFER_MOUNT=network"):
+            receiver.load_into(SMALL.empty())
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_a_mirror_puts_parts_together(world, in_parts, monkeypatch, mount):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    local = in_parts.parent / "local"
+    with dbuffer.Mirror(in_parts, local, poll_interval_s=0.01).start() as mirror:
+        for versions in ([], [4, 5], [6]):
+            world.run(send_parts, in_parts, versions, 60.0)
+            mirror.wait_until_current()
+            assert newest(local, verify=True) == max([3, *versions])
+    manifest = DoubleBuffer(local).manifest("A")
+    assert manifest is not None
+    assert not parts_of(local, "A")
+    assert TensorDict.from_consolidated(local / "A" / manifest.file).keys() == set(SMALL.names)
+
+
+def test_tensordict_refuses_a_weights_file_whose_data_is_in_parts(in_parts):
+    with WeightReceiver(in_parts) as receiver, receiver.open() as snapshot:
+        assert SMALL.version_of(snapshot.tensors) == 3
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever its parser says
+            TensorDict.from_consolidated(snapshot.path)
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes wrong on one rank is said on all
+
+BAD = 1
+"""The rank on which it goes wrong."""
+
+
+def pattern_of(version: int, size: int, pattern: Pattern = SMALL) -> dict[str, torch.Tensor]:
+    """What support's checks know, every second tensor sharded."""
+    mesh = init_device_mesh("cpu", (size,))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
+        for index, (name, tensor) in enumerate(pattern.weights(version).items())
+    }
+
+
+def open_with_a_bad_option(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, dtype=torch.int8 if rank == BAD else None)
+
+
+def open_without_threads(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, num_threads=0 if rank == BAD else None)
+
+
+def open_with_no_time(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, rank_timeout_s=math.nan if rank == BAD else 60)
+
+
+def open_at_no_path(rank: int, store: Path) -> None:
+    ShardedWeightSender("" if rank == BAD else store)
+
+
+def open_twice(rank: int, store: Path) -> None:
+    with ShardedWeightSender(store), ShardedWeightSender(store):
+        pass
+
+
+def open_where_others_write(rank: int, store: Path) -> None:
+    store.mkdir(exist_ok=True)
+    store.chmod(0o777)
+    ShardedWeightSender(store)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (open_with_a_bad_option, "OptionError", "rank 1 could not .*int8"),
+        (open_without_threads, "OptionError", "rank 1 could not .*invalid num_threads 0"),
+        (open_with_no_time, "OptionError", "rank 1 could not .*invalid rank_timeout_s nan"),
+        (open_at_no_path, "OptionError", "rank 1 could not .*invalid store ''"),
+        (open_twice, "StoreBusyError", "rank 0 could not open the store: process"),
+        (open_where_others_write, "StoreAccessError", "rank 0 could not .*0777"),
+    ],
+)
+def test_a_store_that_cannot_be_opened(world, store, function, kind, message):
+    for outcome in world.outcomes(function, store):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == kind
+        assert re.search(message, outcome.message)
+
+
+def test_ranks_that_see_different_directories(world, store):
+    for outcome in world.outcomes(send_elsewhere, store):
+        assert outcome.kind == "StoreNotFoundError"
+        assert "rank 1 could not write what it holds: cannot open the buffer" in outcome.message
+
+
+def send_elsewhere(rank: int, store: Path) -> None:
+    here = store / ("b" if rank == BAD else "a")
+    with ShardedWeightSender(here) as sender:
+        sender.send(pattern_of(1, distributed.get_world_size()))
+
+
+def open_on_another_machine(rank: int, store: Path) -> None:
+    original = agreement.Process.here
+    if rank == BAD:
+        elsewhere = dataclasses.replace(original(), host="elsewhere", boot="other")
+        agreement.Process.here = lambda: elsewhere
+    try:
+        ShardedWeightSender(store)
+    finally:
+        agreement.Process.here = original
+
+
+def test_a_local_store_cannot_be_written_from_two_machines(world, store):
+    for outcome in world.outcomes(open_on_another_machine, store):
+        assert outcome.kind == "StoreAccessError"
+        assert "elsewhere" in outcome.message
+        assert "network mount" in outcome.message
+
+
+def send_in_groups(rank: int, store: Path) -> int:
+    """Two trainers of two ranks each, in one job, each with a store of its own."""
+    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    mine = rank // 2
+    mesh = DeviceMesh.from_group(groups[mine], "cpu", mesh=[2 * mine, 2 * mine + 1])
+    full = SMALL.weights(1 + mine)
+    weights = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
+    with ShardedWeightSender(store / str(mine), group=groups[mine], checksum=True) as sender:
+        version = sender.send(weights, version=1 + mine).version
+    with pytest.raises(dbuffer.OptionError, match="not in the group"):
+        ShardedWeightSender(store / str(mine), group=groups[1 - mine])
+    return version
+
+
+def test_a_group_of_ranks(four, store):
+    assert four.run(send_in_groups, store) == [1, 1, 2, 2]
+    assert [newest(store / name, verify=True) for name in "01"] == [1, 2]
+
+
+def other_names(weights: Any) -> Any:
+    return {("other" if name.endswith("3.weight") else name): t for name, t in weights.items()}
+
+
+def other_kind(weights: Any) -> Any:
+    return {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in weights.items()}
+
+
+PROBLEMS: dict[str, tuple[str, str, Callable[[Any], tuple[Any, dict[str, Any]]]]] = {
+    "other names": (
+        "InvalidWeightsError",
+        r"rank 1 is to publish other int64\[256\], sharded, where rank 0 .* layers.3.weight",
+        lambda weights: (other_names(weights), {}),
+    ),
+    "fewer tensors": (
+        "InvalidWeightsError",
+        "rank 1 is to publish nothing more, where rank 0 is to publish layers.7.weight",
+        lambda weights: (dict(list(weights.items())[:-1]), {}),
+    ),
+    "another version": (
+        "InvalidWeightsError",
+        "rank 1 is to publish version 7, where rank 0 is to publish version None",
+        lambda weights: (weights, {"version": 7}),
+    ),
+    "whole where others hold parts": (
+        "InvalidWeightsError",
+        r"rank 1 is to publish layers.1.weight int64\[256\], where",
+        lambda weights: (other_kind(weights), {}),
+    ),
+    "no weights": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: cannot publish a int",
+        lambda weights: (7, {}),
+    ),
+    "an iterator": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: an iterator",
+        lambda weights: (iter(weights.items()), {}),
+    ),
+    "a meta tensor": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: tensor 'm' is on the meta device",
+        lambda weights: (weights | {"m": torch.empty(1, device="meta")}, {}),
+    ),
+}
+
+
+def send_with_a_problem(rank: int, store: Path, problem: str, delta: bool) -> tuple[str, str]:
+    """Publish, try to publish what cannot be, publish again, with the same sender."""
+    size = distributed.get_world_size()
+    with ShardedWeightSender(store, checksum=True, delta=delta) as sender:
+        sender.send(pattern_of(1, size))
+        weights, options = pattern_of(2, size), {}
+        if rank == BAD:
+            weights, options = PROBLEMS[problem][2](weights)
+        try:
+            sender.send(weights, **options)
+        except dbuffer.DBufferError as error:
+            failure = type(error).__name__, str(error)
+        assert newest(store, verify=True) == 1
+        distributed.barrier()
+        for version in (3, 4, 5):
+            sender.send(pattern_of(version, size), version=version)
+            assert newest(store, verify=True) == version
+            distributed.barrier()
+    return failure
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_weights_that_do_not_fit_together_are_refused_on_all_ranks(world, store, problem, delta):
+    kind, message, _ = PROBLEMS[problem]
+    for found, text in world.run(send_with_a_problem, store, problem, delta):
+        assert found == kind
+        assert re.search(message, text)
+
+
+def send_where_one_cannot(rank: int, store: Path, function: str, on_rank: int) -> list[str]:
+    """Publish, with a step that raises once on one rank in the second."""
+    size = distributed.get_world_size()
+    with ShardedWeightSender(store, checksum=True) as sender:
+        sender.send(pattern_of(1, size))
+        if rank == on_rank:
+            owner, name = {
+                "write": (SharedFileWriter, "write"),
+                "gathered": (dbuffer.publish.shards, "held_boxes"),
+                "commit": (dbuffer.store.writer.BufferWriter, "commit"),
+                "claim": (dbuffer.store.writer.BufferWriter, "claim"),
+            }[function]
+            original = getattr(owner, name)
+
+            def fail(*_: Any, **__: Any) -> None:
+                setattr(owner, name, original)
+                raise OSError("it went up in smoke")
+
+            setattr(owner, name, fail)
+        try:
+            sender.send(pattern_of(2, size))
+        except dbuffer.RankFailedError as error:
+            message = str(error)
+        assert newest(store, verify=True) == 1
+        distributed.barrier()
+        sender.send(pattern_of(3, size), version=3)
+        assert newest(store, verify=True) == 3
+        distributed.barrier()
+    return [message]
+
+
+@pytest.mark.parametrize(
+    ("function", "on_rank"),
+    [("write", 0), ("write", 1), ("gathered", 1), ("commit", 0), ("claim", 0)],
+)
+def test_a_step_that_fails_on_one_rank_fails_on_all(world, store, function, on_rank):
+    for [message] in world.run(send_where_one_cannot, store, function, on_rank):
+        assert re.search(f"rank {on_rank} could not .*OSError: it went up in smoke", message)
+
+
+def send_fsdp1(rank: int, store: Path, kind: StateDictType) -> str:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        nn.Linear(6, 8), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    FullyShardedDataParallel.set_state_dict_type(model, kind)
+    with ShardedWeightSender(store) as sender:
+        try:
+            return str(sender.send(model).version)
+        except dbuffer.UnsupportedError as error:
+            return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", StateDictType)
+def test_fsdp1_publishes_full_state_dicts_and_no_sharded_ones(world, store, kind):
+    for outcome in world.run(send_fsdp1, store, kind):
+        if kind is StateDictType.FULL_STATE_DICT:
+            assert outcome == "1"
+        else:
+            assert re.search("is a ShardedTensor.*FSDP2.*FULL_STATE_DICT", outcome)
+
+
+def send_a_part_alone(rank: int, store: Path) -> str:
+    weights = pattern_of(1, distributed.get_world_size())
+    if rank:
+        return ""
+    with WeightSender(store) as sender, pytest.raises(dbuffer.InvalidWeightsError) as caught:
+        sender.send(weights)
+    return str(caught.value)
+
+
+def send_and_wait(rank: int, store: Path, timeout_s: float) -> None:
+    with dbuffer.ShardedWeightSender(store) as sender:
+        version = sender.send(fsdp(2)[0]).version
+        sender.wait_applied(version, receivers=["worker"], timeout_s=timeout_s)
+
+
+def test_all_ranks_wait_for_a_receiver(world: World, store: Path) -> None:
+    for outcome in world.outcomes(send_and_wait, store, 0.2):
+        assert outcome.kind == "WaitTimeoutError"
+    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+        receiver.acknowledge(2)
+    assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)
+
+
+def test_one_rank_alone_cannot_publish_what_all_hold(world, store):
+    assert "dbuffer.ShardedWeightSender" in world.run(send_a_part_alone, store)[0]
+
+
+def load_into_a_part(rank: int, store: Path) -> str:
+    torch.manual_seed(0)
+    model, _ = fsdp(distributed.get_world_size())
+    with ShardedWeightSender(store) as sender:
+        sender.send(model)
+    with WeightReceiver(store, receiver_id=f"rank-{rank}") as receiver:
+        with pytest.raises(dbuffer.WeightsMismatchError) as caught:
+            receiver.load_into(model)
+    return str(caught.value)
+
+
+def test_a_sharded_model_cannot_be_loaded_into(world, store):
+    for message in world.run(load_into_a_part, store):
+        assert "sharded" in message
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that die
+
+
+class Way(NamedTuple):
+    """How versions are published."""
+
+    mount: str = "auto"
+    delta: bool = False
+    is_restarted: bool = False
+    """Whether the fourth version is the first one of a sender, which takes up the third."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Where there are some, a version that a delta leads to is written whole on a disk."""
+        return self.mount == "network" or not self.delta
+
+    def open(self, store: Path, **options: Any) -> ShardedWeightSender:
+        checksum = self.has_checksums
+        more = {"reader_timeout_s": 0.0, "num_threads": 1, "delta": self.delta}
+        return ShardedWeightSender(store, checksum=checksum, **more, **options)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        size = distributed.get_world_size()
+        return pattern_of(version, size, SPARSE if self.delta else SMALL)
+
+
+WHOLE = Way()
+
+
+def open_and_send(rank: int, store: Path, version: int, way: Way = WHOLE) -> None:
+    network_files.KEEP_AT_LEAST_S = 0.0
+    with mounted(way.mount), way.open(store) as sender:
+        sender.send(way.weights(version), version=version)
+
+
+def send_until(
+    rank: int,
+    store: Path,
+    on_rank: int,
+    at: tuple[int, frozenset[str]],
+    action: Callable[[], None],
+    timeout_s: float,
+    way: Way = WHOLE,
+) -> tuple[str, float] | None:
+    """Publish three versions, and do ``action`` on one rank before a call of the fourth.
+
+    None: it was published, and nothing was done.
+    """
+    with mounted(way.mount), contextlib.ExitStack() as stack:
+        sender = stack.enter_context(way.open(store, rank_timeout_s=timeout_s))
+        for version in (1, 2, 3):
+            sender.send(way.weights(version))
+        if way.is_restarted:
+            sender.close()
+            sender = stack.enter_context(way.open(store, rank_timeout_s=timeout_s))
+        weights = way.weights(4)
+        if rank == on_rank:
+            number, names = at
+            at_call(number, action, names)
+        started = time.monotonic()
+        try:
+            sender.send(weights)
+        except dbuffer.RankFailedError as error:
+            waited_s = time.monotonic() - started
+            with pytest.raises(dbuffer.ClosedError):
+                sender.send(weights)
+            return str(error), waited_s
+        finally:
+            sys.setprofile(None)
+    return None
+
+
+def survives(
+    store: Path, tmp_path: Path, next_job: World, on_rank: int, number: int, way: Way
+) -> int | None:
+    """Kill a rank before a call; the others say which, and the next job goes on.
+
+    The version that was there then: the one before, or the new one, whole. None: there is no such
+    call, and all has been published.
+    """
+    size = len(next_job.ranks)
+    with World(tmp_path, size) as world:
+        world.begin(send_until, store, on_rank, (number, COPIES), die, 600.0, way)
+        others = [world.outcome(rank) for rank in range(size) if rank != on_rank]
+        if world.ranks[on_rank].has_sent():
+            assert [*others, world.outcome(on_rank)] == [None] * size
+            return None
+        assert world.ranks[on_rank].wait() == -signal.SIGKILL
+        for outcome in others:
+            if outcome is not None:  # else it had said its last word
+                message, waited_s = outcome
+                assert re.search(f"rank {on_rank} .process [0-9]+ on .* has ended", message)
+                assert waited_s < 10
+    there = newest(store, verify=way.has_checksums)
+    make_temporaries_old(store)
+    for version in (5, 6, 7):
+        next_job.run(open_and_send, store, version, way)
+        assert newest(store, verify=way.has_checksums) == version
+    return there
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+@pytest.mark.parametrize(
+    ("size", "on_rank", "way", "first"),
+    [
+        pytest.param(2, 0, Way(), 1, id="rank 0 of 2"),
+        pytest.param(2, 1, Way(), 2, id="rank 1 of 2"),
+        pytest.param(4, 0, Way(), 3, id="rank 0 of 4"),
+        pytest.param(4, 1, Way(), 4, id="rank 1 of 4"),
+        pytest.param(2, 0, Way("network"), 5, id="rank 0 of 2, in parts"),
+        pytest.param(2, 1, Way("network"), 1, id="rank 1 of 2, in parts"),
+        pytest.param(2, 0, Way(delta=True), 2, id="rank 0 of 2, a delta"),
+        pytest.param(2, 1, Way(delta=True), 1, id="rank 1 of 2, a delta"),
+        pytest.param(2, 0, Way("network", delta=True), 4, id="rank 0 of 2, a delta upon parts"),
+        pytest.param(2, 1, Way("network", delta=True), 5, id="rank 1 of 2, a delta upon parts"),
+        pytest.param(2, 0, Way("auto", True, True), 3, id="rank 0 of 2, restarted"),
+        pytest.param(2, 1, Way("network", True, True), 2, id="rank 1 of 2, restarted, parts"),
+    ],
+)
+def test_a_rank_that_is_killed_at_any_moment(
+    shm_path, tmp_path, monkeypatch, record_property, size, on_rank, way, first
+):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, way.mount)
+    has_flipped = False
+    kills = 0
+    # What another rank than 0 does with a delta is little.
+    is_short = way.delta and on_rank and not way.is_restarted
+    with World(tmp_path, size) as next_job:
+        for number in numbers(first, every=2 if is_short else 6):
+            store = shm_path / f"{number}"
+            there = survives(store, tmp_path, next_job, on_rank, number, way)
+            if there is None:
+                break
+            kills += 1
+            # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
+            has_flipped |= there == 4
+            assert there == (4 if has_flipped else 3), f"before call {number}"
+            if way.delta:
+                assert set(store.glob("deltas/*")) <= named_files(store)
+            elif way.mount == "network":
+                files = sum(len(names) for names in weights_files(store).values())
+                assert files == 2 * (1 + size), weights_files(store)
+            else:
+                assert_tidy(store)
+            shutil.rmtree(store)
+    assert kills > 1
+    record_property("kills of a rank", kills)
+
+
+def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
+    with World(tmp_path, 2) as world:
+        in_mid_copy = 2, frozenset({"copy_"})
+        world.begin(send_until, store, 1, in_mid_copy, stop, 1.0)
+        message, waited_s = world.outcome(0)
+        assert re.search("a rank was lost .*while the ranks tried to write what it holds", message)
+        assert 0.5 < waited_s < 10
+        assert newest(store, verify=True) == 3
+        with World(tmp_path, 2) as other:
+            other.run(open_and_send, store, 5)
+            # It goes on, into a file that nobody reads any more.
+            world.ranks[1].signal(signal.SIGCONT)
+            message, _ = world.outcome(1)
+            assert newest(store, verify=True) == 5
+            other.run(open_and_send, store, 6)
+            assert newest(store, verify=True) == 6

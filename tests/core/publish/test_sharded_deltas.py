@@ -1,0 +1,563 @@
+"""Ranks publish together what changed since the version before; real processes, with gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.io.transfer import part_path
+from dbuffer.publish import delta_chain
+from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
+from dbuffer.ranks import agreement
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held, hold_buffer, hold_newest
+from dbuffer.store.writer import BufferWriter
+from tests.core.publish.test_sharded import (
+    STRIDED,
+    Case,
+    fsdp,
+    hsdp,
+    mounted,
+    partly_fsdp,
+    pattern_of,
+    placements,
+    replicated,
+    sums,
+    tied,
+    two_dimensions,
+    whole,
+)
+from tests.support.damage import flip_bit
+from tests.support.patterns import SPARSE, newest, received
+from tests.support.stores import fill, small_disk
+from tests.support.worlds import Failure, World
+
+MOUNTS = ["local", "network"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
+        yield world
+
+
+def few(size: int) -> Case:
+    """Too little for all ranks to write some of it."""
+    full = {"weight": whole(40, 5), "bias": whole(40)}
+    return full, full
+
+
+def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
+    found = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def nudge(weights: Any, one_in: int, number: int) -> None:
+    """Change a bit of some elements, chosen by what they are: the same in each shard and in all."""
+    seen = set()
+    for tensor in tensors_of(weights).values():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.numel() or local.is_complex() or local.dtype is torch.bool:
+            continue
+        if local.data_ptr() in seen:  # tied
+            continue
+        seen.add(local.data_ptr())
+        bits = local.view(getattr(torch, f"int{8 * local.itemsize}"))
+        bits ^= (bits * 5 >> 1) % one_in == number % one_in
+
+
+def gathered(weights: Any) -> dict[str, torch.Tensor]:
+    """The whole of each tensor, on every rank."""
+    return {
+        name.removeprefix("module."): (
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        ).clone()
+        for name, tensor in tensors_of(weights).items()
+    }
+
+
+def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in found.items():
+        right = wanted[name].resolve_conj().contiguous().to(tensor.dtype)
+        one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, right))
+        assert torch.equal(one, other), name
+
+
+def follow(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    mount: str,
+    one_in: list[int],
+    options: dict[str, Any],
+    restarts: Collection[int] = (),
+) -> list[int | None]:
+    """Publish versions of which each changes one element in so many; the bytes of their deltas.
+
+    Rank 0 reads each of them, as who has followed all along and as one who comes late. Before some
+    versions all ranks are closed and begin anew.
+    """
+    torch.manual_seed(0)
+    delta_chain.MAX_CHAIN = 3
+    weights, _ = case(distributed.get_world_size())
+    has_checksums = options.get("checksum", mount == "network")
+    delta_bytes = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mounted(mount))
+        sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
+        target: dict[str, torch.Tensor] = {}
+        if rank == 0:
+            follower = stack.enter_context(WeightReceiver(store, receiver_id="follower"))
+        for version, share in enumerate(one_in, 1):
+            if version in restarts:
+                sender.close()
+                sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
+            nudge(weights, share, version)
+            publication = sender.send(weights)
+            assert publication.version == version
+            delta_bytes.append(publication.delta_bytes)
+            full = gathered(weights)
+            if rank == 0:
+                with follower.open() as snapshot:
+                    assert snapshot.version == version
+                    assert_same(snapshot.tensors, full)
+                    if not target:
+                        target = {name: t.clone() for name, t in snapshot.tensors.items()}
+                assert follower.load_into(target) == version
+                assert_same(target, full)
+                with WeightReceiver(store, verify=has_checksums) as late, late.open() as snapshot:
+                    assert_same(snapshot.tensors, full)
+    return delta_bytes
+
+
+CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, STRIDED, sums, few]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
+    # Some, none, all of a few tensors, far too much, and some again; and across anchors.
+    one_in = [64, 64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
+    by_rank = world.run(follow, case, store, mount, one_in, {})
+    assert all(of_rank == by_rank[0] for of_rank in by_rank)
+    has_delta = [found is not None for found in by_rank[0]]
+    assert has_delta == [False, *[True] * 4, False, *[True] * 5]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("options", [{"checksum": True}, {"checksum": False}, {"durable": True}])
+def test_with_each_option(world, store, options, mount):
+    [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
+    assert None not in found[1:]
+
+
+ALL_WAYS = [*CASES, hsdp]
+
+
+@pytest.mark.parametrize(
+    ("mount", "checksum"), [("local", False), ("local", True), ("network", True)]
+)
+@pytest.mark.parametrize("case", ALL_WAYS, ids=lambda case: case.__name__)
+def test_ranks_that_were_restarted_go_on(world, store, case, mount, checksum):
+    """From a whole version, from one in a chain, from one that a restart has begun with."""
+    options, restarts = {"checksum": checksum}, (2, 4, 5, 7)
+    for found in world.run(follow, case, store, mount, [64] * 8, options, restarts):
+        assert found[0] is None
+        assert None not in found[1:]
+
+
+def test_ranks_that_were_restarted_go_on_without_checksums_across_a_network(world, store):
+    [found, *_] = world.run(
+        follow, two_dimensions, store, "network", [64] * 6, {"checksum": False}, (3, 5)
+    )
+    assert None not in found[1:]
+
+
+class Went(NamedTuple):
+    """How a sender that was begun went, on one rank."""
+
+    has_delta: list[bool]
+    log: list[str]
+
+
+def go_on(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    mount: str,
+    versions: range,
+    hindrance: tuple[int, Any, str, Any] | None = None,
+) -> Went:
+    """Begin a sender, and publish some of the versions that nudges lead to, one after another.
+
+    Rank 0 reads each. The ``hindrance`` is a rank, and what of which class is something else there.
+    """
+    torch.manual_seed(0)
+    weights, _ = case(distributed.get_world_size())
+    has_delta = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mounted(mount))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        log = stack.enter_context(warnings_logged())
+        if hindrance is not None and rank == hindrance[0]:
+            patch.setattr(*hindrance[1:])
+        sender = stack.enter_context(ShardedWeightSender(store, delta=True, checksum=True))
+        for version in range(1, versions.stop):
+            nudge(weights, 64, version)
+            if version not in versions:
+                continue
+            has_delta.append(sender.send(weights).delta_bytes is not None)
+            full = gathered(weights)
+            if rank == 0:
+                with WeightReceiver(store, verify=True) as late, late.open() as snapshot:
+                    assert snapshot.version == version
+                    assert_same(snapshot.tensors, full)
+    return Went(has_delta, log)
+
+
+def fail_to_read(*_: Any) -> None:
+    raise dbuffer.StoreAccessError("it went up in smoke")
+
+
+def hold_the_one_before(buffers: DoubleBuffer, version: int, history: str | None) -> Held | None:
+    """As who is late to see what was published, or early to see what comes after it."""
+    idle = next(buffer for buffer in "AB" if buffers.manifest(buffer).version < version)
+    return hold_buffer(buffers, idle)
+
+
+@contextlib.contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("dbuffer").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("dbuffer").removeHandler(handler)
+
+
+def damage_base(store: Path, mount: str) -> None:
+    """A bit of what one rank has written and was published; on a network mount, of the anchor."""
+    held = hold_newest(DoubleBuffer(store), newer_than=None)
+    with held:
+        path = held.path if mount == "local" else part_path(held.path, 2)
+    flip_bit(path, 8 * (path.stat().st_size // 2))
+
+
+def damage_delta(store: Path, mount: str) -> None:
+    path = max((store / "deltas").iterdir())
+    flip_bit(path, 8 * path.stat().st_size - 9 if mount == "network" else 8 * 60)
+
+
+def lose_delta(store: Path, mount: str) -> None:
+    max((store / "deltas").iterdir()).unlink()
+
+
+def lose_base(store: Path, mount: str) -> None:
+    with hold_newest(DoubleBuffer(store), newer_than=None) as held:
+        path = held.path if mount == "local" else part_path(held.path, 1)
+    path.unlink()
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("damage", [damage_base, damage_delta, lose_delta, lose_base])
+def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    with mounted(mount):
+        damage(store, mount)
+    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7))
+    assert first.has_delta == [False, True, True]
+    assert all(went == Went(first.has_delta, []) for went in others)
+    assert sum("not upon its last" in message for message in first.log) == 1, first.log
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
+def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
+    world, store, failing, mount, why
+):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    hindrance = (failing, "dbuffer.publish.publisher.hold_version", hold_the_one_before)
+    if "smoke" in why:
+        output = SharedFileWriter if mount == "local" else PartFileWriter
+        hindrance = (failing, output, "read_back", fail_to_read)
+    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7), hindrance)
+    assert first.has_delta == [False, True, True]
+    assert all(went == Went(first.has_delta, []) for went in others)
+    [message] = first.log
+    assert f"not upon its last: rank {failing}: {why}" in message
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_other_tensors_begin_with_a_whole_version(world, store, mount):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    for went in world.run(go_on, tied, store, mount, range(4, 7)):
+        assert went == Went([False, True, True], [])
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_another_number_of_ranks(world, store, mount, tmp_path_factory):
+    """On one machine the file is the same; across a network each rank has written a part."""
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    with World(tmp_path_factory.mktemp("world"), 2) as two:
+        for went in two.run(go_on, fsdp, store, mount, range(4, 7)):
+            assert went == Went([mount == "local", True, True], [])
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_what_was_published_by_one_process_before(world, store, mount):
+    with mounted(mount), dbuffer.WeightSender(store, delta=True) as sender:
+        for version in (1, 2, 3):
+            sender.send(SPARSE.weights(version))
+    world.run(publish_sparse, store, range(4, 8), mount, mount == "local")
+    assert newest_version(store, mount) == 7
+
+
+def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
+    [found, *_] = world.run(follow_in_small_messages, store)
+    assert found[0] is None
+    assert None not in found[1:]
+
+
+def follow_in_small_messages(rank: int, store: Path) -> list[int | None]:
+    whole_bytes, agreement._MESSAGE_BYTES = agreement._MESSAGE_BYTES, 100
+    try:
+        return follow(rank, two_dimensions, store, "network", [64] * 3, {})
+    finally:
+        agreement._MESSAGE_BYTES = whole_bytes
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_cast(world, store, mount):
+    """What changes and is the same when it is cast is no change."""
+    options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}}
+    [found, *_] = world.run(send_casting, store, mount, options)
+    assert found[1] is not None
+    assert found[1] < found[2]
+
+
+def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) -> list[int | None]:
+    torch.manual_seed(0)
+    weights, _ = two_dimensions(distributed.get_world_size())
+    with mounted(mount), ShardedWeightSender(store, delta=True, **options) as sender:
+        found = [sender.send(weights).delta_bytes]
+        nudge(weights, 4, 1)
+        found.append(sender.send(weights).delta_bytes)
+        for tensor in tensors_of(weights).values():
+            tensor.to_local()[..., :1] += 1.0
+        found.append(sender.send(weights).delta_bytes)
+        full = gathered(weights)
+        if rank == 0:
+            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                names = {"first": "0.weight"}
+                wanted = {name: full[names.get(name, name)] for name in snapshot.tensors}
+                assert_same(snapshot.tensors, wanted)
+    return found
+
+
+def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
+    """On one machine only what changed is written, from the third version on."""
+    patched: list[int] = []
+    patch, write = SharedFileWriter.patch, SharedFileWriter.write
+    num_written = 0
+
+    def count(self: SharedFileWriter, changes: Any, copier: Any) -> None:
+        patched.append(sum(len(change.values) for change in changes))
+        patch(self, changes, copier)
+
+    def count_write(self: SharedFileWriter, box: Any, source: torch.Tensor) -> None:
+        nonlocal num_written
+        num_written += 1
+        write(self, box, source)
+
+    SharedFileWriter.patch, SharedFileWriter.write = count, count_write
+    torch.manual_seed(0)
+    try:
+        weights, _ = fsdp(distributed.get_world_size())
+        with ShardedWeightSender(store, delta=True) as sender:
+            for number in range(4):
+                nudge(weights, 64, number)
+                sender.send(weights)
+                if number == 1:
+                    num_written = 0
+    finally:
+        SharedFileWriter.patch, SharedFileWriter.write = patch, write
+    return patched, num_written
+
+
+def test_on_one_machine_what_did_not_change_is_not_written(world, store):
+    for patched, num_written in world.run(send_counting, store):
+        assert len(patched) == 4  # the changes of two versions, twice
+        assert sum(patched) > 0
+        assert num_written == 0
+
+
+def no_room(*_: Any, **__: Any) -> NoReturn:
+    raise dbuffer.StoreFullError("no room")
+
+
+def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
+    """A version fails on rank 0: when its metadata is checked, or after all have compared."""
+    begin = delta_chain.DeltaChain.begin
+    torch.manual_seed(0)
+    weights, _ = fsdp(distributed.get_world_size())
+    told: list[Any] = []
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for number in range(5):
+            nudge(weights, 64, number)
+            fails = number == 2 and rank == 0
+            metadata = {"not for JSON": object()} if fails and why == "metadata" else {}
+            if fails and why == "no room":
+                delta_chain.DeltaChain.begin = no_room  # type: ignore[method-assign]
+            try:
+                told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
+            except dbuffer.DBufferError as error:
+                told.append(type(error).__name__)
+            finally:
+                delta_chain.DeltaChain.begin = begin  # type: ignore[method-assign]
+        full = gathered(weights)
+        if rank == 0:
+            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                assert_same(snapshot.tensors, full)
+    return told
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_after_a_failure_the_next_version_is_whole(world, store, mount):
+    for told in world.run(fail_in_between, store, mount, "no room"):
+        assert told == [False, True, "StoreFullError", False, True]
+    assert newest_version(store, mount) == 4
+
+
+def test_a_refused_version_spoils_no_delta(world, store):
+    for told in world.run(fail_in_between, store, "local", "metadata"):
+        assert told == [False, True, "InvalidWeightsError", True, True]
+    assert newest_version(store, "local") == 4
+
+
+def newest_version(store: Path, mount: str) -> int:
+    with mounted(mount), WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        version: int = snapshot.version
+        return version
+
+
+def other_shares(rank: int, store: Path, mount: str) -> list[bool]:
+    """The ranks hold other parts than before, of the same tensors."""
+    torch.manual_seed(0)
+    size = distributed.get_world_size()
+    full = {"rows": whole(64, 8), "columns": whole(64, 8)}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (size,))
+    told = []
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for dimension in (0, 0, 1, 1):
+            way = [distributed.tensor.Shard(dimension)]
+            weights = {
+                name: distributed.tensor.distribute_tensor(tensor, mesh, way)
+                for name, tensor in full.items()
+            }
+            told.append(sender.send(weights).delta_bytes is not None)
+            if rank == 0:
+                with WeightReceiver(store) as late, late.open() as snapshot:
+                    assert_same(snapshot.tensors, full)
+    return told
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_other_shares_make_the_next_version_whole(world, store, mount):
+    for told in world.run(other_shares, store, mount):
+        assert told == [False, True, False, True]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
+    """Also those of a sender that was restarted."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    local = store.parent / "local"
+    with dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror:
+        for versions in (range(1, 2), range(2, 6), range(6, 9)):
+            world.run(publish_sparse, store, versions, mount, versions[0] > 1)
+            mirror.wait_until_current(30)
+            assert newest(local) == versions[-1]
+
+
+def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on: bool) -> None:
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for version in versions:
+            weights = pattern_of(version, distributed.get_world_size(), SPARSE)
+            has_delta = sender.send(weights, version=version).delta_bytes is not None
+            assert has_delta == (goes_on or version > versions[0])
+
+
+def test_options_are_refused(world, store):
+    outcomes = world.outcomes(make_with, store, {"delta": 1})
+    assert all(isinstance(one, Failure) and one.kind == "OptionError" for one in outcomes)
+
+
+def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
+    ShardedWeightSender(store, **options).close()
+
+
+MEGABYTE = 1 << 20
+
+
+def without_room(rank: int, disk: Path) -> list[bool]:
+    """From the third version to the fifth there is no room for a delta."""
+    weights = {"weight": torch.zeros(2 * MEGABYTE, dtype=torch.uint8)}
+    generator = torch.Generator().manual_seed(0)
+    told = []
+    with mounted("local"), ShardedWeightSender(disk / "store", delta=True) as sender:
+        for number in range(7):
+            weights["weight"][torch.randperm(2 * MEGABYTE, generator=generator)[:100_000]] += 1
+            if rank == 0 and number in (2, 5):
+                (disk / "filler").unlink(missing_ok=True)
+                if number == 2:
+                    fill(disk, leave_bytes=32_768)  # each reader leaves a record of a page
+            told.append(sender.send(weights).delta_bytes is not None)
+            if rank == 0:
+                assert_same(received(disk / "store"), weights)
+    return told
+
+
+def test_without_room_for_a_delta_the_version_is_published_alone(world, tmp_path):
+    with small_disk(tmp_path / "disk", 6 * MEGABYTE) as disk:
+        for told in world.run(without_room, disk):
+            assert (told[:3], told[-1]) == ([False, True, False], True)
+
+
+def begin_locally(rank: int, store: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A sender for which the store is a disk of its own; it fails before its commit."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise dbuffer.StoreAccessError("no more")
+
+    with (
+        mounted("local"),
+        pytest.MonkeyPatch.context() as patch,
+        ShardedWeightSender(store, delta=True) as sender,
+    ):
+        patch.setattr(BufferWriter, "commit", fail)
+        with pytest.raises(dbuffer.DBufferError, match="no more"):
+            sender.send(weights)
+
+
+def test_local_ranks_write_into_no_file_of_a_network_sender(world, store):
+    weights = {"weight": torch.zeros(40_000)}
+    with mounted("network"), dbuffer.WeightSender(store, delta=True) as sender:
+        for version in range(1, 5):
+            weights["weight"][7] = version
+            sender.send(weights)
+    world.run(begin_locally, store, {"weight": torch.full((40_000,), 9.0)})
+    with mounted("network"):
+        assert_same(received(store), weights)

@@ -1,0 +1,206 @@
+"""DeepSpeed's ZeRO-3: parameters are gathered one by one, with a real DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer.store import filesystem
+from tests.support.patterns import newest  # noqa: F401 - its fork server has the imports behind it
+from tests.support.worlds import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="there is no DeepSpeed here"
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), request.param) as world:
+        world.run(start_deepspeed)
+        yield world
+
+
+def start_deepspeed(rank: int) -> None:
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(distributed.get_world_size()),
+    }
+    import deepspeed
+
+    # It would compile a way of its own to add up over shared memory, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(33, 65), nn.Linear(65, 17), nn.BatchNorm1d(17)),
+        *(nn.Linear(17, 700), nn.Linear(700, 900), nn.Linear(900, 33, bias=False)),
+    )
+    return model.append(nn.Linear(33, 900))
+
+
+def make_engine(persisted: int, model: nn.Module | None = None) -> Any:
+    """An engine of it, that keeps parameters whole below so many elements."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persisted},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    return deepspeed.initialize(model=model or make_model(), config=config)[0]
+
+
+def count_gathered() -> tuple[list[int], Callable[[], None]]:
+    """How many parameters were whole at once, each time that one was gathered."""
+    import deepspeed
+
+    gather = deepspeed.zero.GatheredParameters
+    counts, now = [], 0
+
+    class Counting(gather):
+        def __enter__(self) -> Any:
+            nonlocal now
+            now += len(self.params)
+            counts.append(now)
+            return super().__enter__()
+
+        def __exit__(self, *exception: Any) -> Any:
+            nonlocal now
+            now -= len(self.params)
+            return super().__exit__(*exception)
+
+    deepspeed.zero.GatheredParameters = Counting
+    return counts, lambda: setattr(deepspeed.zero, "GatheredParameters", gather)
+
+
+def publish(rank: int, store: Path, persisted: int, mount: str) -> dict[str, Any]:
+    engine = make_engine(persisted)
+    os.environ[filesystem.MOUNT_VARIABLE] = mount
+    counts, undo = count_gathered()
+    try:
+        with ShardedWeightSender(store, dtype=torch.bfloat16) as sender:
+            sender.send(engine)
+            sender.send(engine.module)
+    finally:
+        undo()
+        del os.environ[filesystem.MOUNT_VARIABLE]
+    num_parameters = len(list(engine.module.parameters()))
+    # It trains on as before.
+    loss = engine(torch.randn(4, 33)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return {"counts": counts, "num_parameters": num_parameters}
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.parametrize("persisted", [0, 10_000])
+def test_parameters_are_gathered_one_at_a_time(world, store, monkeypatch, persisted, mount):
+    for found in world.run(publish, store, persisted, mount):
+        assert len(found["counts"]) == 2 * found["num_parameters"]
+        assert set(found["counts"]) == {1}
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    expected = make_model().state_dict()
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 2
+        assert snapshot.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(snapshot.tensors[name], wanted), name
+
+
+def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
+    """From a checkpoint: each version is the first one with so many of its elements changed."""
+    has_delta = []
+    os.environ[filesystem.MOUNT_VARIABLE] = mount
+    try:
+        with ShardedWeightSender(store, delta=True, dtype=torch.bfloat16) as sender:
+            for version in versions:
+                engine = make_engine(10_000, changed_model(version))
+                has_delta.append(sender.send(engine).delta_bytes is not None)
+    finally:
+        del os.environ[filesystem.MOUNT_VARIABLE]
+    return has_delta
+
+
+def changed_model(version: int) -> nn.Module:
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data.view(-1)[: 3 * version] *= 2
+    return model
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_ranks_that_were_restarted_go_on_with_deltas(world, store, monkeypatch, mount):
+    for found in world.run(publish_deltas, store, mount, range(1, 4)):
+        assert found == [False, True, True]
+    for found in world.run(publish_deltas, store, mount, range(4, 6)):
+        assert found == [True, True]
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    expected = changed_model(5).state_dict()
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 5
+        for name, tensor in expected.items():
+            wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(snapshot.tensors[name], wanted), name
+
+
+def publish_with_a_full_disk(rank: int, store: Path) -> str:
+    """A write that fails on one rank in the middle of the gathers, once."""
+    engine = make_engine(0)
+    write = dbuffer.publish.shard_writer.SharedFileWriter.write
+    left = 2
+
+    def fail(self: Any, piece: Any, source: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise OSError("it went up in smoke")
+        write(self, piece, source)
+
+    with ShardedWeightSender(store) as sender:
+        sender.send(engine)
+        if rank == 1:
+            dbuffer.publish.shard_writer.SharedFileWriter.write = fail
+        try:
+            with pytest.raises(dbuffer.RankFailedError) as caught:
+                sender.send(engine)
+        finally:
+            dbuffer.publish.shard_writer.SharedFileWriter.write = write
+        assert sender.send(engine).version == 2
+    return str(caught.value)
+
+
+def test_a_write_that_fails_on_one_rank_leaves_nobody_waiting(world, store):
+    for message in world.run(publish_with_a_full_disk, store):
+        assert "rank 1 could not gather and write: OSError: it went up in smoke" in message
+
+
+def publish_alone(rank: int, store: Path) -> str:
+    engine = make_engine(0)
+    if rank:
+        return ""
+    with WeightSender(store) as sender, pytest.raises(dbuffer.InvalidWeightsError) as caught:
+        sender.send(engine)
+    return str(caught.value)
+
+
+def test_one_rank_alone_cannot_publish(world, store):
+    assert "dbuffer.ShardedWeightSender" in world.run(publish_alone, store)[0]

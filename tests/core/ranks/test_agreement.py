@@ -1,0 +1,182 @@
+"""Ranks that take steps together: those that are out of step never take each other's answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import distributed
+
+import dbuffer
+from dbuffer.ranks import agreement
+from dbuffer.ranks.agreement import Agreement
+from tests.core.publish.test_sharded import Way, mounted
+from tests.support.moments import at_call
+from tests.support.patterns import newest
+from tests.support.worlds import World
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 3) as world:
+        yield world
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def skip_a_step(rank: int) -> list[str]:
+    """One rank makes a call that the others do not make, and all go on."""
+    ranks, went = Agreement(None, timeout_s=20.0), []
+    for number in range(5):
+        if number == 2 and rank == 1:
+            continue
+        try:
+            went.append(str(ranks.each(f"count to {number % 2}", lambda: number)))  # noqa: B023
+        except dbuffer.DBufferError as error:
+            went.append(f"{type(error).__name__}: {error}")
+    return went
+
+
+def test_a_rank_at_another_step_is_lost_on_all(world):
+    for rank, went in enumerate(world.run(skip_a_step)):
+        assert went[:2] == ["[0, 0, 0]", "[1, 1, 1]"]
+        assert "RankFailedError: the ranks are out of step: rank 1 is to count to 1" in went[2]
+        assert all("ClosedError" in one for one in went[3:])
+        assert len(went) == 5 - (rank == 1)
+
+
+def skip_one_of_two(rank: int) -> list[str]:
+    """As before, where the step that is missed has the name of the next."""
+    ranks, went = Agreement(None, timeout_s=20.0), []
+    for number in range(3):
+        with contextlib.suppress(KeyboardInterrupt), ranks.call():
+            if number == 1 and rank == 1:
+                ranks._fails_together = True  # as if a second interrupt kept it from closing
+                interrupt()
+            try:
+                went.append(str(ranks.each("count", lambda: number)))  # noqa: B023
+            except dbuffer.DBufferError as error:
+                went.append(type(error).__name__)
+    return went
+
+
+def test_steps_of_one_name_are_told_apart_by_their_number(world):
+    first, second, third = world.run(skip_one_of_two)
+    assert first == third == ["[0, 0, 0]", "RankFailedError", "ClosedError"]
+    assert second == ["[0, 0, 0]", "RankFailedError"]
+
+
+def be_interrupted(rank: int) -> tuple[str, bool]:
+    ranks = Agreement(None, timeout_s=20.0)
+    try:
+        ranks.each("work", interrupt if rank == 2 else lambda: None)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", ranks.is_open
+    return "", True
+
+
+def test_an_interrupt_in_a_step_is_heard_of_at_once(world):
+    *others, (interrupted, is_open) = world.run(be_interrupted)
+    assert (interrupted, is_open) == ("KeyboardInterrupt: ", False)
+    for message, is_open in others:
+        assert message.startswith("RankFailedError: a rank was lost")
+        assert not is_open
+
+
+def fail_then_go_on(rank: int) -> tuple[str, list[int]]:
+    ranks = Agreement(None, timeout_s=20.0)
+
+    def fail() -> None:
+        raise MemoryError("no room") if rank == 1 else dbuffer.StoreFullError("full")
+
+    with ranks.call(), pytest.raises(dbuffer.DBufferError) as caught:
+        ranks.each("work", fail if rank else lambda: None)
+    return f"{caught.type.__name__}: {caught.value}", ranks.each("go on", lambda: rank)
+
+
+def test_after_an_error_that_all_raise_they_go_on(world):
+    for message, went_on in world.run(fail_then_go_on):
+        assert message == "RankFailedError: rank 1 could not work: MemoryError: no room"
+        assert went_on == [0, 1, 2]
+
+
+def collect_arrays(rank: int) -> list[list[Any]]:
+    ranks = Agreement(None, timeout_s=20.0)
+    mine = [
+        np.full(rank, rank, np.uint8),
+        None,
+        np.arange(3 * rank, dtype=np.int64)[::-1],
+        np.array([], np.uint32),
+        np.array([7 + rank], np.uint16),
+    ]
+    collected = ranks.collect("tell", lambda: mine)
+    return [
+        [None if one is None else (one.dtype.str, one.tolist()) for one in of_rank]
+        for of_rank in collected
+    ]
+
+
+def test_arrays_reach_the_first_rank_alone(world):
+    first, *others = world.run(collect_arrays)
+    assert others == [[], []]
+    for rank, arrays in enumerate(first):
+        right = ("|u1", [rank] * rank), None, ("<i8", [*reversed(range(3 * rank))])
+        assert arrays == [*right, ("<u4", []), ("<u2", [7 + rank])]
+
+
+def meet_again(rank: int) -> list[int]:
+    """One rank is interrupted as they meet; then all try again."""
+    meet = agreement.meet
+
+    def meet_and_be_interrupted(*args: Any, **options: Any) -> None:
+        meet(*args, **options)
+        interrupt()
+
+    agreement.meet = meet_and_be_interrupted if rank == 1 else meet
+    with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
+        Agreement(None, timeout_s=1.0)
+    agreement.meet = meet
+    distributed.barrier()  # or the one would come in time for the first try of the others
+    return Agreement(None, timeout_s=20.0).each("count", lambda: rank)
+
+
+def test_a_rank_that_is_interrupted_as_they_meet_can_meet_them_again(world):
+    assert world.run(meet_again) == [[0, 1, 2]] * 3
+
+
+def send_interrupted(rank: int, store: Path, way: Way, at: tuple[int, str | None]) -> list[str]:
+    """A trainer whose one rank is interrupted in a send goes on with the next, without waiting."""
+    number, name = at
+    went = []
+    with mounted(way.mount), way.open(store) as sender:
+        for version in range(1, 7):
+            weights = way.weights(version)
+            try:
+                if version == 3 and rank == 1:
+                    at_call(number, interrupt, None if name is None else frozenset({name}))
+                sender.send(weights)
+                went.append("")
+            except (KeyboardInterrupt, dbuffer.DBufferError) as error:
+                went.append(type(error).__name__)
+            if rank == 0:
+                assert newest(store) in (version, 2, 3)
+        distributed.barrier()
+    return went
+
+
+WAYS = [Way("local"), Way("network"), Way("local", delta=True), Way("network", delta=True)]
+
+
+@pytest.mark.parametrize("at", [(1, None), (40, None), (1, "allgather"), (4, "allgather")])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupted_send_is_joined_by_no_other(world, store, way, at):
+    first, second, third = world.run(send_interrupted, store, way, at)
+    assert second == ["", "", "KeyboardInterrupt", *["ClosedError"] * 3]
+    assert first == third
+    assert first[2:] == ["RankFailedError", *["ClosedError"] * 3]

@@ -1,0 +1,174 @@
+"""Ranks that meet, and those that wait in vain: who was missing, where, and for how long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+import dbuffer
+from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
+from dbuffer.ranks.rendezvous import join, leave, meet
+from tests.support.children import Child, free_port
+from tests.support.waiting import TIMEOUT_S
+from tests.support.worlds import World
+
+SOON_S = 0.5
+
+
+@pytest.fixture(params=["file", "tcp", "env"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where nobody has met yet."""
+    if request.param == "file":
+        return f"file://{tmp_path}/meeting"
+    if request.param == "tcp":
+        return f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    return "env://"
+
+
+def named(place: str) -> str:
+    """What a message must say of it."""
+    return os.environ["MASTER_PORT"] if place == "env://" else place
+
+
+def join_and_sum(connection: Connection, place: str, rank: int, size: int, meet_s: float) -> None:
+    began = time.monotonic()
+    try:
+        join(place, rank, size, meet_s=meet_s, timeout_s=TIMEOUT_S)
+        mine = torch.tensor([float(rank)])
+        distributed.all_reduce(mine)
+        connection.send(mine.item())
+        distributed.destroy_process_group()
+    except Exception as error:
+        bases = {base.__name__ for base in type(error).__mro__}
+        connection.send((bases, str(error), time.monotonic() - began))
+
+
+def test_ranks_that_all_come_meet(place: str) -> None:
+    with contextlib.ExitStack() as stack:
+        told = [(place, rank, 3, TIMEOUT_S) for rank in range(3)]
+        ranks = [stack.enter_context(Child(join_and_sum, *each)) for each in told]
+        assert [child.receive() for child in ranks] == [3.0] * 3
+        assert [child.wait() for child in ranks] == [0] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_comes_alone_says_whom_it_waited_for(place: str, rank: int) -> None:
+    with Child(join_and_sum, place, rank, 2, SOON_S) as child:
+        bases, message, took_s = child.receive()
+    assert {"RankTimeoutError", "RankFailedError", "TimeoutError", "RuntimeError"} <= bases
+    assert f"rank {rank} of 2 waited 0.5 s" in message
+    assert f"for rank {1 - rank}" in message
+    assert named(place) in message
+    assert "rank_timeout_s" in message
+    assert SOON_S <= took_s < TIMEOUT_S
+
+
+def test_those_who_come_name_the_one_who_does_not(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/meeting"
+    with contextlib.ExitStack() as stack:
+        told = [(place, rank, 4, SOON_S) for rank in (0, 1, 3)]
+        ranks = [stack.enter_context(Child(join_and_sum, *each)) for each in told]
+        for child in ranks:
+            assert "for rank 2, which did not come" in child.receive()[1]
+
+
+def test_who_came_and_gave_up_is_not_met(tmp_path: Path) -> None:
+    store = distributed.FileStore(str(tmp_path / "meeting"), 2)
+    with pytest.raises(dbuffer.RankTimeoutError, match="rank 1, which did not come"):
+        meet(store, 0, 2, timeout_s=0.01)
+    with pytest.raises(dbuffer.RankTimeoutError, match="rank 0, which came, but did not wait"):
+        meet(store, 1, 2, timeout_s=0.01)
+
+
+def test_who_has_left_is_waited_for_the_next_time() -> None:
+    store = distributed.HashStore()
+    meet(store, 0, 1, timeout_s=SOON_S)
+    leave(store, 0)
+    with pytest.raises(dbuffer.RankTimeoutError, match="rank 0, which did not come"):
+        meet(store, 1, 2, timeout_s=0.01)
+
+
+def test_many_who_do_not_come_are_counted() -> None:
+    with pytest.raises(dbuffer.RankTimeoutError, match="ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
+        meet(distributed.HashStore(), 0, 100, timeout_s=0.01)
+
+
+def test_store_that_is_gone_is_said_to_be() -> None:
+    port = free_port()
+    server = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    client = distributed.TCPStore("127.0.0.1", port, is_master=False)
+    del server
+    with pytest.raises(dbuffer.RankFailedError, match=f"{port}, which does not answer") as caught:
+        meet(client, 0, 2, timeout_s=SOON_S)
+    assert not isinstance(caught.value, dbuffer.RankTimeoutError)
+
+
+def test_port_that_is_taken_is_no_rank_that_is_late() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(dbuffer.RankFailedError, match="cannot listen") as caught:
+            join(place, 0, 2, meet_s=SOON_S, timeout_s=SOON_S)
+    assert not isinstance(caught.value, dbuffer.RankTimeoutError)
+
+
+@pytest.mark.parametrize("place", ["", "nowhere", "bogus://x", "tcp://127.0.0.1", "env://"])
+def test_no_place_to_meet(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(dbuffer.OptionError, match="cannot meet at"):
+        join(place, 0, 2, meet_s=SOON_S, timeout_s=SOON_S)
+
+
+# Who meets so
+
+
+def make_sender_on_rank_0(rank: int, store: Path) -> str:
+    if rank == 0:
+        with pytest.raises(dbuffer.RankTimeoutError) as caught:
+            dbuffer.ShardedWeightSender(store, rank_timeout_s=SOON_S, reader_timeout_s=0.0)
+        message = str(caught.value)
+    distributed.barrier()
+    # The next one is a new meeting.
+    with dbuffer.ShardedWeightSender(store) as sender:
+        sender.send({"a": torch.ones(2)})
+    return message if rank == 0 else ""
+
+
+def test_sender_that_one_rank_makes_alone(store: Path, tmp_path: Path) -> None:
+    with World(tmp_path, 2) as world:
+        message = world.run(make_sender_on_rank_0, store)[0]
+    assert "rank 0 of 2 waited 0.5 s" in message
+    assert "for rank 1, which did not come" in message
+    assert str(tmp_path) in message
+
+
+def make_bridge(connection: Connection, place: str, store: Path) -> None:
+    config = BridgeConfig(
+        trainer_rank=1,
+        world_size=2,
+        init_method=place,
+        device="cpu",
+        timeout_seconds=TIMEOUT_S,
+    )
+    with pytest.raises(dbuffer.RankTimeoutError) as caught:
+        VLLMWeightBridge(config, store=store, rank_timeout_s=SOON_S).initialize()
+    connection.send([str(caught.value), distributed.is_initialized(), store.exists()])
+
+
+def test_bridge_that_one_rank_makes_alone(store: Path, tmp_path: Path) -> None:
+    with Child(make_bridge, f"file://{tmp_path}/meeting", store) as child:
+        message, *left = child.receive()
+    assert "rank 1 of 2 waited 0.5 s" in message
+    assert "for rank 0, which did not come" in message
+    assert left == [False, False]

@@ -1,0 +1,207 @@
+"""`FollowLoop`: the retries, the log and the policies that all followers of a store share."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.errors import (
+    DBufferError,
+    OptionError,
+    SnapshotEvictedError,
+    StoreCorruptError,
+    VersionRegressedError,
+    WeightsMismatchError,
+)
+from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.runtime import trouble
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.patterns import SMALL
+from tests.support.waiting import until
+
+logger = logging.getLogger(__name__)
+
+IN_TIME_S = 10.0
+
+
+@pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with dbuffer.WeightReceiver(store, receiver_id="follower", poll_interval_s=0.05) as made:
+        yield made
+
+
+def publish(store: Path, version: int) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(version), version=version)
+
+
+def fail(loop: FollowLoop, error: Exception, newer_than: int | None = None) -> int | None:
+    """Make an attempt that finds a version and fails."""
+    with loop.attempt():
+        version = loop.wait(newer_than, timeout_s=IN_TIME_S)
+        raise error
+    return version
+
+
+def problem_in(store: Path) -> tuple[str | None, int | None]:
+    record = DoubleBuffer(store).receiver("follower")
+    assert record is not None
+    return record.problem, record.problem_version
+
+
+def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
+    store: Path, receiver: dbuffer.WeightReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(store, 1)
+    loop = FollowLoop(receiver, "testing", logger)
+    for _ in range(2):
+        assert fail(loop, ValueError("as it was before")) == 1
+        assert loop.failure is not None
+        assert loop.failure.error is loop.error
+        assert loop.failure.version == 1
+    assert problem_in(store) == ("ValueError: as it was before", 1)
+    assert receiver.record.current.stats["failures"] == 2
+    with loop.attempt():
+        assert loop.wait(None) == 1
+        loop.used()
+    assert (loop.error, loop.failure) == (None, None)
+    assert problem_in(store) == (None, None)
+    began, ended = [entry.getMessage() for entry in caplog.records if entry.name == __name__]
+    assert f"testing version 1 of {store}: ValueError: as it was before; trying again" in began
+    assert f"testing {store} works again" in ended
+
+
+def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(
+    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
+    publish(store, 1)
+    loop = FollowLoop(receiver, "testing", logger)
+    fail(loop, ValueError("not this one"))
+    with loop.attempt():
+        assert loop.wait(None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
+    later = threading.Timer(0.2, publish, (store, 2))
+    later.start()
+    with loop.attempt():
+        assert loop.wait(None) == 2
+    later.join()
+
+
+def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(
+    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.01)
+    publish(store, 1)
+    loop = FollowLoop(receiver, "testing", logger)
+    fail(loop, WeightsMismatchError("one tensor too many"))
+    interrupt = threading.Event()
+    threading.Timer(0.3, interrupt.set).start()
+    with loop.attempt():
+        assert loop.wait(None, interrupt=interrupt) is None
+    loop.retry_now()
+    with loop.attempt():
+        assert loop.wait(None) == 1
+
+
+def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(store, 1)
+    loop = FollowLoop(receiver, "testing", logger)
+    with loop.attempt():
+        assert loop.wait(None) == 1
+        loop.used()
+    whole = (store / "CURRENT").read_bytes()
+    (store / "CURRENT").write_bytes(b"{")
+    with loop.attempt():
+        loop.wait(1)
+    assert loop.failure is not None
+    assert (loop.failure.version, type(loop.failure.error)) == (None, StoreCorruptError)
+    assert problem_in(store)[0] is not None
+    (store / "CURRENT").write_bytes(whole)
+    with loop.attempt():
+        assert loop.wait(1, timeout_s=2.0) is None
+    assert loop.failure is None
+    assert problem_in(store) == (None, None)
+
+
+@pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
+def test_a_new_history_is_followed_or_refused(
+    store: Path, receiver: dbuffer.WeightReceiver, version: int
+) -> None:
+    publish(store, 5)
+    follows = FollowLoop(receiver, "testing", logger, new_history="follow")
+    with dbuffer.WeightReceiver(store) as another:
+        refuses = FollowLoop(another, "testing", logger, new_history="refuse")
+        for loop in (follows, refuses):
+            with loop.attempt():
+                assert loop.wait(None) == 5
+        shutil.rmtree(store)
+        publish(store, version)
+        for _ in range(2):
+            with refuses.attempt():
+                refuses.wait(5)
+            assert not refuses.has_started_over
+            assert refuses.failure is not None
+            assert isinstance(refuses.failure.error, VersionRegressedError)
+    ends = FollowLoop(receiver, "testing", logger, new_history="raise")
+    with pytest.raises(VersionRegressedError), ends.attempt():
+        ends.wait(5)
+    with follows.attempt():
+        follows.wait(5)
+    assert follows.has_started_over
+    with follows.attempt():
+        assert follows.wait(None) == version
+
+
+def test_a_snapshot_that_was_evicted_is_no_failure(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(store, 1)
+    loop = FollowLoop(receiver, "testing", logger)
+    fail(loop, SnapshotEvictedError("a writer took it"))
+    assert (loop.error, loop.failure, loop.has_started_over) == (None, None, False)
+
+
+def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(
+    receiver: dbuffer.WeightReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
+    loop = FollowLoop(receiver, "testing", logger, final=(OptionError,), stop=stop)
+    with pytest.raises(OptionError), loop.attempt():
+        raise OptionError("not this way")
+    stop.set()
+    with loop.attempt():
+        raise DBufferError("it was closing")
+    assert loop.failure is None
+    assert not caplog.records
+
+
+def test_a_stop_ends_a_wait_within_a_second(
+    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
+    publish(store, 1)
+    stop = threading.Event()
+    loop = FollowLoop(receiver, "testing", logger, stop=stop)
+
+    def follow() -> None:
+        while not stop.is_set():
+            with loop.attempt():
+                if loop.wait(None) is not None:
+                    raise ValueError("always")
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    until("it backs off", lambda: loop.failure is not None)
+    stopped_at = time.monotonic()
+    stop.set()
+    thread.join()
+    assert time.monotonic() - stopped_at < 1

@@ -1,0 +1,1009 @@
+"""`WeightReceiver`: waiting, snapshots, loading again, following, acknowledging, closing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer import (
+    ClosedError,
+    InvalidWeightsError,
+    ReceiverFailedError,
+    SnapshotEvictedError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    VersionRegressedError,
+    WaitTimeoutError,
+    WeightReceiver,
+    WeightSender,
+)
+from dbuffer.format.layout import Layout
+from dbuffer.integrations.peft import save_adapter
+from dbuffer.receive.stager import Stager
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.commands.status import read_status
+from tests.support.damage import flip_bit
+from tests.support.patterns import OTHER, SMALL
+
+SOON_S = 5.0
+
+
+def weights_of(value: float, numel: int = 1000) -> dict[str, torch.Tensor]:
+    return {name: torch.full((numel,), float(value)) for name in ("a", "b", "c")}
+
+
+def values_in(tensors) -> set[float]:
+    return {value for tensor in tensors.values() for value in tensor.unique().tolist()}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sender(store):
+    with WeightSender(store, reader_timeout_s=0.05) as sender:
+        yield sender
+
+
+@pytest.fixture
+def receiver(store):
+    with WeightReceiver(store, receiver_id="me", poll_interval_s=0.05) as receiver:
+        yield receiver
+
+
+@contextlib.contextmanager
+def meanwhile(action, *arguments, after_s: float = 0.1):
+    """Run something in another thread, some time into the block."""
+    timer = threading.Timer(after_s, action, arguments)
+    timer.start()
+    yield
+    timer.join()
+
+
+def record_of(store: Path, name: str = "me") -> dict:
+    [path] = (store / "receivers").glob(f"{name}.*.json")
+    return json.loads(path.read_bytes())
+
+
+class TestWaiting:
+    def test_any_version_will_do(self, sender, receiver):
+        sender.send(weights_of(1), version=7)
+        started = time.monotonic()
+        with receiver.open() as snapshot:
+            assert snapshot.version == 7
+        with receiver.open(newer_than=6, timeout_s=0) as snapshot:
+            assert snapshot.version == 7
+        assert time.monotonic() - started < SOON_S
+
+    def test_for_a_newer_one(self, sender, receiver):
+        sender.send(weights_of(1))
+        started = time.monotonic()
+        with (
+            meanwhile(sender.send, weights_of(2), after_s=0.2),
+            receiver.open(newer_than=1, timeout_s=10) as snapshot,
+        ):
+            assert snapshot.version == 2
+            assert values_in(snapshot.tensors) == {2.0}
+        assert 0.2 <= time.monotonic() - started < SOON_S
+
+    @pytest.mark.parametrize("newer_than", [None, 5, 6])
+    def test_ends_after_the_time_out(self, sender, receiver, store, newer_than):
+        if newer_than is not None:
+            sender.send(weights_of(1), version=5)
+        started = time.monotonic()
+        with (
+            pytest.raises(WaitTimeoutError) as caught,
+            receiver.open(newer_than, timeout_s=0.2),
+        ):
+            pass
+        assert 0.2 <= time.monotonic() - started < SOON_S
+        assert "0.2 s" in str(caught.value)
+        assert str(store) in str(caught.value)
+        assert str(newer_than or "no version") in str(caught.value)
+
+    def test_before_there_is_a_store(self, tmp_path):
+        store = tmp_path / "later" / "store"
+        senders = []
+
+        def publish():
+            senders.append(WeightSender(store))
+            senders[0].send(weights_of(1))
+
+        with WeightReceiver(store, poll_interval_s=0.05) as receiver:
+            with (
+                pytest.raises(WaitTimeoutError, match="not there"),
+                receiver.open(timeout_s=0.1),
+            ):
+                pass
+            assert receiver.load_into({}) is None
+            assert receiver.wait_for_version(timeout_s=0) is None
+            assert not store.exists()
+            with meanwhile(publish), receiver.open(timeout_s=10) as snapshot:
+                assert snapshot.version == 1
+        senders[0].close()
+
+    def test_wait_for_version(self, sender, receiver):
+        assert receiver.wait_for_version(timeout_s=0) is None
+        sender.send(weights_of(1), version=3)
+        assert receiver.wait_for_version(timeout_s=0) == 3
+        assert receiver.wait_for_version(2, timeout_s=0) == 3
+        assert receiver.wait_for_version(3, timeout_s=0.05) is None
+        with meanwhile(sender.send, weights_of(2)):
+            assert receiver.wait_for_version(3, timeout_s=10) == 4
+
+    def test_a_stop_event_ends_it(self, sender, store):
+        stop = threading.Event()
+        with WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
+            started = time.monotonic()
+            assert receiver.wait_for_version(timeout_s=None, stop_event=stop) is None
+            assert time.monotonic() - started < SOON_S
+
+    def test_closing_in_another_thread_ends_it(self, sender, store):
+        receiver = WeightReceiver(store, poll_interval_s=30)
+        started = time.monotonic()
+        with (
+            meanwhile(receiver.close),
+            pytest.raises(ClosedError),
+            receiver.open(timeout_s=30),
+        ):
+            pass
+        assert time.monotonic() - started < SOON_S
+
+
+class TestSnapshots:
+    def test_hold_what_was_sent(self, sender, receiver):
+        sender.send(weights_of(3), metadata={"step": 3})
+        with receiver.open() as snapshot:
+            assert snapshot.version == 3 - 2
+            assert snapshot.metadata == {"step": 3}
+            assert isinstance(snapshot, dbuffer.Snapshot)
+            assert list(snapshot.tensors) == ["a", "b", "c"]
+            assert len(snapshot.tensors) == 3
+            assert "a" in snapshot.tensors
+            assert "x" not in snapshot.tensors
+            assert snapshot.tensors.get("x") is None
+            with pytest.raises(KeyError):
+                snapshot.tensors["x"]
+            assert not isinstance(snapshot.tensors, dict)
+            with pytest.raises(TypeError):
+                snapshot.tensors["a"] = torch.ones(1)
+
+    def test_are_of_mapped_memory(self, sender, receiver, store):
+        sender.send(weights_of(3))
+        with receiver.open() as snapshot:
+            pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
+            found = {self.file_at(pointer) for pointer in pointers.values()}
+            assert len(found) == 1
+            assert Path(found.pop()).parent.parent == store
+            again = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
+            assert again == pointers
+            tensordict = snapshot.tensordict
+            assert {name: tensordict[name].data_ptr() for name in tensordict.keys()} == pointers  # noqa: SIM118
+
+    @staticmethod
+    def file_at(address: int) -> str:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if start <= address < end:
+                return line.split(maxsplit=5)[5]
+        raise AssertionError("not mapped")
+
+    def test_give_a_tensordict_of_any_name(self, sender, receiver):
+        names = ["shape", "device", "_type", "<NJT>x", "", "a.b", "a/b", "\ud800", "x" * 5_000]
+        weights = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+        sender.send(weights)
+        with receiver.open() as snapshot:
+            tensordict = snapshot.tensordict
+            assert tensordict.batch_size == torch.Size([])
+            assert set(tensordict.keys()) == set(names)
+            assert all(torch.equal(tensordict[name], weights[name]) for name in names)
+
+    def test_are_ones_own_to_write_into(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        files = {path: path.read_bytes() for path in store.rglob("*.td")}
+        with WeightReceiver(store) as other, other.open() as others, receiver.open() as mine:
+            mine.tensors["a"].fill_(9)
+            mine.tensordict["b"].zero_()
+            assert values_in(others.tensors) == {1.0}
+            assert mine.tensors["a"][0] == 9
+            with receiver.open() as again:
+                assert values_in(again.tensors) == {1.0}
+        assert {path: path.read_bytes() for path in store.rglob("*.td")} == files
+        target = weights_of(0)
+        assert receiver.load_into(target) == 1
+        assert values_in(target) == {1.0}
+
+    def test_stay_while_others_are_published(self, sender, receiver):
+        sender.send(weights_of(1))
+        with receiver.open() as snapshot:
+            sender.send(weights_of(2))
+            assert values_in(snapshot.tensors) == {1.0}
+        with receiver.open() as snapshot:
+            assert snapshot.version == 2
+
+    def test_may_be_open_together(self, sender, receiver):
+        sender.send(weights_of(1))
+        with receiver.open() as first:
+            sender.send(weights_of(2))
+            with receiver.open() as second:
+                assert values_in(first.tensors) == {1.0}
+                assert values_in(second.tensors) == {2.0}
+
+    def test_say_what_they_are(self, sender, receiver):
+        sender.send(weights_of(1))
+        with receiver.open() as snapshot:
+            assert "version=1" in repr(snapshot)
+            assert "3 tensors" in repr(snapshot.tensors)
+
+
+class TestThePointer:
+    """It is read once a version: over a network each look costs three round trips."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        counted: list[Path] = []
+        pointer = DoubleBuffer.pointer
+
+        def look(store: DoubleBuffer) -> Any:
+            counted.append(store.root)
+            return pointer(store)
+
+        monkeypatch.setattr(DoubleBuffer, "pointer", look)
+        return counted
+
+    def test_is_read_once_to_open_or_load(self, sender, receiver, looks):
+        sender.send(weights_of(1))
+        looks.clear()
+        with receiver.open(timeout_s=1):
+            pass
+        assert len(looks) == 1
+        assert receiver.load_into(weights_of(0)) == 1
+        assert len(looks) == 2
+
+    def test_is_not_read_again_by_who_has_waited(self, sender, receiver, looks):
+        sender.send(weights_of(1))
+        looks.clear()
+        assert receiver.wait_for_version(timeout_s=1) == 1
+        with receiver.open_seen(0) as snapshot:
+            assert snapshot.version == 1
+        with receiver.hold_seen(0) as held:
+            assert held.manifest.version == 1
+        assert len(looks) == 1
+
+    @pytest.mark.parametrize("num_publishes", [1, 2, 3])
+    def test_one_that_is_out_of_date_is_read_again(self, sender, receiver, num_publishes):
+        sender.send(weights_of(1))
+        assert receiver.wait_for_version(timeout_s=1) == 1
+        for version in range(2, 2 + num_publishes):
+            sender.send(weights_of(version))
+        with receiver.open_seen(0) as snapshot:
+            # What was seen is still there until its buffer is taken for another version.
+            assert snapshot.version == (1 if num_publishes == 1 else 1 + num_publishes)
+            assert values_in(snapshot.tensors) == {float(snapshot.version)}
+
+
+class TestRollingBack:
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_the_buffer_to_be_written_is_no_source(self, store, delta):
+        with (
+            WeightSender(store, delta=delta, reader_timeout_s=60) as sender,
+            WeightReceiver(store) as receiver,
+        ):
+            for value in (1, 2, 3):
+                sender.send(weights_of(value))
+            started = time.monotonic()
+            with receiver.open(version=2) as snapshot:
+                for weights in (snapshot.tensors, dict(snapshot.tensors), snapshot.tensordict):
+                    with pytest.raises(InvalidWeightsError, match=r"snapshot\.copy\(\)"):
+                        sender.send(weights)
+                copy = snapshot.copy()
+            assert sender.send(copy).version == 4
+            with receiver.open() as snapshot:
+                assert values_in(snapshot.tensors) == {2.0}
+                assert sender.send(snapshot.tensors).version == 5, "the newest is not written to"
+            assert time.monotonic() - started < SOON_S
+
+
+class TestEviction:
+    def test_the_snapshot_raises_on_exit(self, sender, receiver, caplog):
+        sender.send(weights_of(1))
+
+        def hold_too_long():
+            with receiver.open() as snapshot:
+                for value in (2, 3, 4, 5):
+                    sender.send(weights_of(value))
+                    assert values_in(snapshot.tensors) == {1.0}
+
+        with (
+            caplog.at_level(logging.WARNING, "dbuffer"),
+            pytest.raises(SnapshotEvictedError, match="version 1"),
+        ):
+            hold_too_long()
+        assert "evicting receiver me" in caplog.text
+        assert f"pid {os.getpid()}" in caplog.text
+        with pytest.raises(TimeoutError):
+            sender.wait_applied(1, timeout_s=0)
+        with receiver.open() as snapshot:
+            assert snapshot.version == 5
+
+    @pytest.mark.parametrize("is_begun_anew", [True, False])
+    def test_the_store_goes_in_the_block(self, store, sender, receiver, is_begun_anew):
+        sender.send(weights_of(1))
+        sender.close()
+
+        def hold_beyond_the_stores_end():
+            with receiver.open() as snapshot:
+                shutil.rmtree(store)
+                if is_begun_anew:
+                    with WeightSender(store) as again:
+                        again.send(weights_of(2))
+                assert values_in(snapshot.tensors) == {1.0}
+
+        with pytest.raises(VersionRegressedError) as caught:
+            hold_beyond_the_stores_end()
+        assert (caught.value.history is not None) == is_begun_anew
+
+    def test_an_error_in_the_block_goes_first(self, sender, receiver):
+        sender.send(weights_of(1))
+
+        def hold_too_long():
+            with receiver.open():
+                for value in (2, 3):
+                    sender.send(weights_of(value))
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            hold_too_long()
+
+    def test_loading_starts_over(self, sender, receiver, caplog):
+        sender.send(weights_of(1))
+        loaded = []
+
+        def load_weights(pairs):
+            loaded.append({name: tensor.clone() for name, tensor in pairs})
+            if len(loaded) == 1:
+                for value in (2, 3):
+                    sender.send(weights_of(value))
+
+        with caplog.at_level(logging.WARNING, "dbuffer.receive.receiver"):
+            assert receiver.load_into(load_weights) == 3
+        assert [values_in(tensors) for tensors in loaded] == [{1.0}, {3.0}]
+        assert "version 1" in caplog.text
+        sender.wait_applied(3, timeout_s=0)
+
+    def test_loading_into_tensors_starts_over(self, sender, receiver, monkeypatch):
+        sender.send(weights_of(1))
+        target = weights_of(0)
+        copier = receiver._copier
+        read, calls = copier.read, []
+
+        def read_slowly(*args, **options):
+            read(*args, **options)
+            calls.append(values_in(target))
+            if len(calls) == 1:
+                for value in (2, 3):
+                    sender.send(weights_of(value))
+
+        monkeypatch.setattr(copier, "read", read_slowly)
+        assert receiver.load_into(target) == 3
+        assert calls == [{1.0}, {3.0}]
+        assert values_in(target) == {3.0}
+
+    def test_a_reader_in_time_is_waited_for(self, store, receiver):
+        with WeightSender(store, reader_timeout_s=30) as sender:
+            for value in (1, 2):
+                sender.send(weights_of(value))
+            with receiver.open() as snapshot:
+                sender.send(weights_of(3))
+                thread = threading.Thread(target=sender.send, args=[weights_of(4)])
+                thread.start()
+                time.sleep(0.2)
+                assert thread.is_alive()
+                assert values_in(snapshot.tensors) == {2.0}
+            thread.join(SOON_S)
+            assert not thread.is_alive()
+            assert receiver.wait_for_version(timeout_s=0) == 4
+
+
+class TestLoading:
+    def test_only_what_is_newer(self, sender, receiver):
+        target = weights_of(0)
+        assert receiver.load_into(target) is None
+        sender.send(weights_of(1))
+        assert receiver.load_into(target) == 1
+        assert receiver.load_into(target) is None
+        sender.send(weights_of(2))
+        sender.send(weights_of(3))
+        assert receiver.load_into(target) == 3
+        assert values_in(target) == {3.0}
+        assert receiver.load_into(target) is None
+
+    def test_does_not_wait(self, sender, store):
+        with WeightReceiver(store, poll_interval_s=30) as receiver:
+            started = time.monotonic()
+            assert receiver.load_into({}) is None
+            assert time.monotonic() - started < SOON_S
+
+    def test_what_an_open_snapshot_showed_is_loaded_all_the_same(self, sender, receiver):
+        sender.send(weights_of(1))
+        with receiver.open():
+            pass
+        assert receiver.load_into(weights_of(0)) == 1
+
+
+class TestAcknowledging:
+    def test_on_leaving_a_snapshot(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        with receiver.open():
+            assert record_of(store)["held_version"] == 1
+            assert record_of(store)["applied_version"] is None
+            with pytest.raises(TimeoutError):
+                sender.wait_applied(1, timeout_s=0)
+        sender.wait_applied(1, timeout_s=0)
+        assert record_of(store)["held_version"] is None
+        assert record_of(store)["pid"] == os.getpid()
+
+    def test_not_after_an_error(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        with pytest.raises(KeyError), receiver.open():
+            raise KeyError
+        assert record_of(store)["applied_version"] is None
+        assert record_of(store)["held_version"] is None
+
+    def test_not_when_told_so(self, sender, receiver):
+        sender.send(weights_of(1))
+        with receiver.open(acknowledge=False):
+            pass
+        with pytest.raises(TimeoutError):
+            sender.wait_applied(1, timeout_s=0)
+        receiver.acknowledge(1)
+        sender.wait_applied(1, timeout_s=0)
+
+    def test_by_loading(self, sender, receiver):
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        sender.wait_applied(1, timeout_s=0)
+
+    def test_stays_after_closing(self, sender, store):
+        sender.send(weights_of(1))
+        with WeightReceiver(store) as receiver:
+            receiver.load_into(weights_of(0))
+        sender.wait_applied(1, timeout_s=0)
+
+    def test_two_receivers_go_their_own_ways(self, sender, receiver, store):
+        with WeightReceiver(store, receiver_id="other") as other:
+            sender.send(weights_of(1))
+            with receiver.open() as mine, other.open() as others:
+                assert values_in(mine.tensors) == values_in(others.tensors) == {1.0}
+            sender.wait_applied(1, receivers=2, timeout_s=0)
+            sender.send(weights_of(2))
+            assert receiver.load_into(weights_of(0)) == 2
+            with pytest.raises(TimeoutError, match="other is at 1"):
+                sender.wait_applied(2, receivers=2, timeout_s=0)
+            assert other.load_into(weights_of(0)) == 2
+            sender.wait_applied(2, receivers=2, timeout_s=0)
+
+    @pytest.mark.parametrize(
+        "name", ["", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "é", "x" * 129, "a\0b"]
+    )
+    def test_a_name_must_be_plain(self, store, name):
+        with pytest.raises(ValueError, match="receiver_id"):
+            WeightReceiver(store, receiver_id=name)
+
+    def test_default_names_differ(self, store):
+        with WeightReceiver(store) as one, WeightReceiver(store) as other:
+            assert one.receiver_id != other.receiver_id
+
+
+def load_what_does_not_fit(receiver):
+    receiver.load_into({"a": torch.zeros(4)})
+
+
+def load_by_a_function_that_raises(receiver):
+    def load(pairs):
+        raise MemoryError("no room on the device")
+
+    receiver.load_into(load)
+
+
+def raise_in_the_block(receiver):
+    with receiver.open() as snapshot:
+        torch.nn.Linear(1, 1).load_state_dict(dict(snapshot.tensors))
+
+
+def read_what_is_damaged(receiver):
+    path = next(receiver.store.glob("[AB]/*.td"))
+    flip_bit(path, 40)
+    with receiver.open():
+        pass
+
+
+def save_an_adapter(receiver):
+    save_adapter(receiver, receiver.store.with_name("saved"))
+
+
+class TestReporting:
+    @pytest.mark.parametrize(
+        ("fail", "reason"),
+        [
+            (load_what_does_not_fit, "WeightsMismatchError: .*float32"),
+            (load_by_a_function_that_raises, "MemoryError: no room on the device"),
+            (raise_in_the_block, "RuntimeError: .*Linear"),
+            (read_what_is_damaged, "StoreCorruptError: .*damaged"),
+            (save_an_adapter, "WeightsMismatchError: .*not an adapter"),
+        ],
+    )
+    def test_the_sender_learns_why_a_version_was_not_applied(self, store, fail, reason):
+        with (
+            WeightSender(store, checksum=True) as sender,
+            WeightReceiver(store, receiver_id="me", verify=True) as receiver,
+        ):
+            sender.send(weights_of(1))
+            with pytest.raises(Exception, match=reason.partition(": ")[2]):
+                fail(receiver)
+            with pytest.raises(ReceiverFailedError, match=f"me .* version 1: {reason}"):
+                sender.wait_applied(1, receivers="me", timeout_s=60)
+            [status] = read_status(DoubleBuffer(store))["receivers"]
+            assert re.search(reason, status["problem"])
+            sender.send(weights_of(2))
+            with pytest.raises(WaitTimeoutError):
+                sender.wait_applied(2, receivers="me", timeout_s=0)
+            with receiver.open():
+                pass
+            sender.wait_applied(2, receivers="me", timeout_s=0)
+            assert record_of(store)["problem"] is None
+
+    def test_a_problem_with_the_store_is_reported_until_it_is_over(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        pointer = (store / "CURRENT").read_bytes()
+        (store / "CURRENT").write_bytes(b"{")
+        with pytest.raises(StoreCorruptError):
+            receiver.load_into(weights_of(0))
+        assert "StoreCorruptError" in record_of(store)["problem"]
+        (store / "CURRENT").write_bytes(pointer)
+        assert receiver.load_into(weights_of(0)) is None
+        assert record_of(store)["problem"] is None
+
+    def test_what_is_no_failure_is_not_reported(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        with pytest.raises(WaitTimeoutError), receiver.open(newer_than=1, timeout_s=0):
+            pass
+        with (
+            pytest.raises(RuntimeError),
+            receiver.open(acknowledge=False) as snapshot,
+        ):
+            raise RuntimeError(snapshot)
+        with pytest.raises(SnapshotEvictedError), receiver.open():
+            sender.send(weights_of(2))
+            sender.send(weights_of(3))
+        assert record_of(store)["problem"] is None
+
+
+class TestFollowing:
+    def test_every_version_as_it_comes(self, sender, receiver):
+        stop = threading.Event()
+
+        def publish():
+            for value in range(1, 8):
+                sender.send(weights_of(value))
+                sender.wait_applied(value, timeout_s=10)
+            stop.set()
+
+        seen = []
+        with meanwhile(publish, after_s=0):
+            for snapshot in receiver.follow(stop_event=stop):
+                assert values_in(snapshot.tensors) == {float(snapshot.version)}
+                seen.append(snapshot.version)
+        assert seen == list(range(1, 8))
+
+    def test_what_was_too_fast_is_skipped(self, sender, receiver):
+        sender.send(weights_of(1))
+        seen = []
+        for snapshot in receiver.follow():
+            seen.append(snapshot.version)
+            if snapshot.version >= 9:
+                break
+            # One version more goes to the other buffer: this one stays whole.
+            sender.send(weights_of(0), version=snapshot.version + 4)
+        assert seen == [1, 5, 9]
+
+    def test_from_above_a_version(self, sender, receiver):
+        sender.send(weights_of(1))
+        with meanwhile(sender.send, weights_of(2)):
+            assert next(receiver.follow(newer_than=1)).version == 2
+
+    def test_acknowledges_when_asked_for_the_next(self, sender, receiver):
+        sender.send(weights_of(1))
+        snapshots = receiver.follow()
+        assert next(snapshots).version == 1
+        with pytest.raises(TimeoutError):
+            sender.wait_applied(1, timeout_s=0)
+        sender.send(weights_of(2))
+        assert next(snapshots).version == 2
+        sender.wait_applied(1, timeout_s=0)
+        with pytest.raises(TimeoutError):
+            sender.wait_applied(2, timeout_s=0)
+        snapshots.close()
+
+    def test_leaving_the_loop_lets_go_of_the_buffer(self, store, receiver):
+        with WeightSender(store, reader_timeout_s=30) as sender:
+            sender.send(weights_of(1))
+            for _ in receiver.follow():
+                break
+            started = time.monotonic()
+            for value in (2, 3, 4):
+                sender.send(weights_of(value))
+            assert time.monotonic() - started < SOON_S
+            with pytest.raises(TimeoutError):
+                sender.wait_applied(1, timeout_s=0)
+
+    def test_the_stop_event_ends_it(self, sender, store):
+        stop = threading.Event()
+        sender.send(weights_of(1))
+        with WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
+            started = time.monotonic()
+            assert [snapshot.version for snapshot in receiver.follow(stop_event=stop)] == [1]
+            assert time.monotonic() - started < SOON_S
+
+    def test_a_stop_event_that_is_set_already(self, sender, receiver):
+        stop = threading.Event()
+        stop.set()
+        sender.send(weights_of(1))
+        assert list(receiver.follow(stop_event=stop)) == []
+
+    def test_an_evicted_loop_is_told(self, sender, receiver):
+        sender.send(weights_of(1))
+
+        def hold_too_long():
+            for snapshot in receiver.follow():
+                if snapshot.version == 1:
+                    for value in (2, 3):
+                        sender.send(weights_of(value))
+
+        with pytest.raises(SnapshotEvictedError):
+            hold_too_long()
+
+
+class TestVerifying:
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda receiver, _: receiver.open().__enter__(),
+            lambda receiver, target: receiver.load_into(target),
+            lambda receiver, _: receiver.load_into(list),
+        ],
+        ids=["open", "load into tensors", "load into a function"],
+    )
+    @pytest.mark.parametrize("num_threads", [1, 5])
+    def test_finds_the_damaged_tensor(self, store, read, num_threads):
+        target = weights_of(0)
+        with WeightSender(store, checksum=True) as sender:
+            sender.send(weights_of(1))
+        with WeightReceiver(store, verify=True, num_threads=num_threads) as receiver:
+            with receiver.open() as snapshot:
+                path = snapshot.path
+            data = bytearray(path.read_bytes())
+            data[4096] ^= 1  # a tensor takes 4,000 bytes, and begins at a multiple of 64
+            path.write_bytes(data)
+            with pytest.raises(StoreCorruptError, match=r"version 1 .*: b;"):
+                read(receiver, target)
+        assert values_in(target) == {0.0}
+
+    @pytest.mark.parametrize("verify", [False, "auto"])
+    def test_is_left_out_on_a_local_disk(self, sender, store, verify):
+        sender.send(weights_of(1))
+        with WeightReceiver(store, verify=verify) as receiver, receiver.open() as snapshot:
+            assert not snapshot.has_checksums
+
+    def test_refuses_what_has_no_checksums(self, sender, store):
+        sender.send(weights_of(1))
+        with WeightReceiver(store, verify=True) as receiver:
+            with pytest.raises(StoreCorruptError, match="checksum=True"), receiver.open():
+                pass
+            with pytest.raises(StoreCorruptError, match="checksum=True"):
+                receiver.load_into(weights_of(0))
+
+    def test_no_other_choice(self, store):
+        with pytest.raises(ValueError, match="verify"):
+            WeightReceiver(store, verify="always")
+
+
+class TestKeptLayouts:
+    @pytest.fixture
+    def decoded(self, monkeypatch):
+        """How many tensors each layout had that was decoded."""
+        counts = []
+        original = Layout.decode.__func__
+
+        def decode(kind, data, end):
+            layout = original(kind, data, end)
+            counts.append(len(layout.specs))
+            return layout
+
+        monkeypatch.setattr(Layout, "decode", classmethod(decode))
+        return counts
+
+    READERS = ("open", "load_into a function", "load_into tensors", "follow", "stage")
+
+    @pytest.mark.parametrize("mount", ["local", "network"])
+    @pytest.mark.parametrize("how", READERS)
+    def test_are_decoded_once(self, monkeypatch, store, decoded, how, mount):
+        monkeypatch.setenv("DBUFFER_MOUNT", mount)
+        with WeightSender(store) as sender, contextlib.ExitStack() as stack:
+            read = self.reader(how, store, stack)
+            for version in range(1, 6):
+                sender.send(SMALL.weights(version))
+                read(version)
+        assert decoded == [len(SMALL.names)]
+
+    @staticmethod
+    def reader(how, store, stack):
+        if how == "stage":
+            stager = stack.enter_context(
+                contextlib.closing(
+                    Stager(
+                        dbuffer.WeightReceiver(store, receiver_id="stager", poll_interval_s=0.05)
+                    )
+                )
+            )
+
+            def stage(version):
+                staged = stager.take(version, timeout_s=30)
+                assert SMALL.version_of(staged.tensors) == version
+                stager.release(applied=version)
+
+            return stage
+        receiver = stack.enter_context(WeightReceiver(store))
+        if how == "follow":
+            snapshots = receiver.follow()
+            stack.callback(snapshots.close)
+
+            def follow(version):
+                assert SMALL.version_of(next(snapshots).tensors) == version
+
+            return follow
+        if how == "open":
+
+            def look(version):
+                with receiver.open() as snapshot:
+                    assert SMALL.version_of(snapshot.tensors) == version
+
+            return look
+        target = SMALL.empty()
+
+        def load(version):
+            into = target if how.endswith("tensors") else lambda pairs: target.update(clones(pairs))
+            assert receiver.load_into(into) == version
+            assert SMALL.version_of(target) == version
+
+        return load
+
+    def test_those_of_both_buffers_are_kept(self, store, decoded):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in range(1, 8):
+                pattern = (SMALL, OTHER)[version % 2]
+                sender.send(pattern.weights(version))
+                with receiver.open() as snapshot:
+                    assert pattern.version_of(snapshot.tensors) == version
+                assert len(receiver._store.layouts._kept) <= 2
+            sender.send({"third": torch.ones(2)})
+            receiver.load_into(list)
+            assert len(receiver._store.layouts._kept) == 2
+        assert decoded == [len(OTHER.names), len(SMALL.names), 1]
+
+    @pytest.mark.parametrize("mount", ["local", "network"])
+    def test_the_files_own_is_checked_all_the_same(self, monkeypatch, store, mount):
+        monkeypatch.setenv("DBUFFER_MOUNT", mount)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in (1, 2):
+                sender.send(SMALL.weights(version))
+                receiver.load_into(list)
+            sender.send(SMALL.weights(3))
+            pointer = DoubleBuffer(store).pointer()
+            manifest = DoubleBuffer(store).manifest(pointer.buffer)
+            path = store / pointer.buffer / manifest.file
+            with path.open("r+b") as file:
+                file.seek(manifest.layout_offset + 40)
+                file.write(b"!")
+            with pytest.raises(StoreCorruptError, match="its layout was damaged"):
+                receiver.load_into(list)
+
+    def test_a_snapshots_aliases_are_its_own(self, store):
+        tensor = torch.ones(3)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for _ in range(2):
+                sender.send({"a": tensor, "b": tensor})
+                with receiver.open() as snapshot:
+                    assert snapshot.aliases == {"b": "a"}
+                    snapshot.aliases.clear()
+
+
+def clones(pairs):
+    return {name: tensor.clone() for name, tensor in pairs}
+
+
+class TestStore:
+    def test_that_went_back_is_noticed(self, sender, receiver, store):
+        sender.send(weights_of(1), version=10)
+        receiver.load_into(weights_of(0))
+        sender.close()
+        shutil.rmtree(store)
+        with WeightSender(store) as again:
+            again.send(weights_of(5), version=5)
+            target = weights_of(0)
+            with pytest.raises(VersionRegressedError, match=r"version 10, and .* version 5"):
+                receiver.load_into(target)
+            with pytest.raises(VersionRegressedError), receiver.open(timeout_s=0):
+                pass
+            assert values_in(target) == {0.0}
+            with WeightReceiver(store) as new:
+                assert new.load_into(target) == 5
+
+    @pytest.mark.parametrize("version", [9, 10, 11], ids=["lower", "equal", "higher"])
+    @pytest.mark.parametrize("left", [(), ("writer.json", "receivers")], ids=["removed", "emptied"])
+    def test_that_was_begun_anew_is_noticed(self, sender, receiver, store, version, left):
+        """Its numbers say nothing: a new run's version 10 is not the version 10 that was loaded."""
+        sender.send(weights_of(1), version=10)
+        receiver.load_into(weights_of(0))
+        sender.close()
+        for path in store.iterdir():
+            if path.name not in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with WeightSender(store) as again:
+            again.send(weights_of(2), version=version)
+            target = weights_of(1)
+            for use in (
+                lambda: receiver.load_into(target),
+                lambda: receiver.wait_for_version(timeout_s=0),
+                lambda: receiver.wait_for_version(10, timeout_s=0),
+                lambda: receiver.open(timeout_s=0).__enter__(),
+                lambda: receiver.open(version=version, timeout_s=0).__enter__(),
+                lambda: next(receiver.follow()),
+            ):
+                with pytest.raises(
+                    VersionRegressedError, match=rf"version 10, .* version {version}"
+                ):
+                    use()
+            assert values_in(target) == {1.0}
+            with pytest.raises(WaitTimeoutError):
+                again.wait_applied(version, timeout_s=0)
+            receiver.start_over()
+            assert receiver.load_into(target) == version
+            assert values_in(target) == {2.0}
+            again.wait_applied(version, timeout_s=0)
+
+    def test_that_a_sender_took_over_goes_on(self, sender, receiver, store):
+        """A trainer that is started again is no new run of versions; nor one without its record."""
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        sender.close()
+        (store / "writer.json").unlink()
+        with WeightSender(store) as again:
+            again.send(weights_of(2))
+            assert receiver.load_into(weights_of(0)) == 2
+
+    def test_that_was_removed_is_noticed(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        sender.close()
+        shutil.rmtree(store)
+        with pytest.raises(StoreNotFoundError):
+            receiver.load_into(weights_of(0))
+        with pytest.raises(StoreNotFoundError):
+            receiver.wait_for_version(1, timeout_s=5)
+        with pytest.raises(FileNotFoundError), receiver.open(timeout_s=5):
+            pass
+
+    @pytest.mark.parametrize("mode", [0o770, 0o707])
+    def test_that_others_can_write_is_refused(self, sender, receiver, store, mode):
+        sender.send(weights_of(1))
+        store.chmod(mode)
+        target = weights_of(0)
+        with pytest.raises(StoreAccessError):
+            receiver.load_into(target)
+        with pytest.raises(OSError, match="chmod go-w"), receiver.open():
+            pass
+        with pytest.raises(StoreAccessError):
+            receiver.wait_for_version(timeout_s=0)
+        assert values_in(target) == {0.0}
+        with WeightReceiver(store, allow_shared_store=True) as shared:
+            assert shared.load_into(target) == 1
+
+    def test_is_left_as_it_was_by_a_receiver_that_never_reads(self, sender, store):
+        sender.send(weights_of(1))
+        before = sorted(store.rglob("*"))
+        with WeightReceiver(store) as receiver:
+            receiver.wait_for_version(timeout_s=0)
+        assert sorted(store.rglob("*")) == before
+
+
+class TestLife:
+    def test_is_of_no_use_once_closed(self, sender, store):
+        sender.send(weights_of(1))
+        receiver = WeightReceiver(store)
+        receiver.load_into(weights_of(0))
+        receiver.close()
+        receiver.close()
+        with pytest.raises(ClosedError), receiver.open():
+            pass
+        with pytest.raises(ClosedError):
+            receiver.load_into(weights_of(0))
+        with pytest.raises(ClosedError):
+            receiver.wait_for_version(timeout_s=0)
+        with pytest.raises(ValueError, match="closed"):
+            next(receiver.follow())
+
+    def test_leaves_no_thread_and_no_file_open(self, sender, store):
+        def open_files():
+            found = []
+            for path in Path("/proc/self/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(str(path.readlink()))
+            return sorted(name for name in found if "inotify" in name or str(store) in name)
+
+        sender.send(weights_of(1))
+        files, threads = open_files(), set(threading.enumerate())
+        with WeightReceiver(store, num_threads=4) as receiver:
+            receiver.wait_for_version(1, timeout_s=0.05)
+            receiver.load_into(weights_of(0))
+            with receiver.open(), receiver.open():
+                assert set(threading.enumerate()) - threads
+        assert set(threading.enumerate()) <= threads
+        assert open_files() == files
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+    def test_is_of_no_use_in_a_forked_child(self, sender, receiver):
+        sender.send(weights_of(1))
+        receiver.wait_for_version(1, timeout_s=0.05)
+        child = os.fork()
+        if child == 0:
+            try:
+                with receiver.open(timeout_s=0):
+                    os._exit(2)
+            except ClosedError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert receiver.load_into(weights_of(0)) == 1
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+    def test_a_forked_child_does_not_keep_the_parents_snapshot_held(self, store, receiver):
+        with WeightSender(store, reader_timeout_s=30) as sender:
+            sender.send(weights_of(1))
+            with receiver.open():
+                child = os.fork()
+                if child == 0:
+                    time.sleep(60)
+                    os._exit(0)
+            try:
+                started = time.monotonic()
+                for value in (2, 3):
+                    sender.send(weights_of(value))
+                assert time.monotonic() - started < SOON_S
+            finally:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("poll_interval_s", 0), ("poll_interval_s", -1), ("num_threads", 0)]
+    )
+    def test_refuses_options_that_make_no_sense(self, store, option, value):
+        with pytest.raises(ValueError, match=option):
+            WeightReceiver(store, **{option: value})

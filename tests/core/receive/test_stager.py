@@ -1,0 +1,1457 @@
+"""A stager keeps the newest version ready, whole and checked, and is in nobody's way.
+
+Stores, senders and damage are real; a test that asks what a process costs, or that a broken
+stager would hang for ever, has a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import itertools
+import os
+import re
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import dbuffer
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    OptionError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    VersionError,
+    VersionRegressedError,
+    WaitTimeoutError,
+)
+from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime import trouble
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
+from tests.support.children import Child
+from tests.support.damage import flip_bit
+from tests.support.patterns import OTHER, SMALL, Pattern
+from tests.support.soak import is_soak
+from tests.support.stores import SHARED_MEMORY
+
+IN_TIME_S = 10.0
+"""Whatever is to happen by itself happens within this, on a machine that is busy."""
+
+NOT_IN_VAIN_S = 0.3
+"""How long a test waits for what must not come."""
+
+both_modes = pytest.mark.parametrize("copy", [False, True], ids=["map", "copy"])
+
+
+RECEIVER_OPTIONS = {"receiver_id", "poll_interval_s", "verify", "num_threads"}
+
+
+def stager_of(store: Path, **options: Any) -> Stager:
+    """A stager that goes by the name of ``rank``; options of its receiver are handed on."""
+    options = {"receiver_id": "rank", **options}
+    its = {name: value for name, value in options.items() if name in RECEIVER_OPTIONS}
+    own = {name: value for name, value in options.items() if name not in RECEIVER_OPTIONS}
+    return Stager(dbuffer.WeightReceiver(store, **its), **own)
+
+
+@contextlib.contextmanager
+def staging(store: Path, **options: Any) -> Iterator[Stager]:
+    made = stager_of(store, **{"poll_interval_s": 0.1, **options})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_until(is_so: Callable[[], Any], timeout_s: float = IN_TIME_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.002)
+
+
+def record_in(store: Path) -> ReceiverRecord:
+    record = DoubleBuffer(store).receiver("rank")
+    assert record is not None
+    return record
+
+
+def wait_until_staged(store: Path, version: int) -> None:
+    """Wait for what anybody can see: the record in the store."""
+    wait_until(lambda: record_in(store).staged_version == version)
+
+
+def wait_for_problem(store: Path) -> ReceiverRecord:
+    wait_until(lambda: record_in(store).problem is not None)
+    return record_in(store)
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
+    for version in versions:
+        assert sender.send(SMALL.weights(version)).version == version
+
+
+def file_of(store: Path, version: int) -> Path:
+    double = DoubleBuffer(store)
+    [path] = [
+        store / buffer / manifest.file
+        for buffer in ("A", "B")
+        if (manifest := double.manifest(buffer)) is not None and manifest.version == version
+    ]
+    return path
+
+
+def assert_whole(staged: Staged, version: int) -> None:
+    assert staged.version == version
+    assert SMALL.version_of(staged.tensors) == version
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store, checksum=True) as made:
+        yield made
+
+
+@pytest.fixture
+def retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.01)
+    monkeypatch.setattr(trouble, "_RETRY_MAX_S", 0.05)
+
+
+# ---------------------------------------------------------------------------------------------
+# Staging, taking, giving back
+
+
+@both_modes
+def test_each_newest_version_is_staged_unasked(store: Path, copy: bool) -> None:
+    with dbuffer.WeightSender(store) as sender, staging(store, copy=copy) as follower:
+        for version in (1, 2, 3):
+            publish(sender, version)
+            wait_until_staged(store, version)
+        assert follower.stats["staged"] == 3
+        assert follower.stats["staged_bytes"] == 3 * 8 * 256 * 8
+        assert follower.stats["stage_s"] > 0
+        assert record_in(store).stats == follower.stats
+        assert_whole(follower.take(timeout_s=0), 3)
+
+
+@both_modes
+def test_staged_tells_what_it_is(store: Path, sender: dbuffer.WeightSender, copy: bool) -> None:
+    weights = {"a": torch.arange(6).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
+    sender.send(weights)
+    with staging(store, copy=copy) as follower:
+        staged = follower.take(timeout_s=IN_TIME_S)
+        assert list(staged.tensors) == [spec.name for spec in staged.layout.specs] == ["a", "b"]
+        assert all(torch.equal(staged.tensors[name], weights[name]) for name in weights)
+        assert staged.num_bytes == 6 * 8 + 5 * 2
+        assert 0 < staged.duration_s < IN_TIME_S
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({}, 3),
+        ({"version": 3}, 3),
+        ({"version": 2}, 2),
+        ({"at_least": 1}, 3),
+        ({"at_least": 3}, 3),
+    ],
+    ids=["newest", "exactly-newest", "exactly-previous", "at-least-older", "at-least-newest"],
+)
+def test_take(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    copy: bool,
+    request_: dict[str, int],
+    expected: int,
+) -> None:
+    publish(sender, 1, 2, 3)
+    with staging(store, copy=copy) as follower:
+        wait_until_staged(store, 3)
+        assert_whole(follower.take(**request_, timeout_s=IN_TIME_S), expected)
+
+
+def test_after_the_previous_version_the_newest_is_staged_again(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store) as follower:
+        follower.take(1, timeout_s=IN_TIME_S)
+        follower.release()
+        wait_until_staged(store, 2)
+        assert_whole(follower.take(timeout_s=0), 2)
+
+
+def test_take_the_newest_waits_for_it_where_an_older_one_is_ready(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    with staging(store) as follower:
+        for version in range(1, 30):
+            publish(sender, version)
+            assert_whole(follower.take(timeout_s=IN_TIME_S), version)
+            follower.release(applied=version)
+
+
+def test_take_at_least_a_version_waits_until_it_is_published(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        wait_until_staged(store, 1)
+        later = threading.Timer(0.1, publish, (sender, 2))
+        later.start()
+        assert_whole(follower.take(at_least=2, timeout_s=IN_TIME_S), 2)
+        later.join()
+
+
+def test_take_exactly_a_version_waits_until_it_is_published(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        wait_until_staged(store, 1)
+        later = threading.Timer(0.5, publish, (sender, 2))
+        later.start()
+        try:
+            assert_whole(follower.take(2, timeout_s=IN_TIME_S), 2)
+        finally:
+            later.join()
+
+
+def test_an_overwritten_version_is_an_error_and_the_newest_is_staged_again(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1, 2, 3)
+    with staging(store) as follower:
+        wait_until_staged(store, 3)
+        with pytest.raises(VersionError, match="version 1 is no longer in"):
+            follower.take(1, timeout_s=IN_TIME_S)
+        wait_until_staged(store, 3)
+        assert record_in(store).problem is None
+
+
+@pytest.mark.parametrize("is_made", [True, False], ids=["empty-store", "no-store"])
+@pytest.mark.parametrize("request_", [{}, {"version": 1}, {"at_least": 1}], ids=str)
+def test_nothing_published_is_a_time_out_in_time(
+    store: Path, is_made: bool, request_: dict[str, int]
+) -> None:
+    if is_made:
+        dbuffer.WeightSender(store).close()
+    with staging(store) as follower:
+        started = time.monotonic()
+        with pytest.raises(WaitTimeoutError, match=re.escape(str(store))):
+            follower.take(**request_, timeout_s=0.2)
+        assert time.monotonic() - started < IN_TIME_S
+        assert follower.newest() is None
+
+
+def test_a_store_that_comes_later(store: Path) -> None:
+    with staging(store) as follower:
+        with pytest.raises(WaitTimeoutError):
+            follower.take(timeout_s=0.05)
+        with dbuffer.WeightSender(store) as sender:
+            publish(sender, 1)
+            wait_until(lambda: follower.stats["staged"])
+            assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+        wait_until_staged(store, 1)
+
+
+class Gate:
+    """A check that stops the stager's thread at a layout until it is let go."""
+
+    def __init__(self, pattern: Any, error: Exception | None = None) -> None:
+        self._names = pattern.names
+        self._error = error
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, snapshot: Any) -> None:
+        if [spec.name for spec in snapshot.specs] == self._names:
+            self.reached.set()
+            assert self.open.wait(IN_TIME_S)
+            if self._error is not None:
+                raise self._error
+
+
+def test_take_while_that_version_is_being_staged(store: Path, sender: dbuffer.WeightSender) -> None:
+    gate = Gate(SMALL)
+    publish(sender, 1)
+    with staging(store, check=gate) as follower:
+        assert gate.reached.wait(IN_TIME_S)
+        with pytest.raises(WaitTimeoutError, match=r"version 1 .* not ready within 0\.05 s"):
+            follower.take(timeout_s=0.05)
+        later = threading.Timer(0.1, gate.open.set)
+        later.start()
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+        later.join()
+        assert follower.stats["staged"] == 1
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(1, id="exactly"),
+        pytest.param(None, id="at-least"),
+    ],
+)
+def test_the_error_of_one_version_is_not_told_of_another(
+    store: Path, sender: dbuffer.WeightSender, version: int | None
+) -> None:
+    """The one that is being staged fails while the other is waited for."""
+    gate = Gate(OTHER, ValueError("of the other"))
+    if version is not None:
+        publish(sender, 1)
+    sender.send(OTHER.weights(2))
+    with staging(store, check=gate) as follower:
+        assert gate.reached.wait(IN_TIME_S)
+        wanted = sender.send(SMALL.weights(3)).version if version is None else version
+        later = threading.Timer(0.1, gate.open.set)
+        later.start()
+        staged = follower.take(version, at_least=wanted, timeout_s=IN_TIME_S)
+        later.join()
+        assert staged.version == wanted
+
+
+def test_what_is_taken_stays_and_nothing_else_is_staged(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        taken = follower.take(timeout_s=IN_TIME_S)
+        publish(sender, 2)
+        time.sleep(NOT_IN_VAIN_S)
+        assert follower.stats["staged"] == 1
+        assert_whole(taken, 1)
+        assert follower.take(1, timeout_s=0) is taken
+        follower.release()
+        wait_until_staged(store, 2)
+
+
+def test_what_is_taken_while_a_newer_version_is_found_is_kept(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, go_on = threading.Event(), threading.Event()
+    make_room = Stager._make_room
+
+    def make_room_later(self: Stager, version: int) -> bool:
+        if version == 2:
+            found.set()
+            assert go_on.wait(IN_TIME_S)
+        return make_room(self, version)
+
+    monkeypatch.setattr(Stager, "_make_room", make_room_later)
+    with staging(store) as follower:
+        publish(sender, 1)
+        wait_until_staged(store, 1)
+        publish(sender, 2)
+        assert found.wait(IN_TIME_S)
+        taken = follower.take(1, timeout_s=0)
+        go_on.set()
+        time.sleep(NOT_IN_VAIN_S)
+        assert follower.take(1, timeout_s=0) is taken
+        follower.release(applied=1)
+        wait_until_staged(store, 2)
+
+
+@both_modes
+def test_given_back_unapplied_it_can_be_taken_again(
+    store: Path, sender: dbuffer.WeightSender, copy: bool
+) -> None:
+    publish(sender, 1)
+    with staging(store, copy=copy) as follower:
+        for _ in range(3):
+            assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+            follower.release()
+        assert follower.stats["staged"] == 1
+
+
+def test_given_back_as_applied_it_is_not_staged_again_by_itself_but_when_asked_for(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        follower.release(applied=1)
+        time.sleep(NOT_IN_VAIN_S)
+        assert follower.stats["staged"] == 1
+        assert_whole(follower.take(1, timeout_s=IN_TIME_S), 1)
+        follower.release(applied=1)
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+
+
+@pytest.mark.parametrize("copy", [False, pytest.param(True)])
+def test_what_was_given_back_as_applied_holds_nothing(store: Path, copy: bool) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=60) as sender,
+        staging(store, copy=copy) as follower,
+    ):
+        publish(sender, 1)
+        wait_until_staged(store, 1)
+        follower.take(timeout_s=0)
+        assert record_in(store).held_version == (None if copy else 1)
+        follower.release(applied=1)
+        assert (record_in(store).held_version, record_in(store).staged_version) == (None, None)
+        file = file_of(store, 1)
+        for version in (2, 3):
+            assert sender.send(SMALL.weights(version)).duration_s < 5
+        assert file_of(store, 3) == file, "rewritten in place"
+        assert follower.stats["evictions"] == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# A sender that is fast
+
+
+def publish_for_ever(connection: Connection, store: Path, reader_timeout_s: float) -> None:
+    """Publish until told to stop; send the longest publish and the last version."""
+    with dbuffer.WeightSender(store, reader_timeout_s=reader_timeout_s) as sender:
+        publish(sender, 1)
+        connection.send(None)
+        longest_s = 0.0
+        for version in itertools.count(2):
+            publication = sender.send(SMALL.weights(version))
+            longest_s = max(longest_s, publication.duration_s)
+            if connection.poll():
+                break
+        connection.send((longest_s, version))
+
+
+@both_modes
+def test_versions_are_whole_and_go_up_while_a_sender_publishes_at_full_speed(
+    store: Path, copy: bool
+) -> None:
+    with Child(publish_for_ever, store, 60.0) as child:
+        child.receive()
+        versions = []
+        with staging(store, copy=copy) as follower:
+            for _ in range(40):
+                newer = versions[-1] + 1 if versions else None
+                staged = follower.take(at_least=newer, timeout_s=IN_TIME_S)
+                assert_whole(staged, staged.version)
+                versions.append(staged.version)
+                follower.release(applied=staged.version)
+            child.send()
+            longest_s, last = child.receive()
+            if last != versions[-1]:  # which was given back as applied, and is not staged again
+                wait_until_staged(store, last)
+        assert follower.stats["evictions"] == 0 or copy, "no lock was held for 60 s"
+    assert versions == sorted(set(versions))
+    assert longest_s < 5
+
+
+def test_a_sender_is_not_held_back_while_nothing_is_taken(store: Path) -> None:
+    with Child(publish_for_ever, store, 60.0) as child:
+        child.receive()
+        with staging(store) as follower:
+            wait_until(lambda: follower.stats["staged"] >= 50)
+            child.send()
+            longest_s, last = child.receive()
+            wait_until_staged(store, last)
+    assert longest_s < 5
+
+
+@both_modes
+def test_what_is_taken_stays_whole_while_a_sender_publishes_on(store: Path, copy: bool) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=0.05) as sender,
+        staging(store, copy=copy) as follower,
+    ):
+        publish(sender, 1)
+        taken = follower.take(timeout_s=IN_TIME_S)
+        for version in range(2, 22):
+            publish(sender, version)
+            assert_whole(taken, 1)
+        follower.release(applied=1)
+        # Copied, it held nobody up; mapped, it was evicted, and keeps its file's bytes.
+        assert follower.stats["evictions"] == (0 if copy else 1)
+        wait_until_staged(store, 21)
+        assert_whole(follower.take(timeout_s=0), 21)
+
+
+# ---------------------------------------------------------------------------------------------
+# What cannot be staged
+
+
+def damage(store: Path, version: int) -> None:
+    flip_bit(file_of(store, version), 77)
+
+
+@contextlib.contextmanager
+def damaged_before_it_is_seen(kind: Callable[[Path], None]) -> Iterator[None]:
+    """Let whatever is published be damaged before the pointer moves to it."""
+    commit = BufferWriter.commit
+
+    def commit_damaged(self: BufferWriter, claim: Any, **described: Any) -> None:
+        kind(claim.path)
+        commit(self, claim, **described)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", commit_damaged)
+        yield
+
+
+def flip(path: Path) -> None:
+    flip_bit(path, 77)
+
+
+@both_modes
+def test_a_flipped_bit_is_told_and_a_newer_version_is_staged_by_itself(
+    store: Path, sender: dbuffer.WeightSender, copy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with staging(store, copy=copy, verify=True) as follower:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+        record = wait_for_problem(store)
+        assert record.problem is not None
+        assert record.problem.startswith("StoreCorruptError")
+        assert record.problem_version == 1
+        assert "layers.0.weight" in record.problem
+        assert (record.staged_version, record.held_version) == (None, None)
+        with pytest.raises(StoreCorruptError, match=r"layers\.0\.weight"):
+            follower.take(timeout_s=IN_TIME_S)
+        assert follower.stats["failures"] >= 2
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+        assert record_in(store).problem is None
+        assert_whole(follower.take(timeout_s=0), 2)
+    [line] = [entry.getMessage() for entry in caplog.records if entry.levelname == "ERROR"]
+    assert str(store) in line
+    assert "version 1" in line
+
+
+def test_without_verify_nothing_is_read_to_find_damage(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    with damaged_before_it_is_seen(flip):
+        publish(sender, 1)
+    with staging(store, verify=False) as follower:
+        assert SMALL.version_of(follower.take(timeout_s=IN_TIME_S).tensors) is None
+
+
+@both_modes
+def test_a_truncated_file_is_told_and_a_newer_version_is_staged_by_itself(
+    store: Path, sender: dbuffer.WeightSender, settle_quickly: None, copy: bool
+) -> None:
+    with staging(store, copy=copy) as follower:
+        with damaged_before_it_is_seen(lambda path: os.truncate(path, 100)):
+            publish(sender, 1)
+        assert "has 100 bytes" in str(wait_for_problem(store).problem)
+        with pytest.raises(StoreCorruptError, match="has 100 bytes"):
+            follower.take(timeout_s=IN_TIME_S)
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+
+
+def test_what_a_check_raises_reaches_who_takes(store: Path, sender: dbuffer.WeightSender) -> None:
+    refusal = ValueError("the model has no layers.4.weight")
+
+    def check(snapshot: Any) -> None:
+        if len(snapshot.specs) == len(OTHER.names):
+            raise refusal
+
+    with staging(store, check=check) as follower:
+        sender.send(OTHER.weights(1))
+        problem = wait_for_problem(store).problem
+        assert problem == f"ValueError: {refusal}"
+        for request in ({}, {"version": 1}, {"at_least": 1}):
+            with pytest.raises(ValueError, match=r"no layers\.4\.weight") as caught:
+                follower.take(**request, timeout_s=IN_TIME_S)
+            assert caught.value is refusal
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+        assert record_in(store).problem is None
+
+
+def test_a_check_is_asked_once_a_layout(store: Path, sender: dbuffer.WeightSender) -> None:
+    checked: list[Layout] = []
+    with staging(store, check=lambda snapshot: checked.append(snapshot.layout)) as follower:
+        for version, pattern in enumerate((SMALL, SMALL, SMALL, OTHER, OTHER, SMALL), start=1):
+            sender.send(pattern.weights(version))
+            taken = follower.take(timeout_s=IN_TIME_S)
+            assert checked[-1] == taken.layout
+            follower.release(applied=version)
+    assert [len(layout.specs) for layout in checked] == [8, 5, 8]
+
+
+@both_modes
+def test_a_mended_version_is_staged_by_itself(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None, copy: bool
+) -> None:
+    with staging(store, copy=copy, verify=True) as follower:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+        wait_until(lambda: follower.stats["failures"] >= 3)
+        flip(file_of(store, 1))
+        wait_until_staged(store, 1)
+        assert record_in(store).problem is None
+        assert_whole(follower.take(timeout_s=0), 1)
+
+
+def test_a_failed_version_is_tried_again_at_growing_intervals_and_told_once(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.02)
+    with staging(store, verify=True) as follower:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+        wait_until(lambda: follower.stats["failures"] >= 3)
+        time.sleep(0.5)
+        assert follower.stats["failures"] <= 6, "at most 0.02, 0.04, 0.08, 0.16 and 0.32 s apart"
+    assert len([entry for entry in caplog.records if entry.levelname == "ERROR"]) == 1
+
+
+def test_damage_that_was_mended_is_seen_at_once_by_who_takes(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
+    monkeypatch.setattr(trouble, "_RETRY_MAX_S", 1000.0)
+    with staging(store, verify=True) as follower:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+        wait_for_problem(store)
+        flip(file_of(store, 1))
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+
+
+def take_damaged_previous(connection: Connection, store: Path) -> None:
+    follower = stager_of(store, verify=True)
+    try:
+        follower.take(1, timeout_s=IN_TIME_S)
+    except Exception as error:
+        connection.send(error)
+    follower.close()
+    connection.send("closed")
+
+
+def test_a_damaged_previous_version_is_refused_when_it_is_asked_for(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1, 2)
+    damage(store, 1)
+    with Child(take_damaged_previous, store) as child:
+        error = child.receive()
+        assert isinstance(error, StoreCorruptError)
+        assert "layers.0.weight" in str(error)
+        assert child.receive(5) == "closed"
+
+
+def test_the_previous_version_can_be_taken_where_the_newest_is_damaged(
+    store: Path, sender: dbuffer.WeightSender, settle_quickly: None
+) -> None:
+    publish(sender, 1, 2)
+    os.truncate(file_of(store, 2), 100)
+    with staging(store) as follower:
+        assert_whole(follower.take(1, timeout_s=IN_TIME_S), 1)
+
+
+def test_a_previous_version_that_is_about_to_be_overwritten_is_not_called_corrupt(
+    store: Path, sender: dbuffer.WeightSender, settle_quickly: None
+) -> None:
+    """A sender locks the file first, and marks the buffer then."""
+    publish(sender, 1, 2)
+    with file_of(store, 1).open() as file, staging(store) as follower:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(VersionError):
+            follower.take(1, timeout_s=IN_TIME_S)
+
+
+def test_staging_goes_on_after_a_version_was_asked_for_that_never_came(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        wait_until_staged(store, 1)
+        with pytest.raises(WaitTimeoutError):
+            follower.take(1000, timeout_s=0.3)
+        wait_until_staged(store, 1)
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+
+
+def test_staging_goes_on_after_damage_and_a_version_that_never_came(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    with staging(store, verify=True) as follower:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+        wait_for_problem(store)
+        with pytest.raises(WaitTimeoutError):
+            follower.take(at_least=1000, timeout_s=0.3)
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+        assert_whole(follower.take(timeout_s=0), 2)
+
+
+def test_a_manifest_damaged_while_its_version_is_taken_harms_nobody(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        time.sleep(NOT_IN_VAIN_S)  # until its thread waits for it to come back
+        file_of(store, 1).with_name("manifest.json").write_bytes(b"{")
+        follower.release(applied=1)
+        publish(sender, 2)
+        wait_until_staged(store, 2)
+
+
+def test_a_store_that_is_removed_is_told(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store) as follower:
+        wait_until_staged(store, 2)
+        follower.take(timeout_s=0)
+        follower.release(applied=2)
+        store.rename(store.with_name("gone"))  # in one step: it writes its record in there
+        with pytest.raises(StoreNotFoundError, match=re.escape(str(store))):
+            follower.take(timeout_s=IN_TIME_S)
+        with dbuffer.WeightSender(store) as again:
+            again.send(SMALL.weights(1))
+            # Until then an attempt that began before may still end as those before did.
+            wait_until(lambda: "of another run" in str(DoubleBuffer(store).receiver("rank")))
+            with pytest.raises(VersionRegressedError, match=r"version 2, .* version 1,"):
+                follower.take(timeout_s=IN_TIME_S)
+            again.send(SMALL.weights(7), version=7)
+            with pytest.raises(VersionRegressedError):
+                follower.take(timeout_s=IN_TIME_S)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3], ids=["lower", "equal", "higher"])
+@pytest.mark.parametrize("copy", [False, True], ids=["map", "copy"])
+def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(
+    store: Path, sender: dbuffer.WeightSender, copy: bool, version: int, caplog: Any
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store, new_history="follow", copy=copy) as follower:
+        wait_until_staged(store, 2)
+        old = follower.take(timeout_s=0)
+        assert_whole(old, 2)
+        sender.close()
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as again:
+            again.send(SMALL.weights(9), version=version)
+            follower.release(applied=2, history=old.history)
+            new = follower.take(timeout_s=IN_TIME_S)
+            assert (new.version, SMALL.version_of(new.tensors)) == (version, 9)
+            assert new.history != old.history
+            wait_until(lambda: record_in(store).history == new.history)
+            # What was applied before says nothing of it: it stays ready.
+            follower.release(applied=2, history=old.history)
+            assert follower.take(version, timeout_s=0) is new
+            with pytest.raises(VersionRegressedError, match="no longer in it"):
+                follower.take(2, history=old.history, timeout_s=IN_TIME_S)
+            follower.release()
+    said = [record for record in caplog.records if "of another run" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"]
+
+
+def test_what_is_taken_outlives_its_store(store: Path, sender: dbuffer.WeightSender) -> None:
+    publish(sender, 1)
+    with staging(store) as follower:
+        taken = follower.take(timeout_s=IN_TIME_S)
+        shutil.rmtree(store)
+        assert_whole(taken, 1)
+        follower.release(applied=1)
+
+
+@pytest.mark.parametrize("copy", [False, pytest.param(True)])
+def test_tensors_without_elements(store: Path, sender: dbuffer.WeightSender, copy: bool) -> None:
+    sender.send({"nothing": torch.empty(0, 3)})
+    with staging(store, copy=copy) as follower:
+        assert follower.take(timeout_s=IN_TIME_S).tensors["nothing"].shape == (0, 3)
+
+
+def test_damage_between_checking_and_copying_is_seen(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    """What is handed out is what was checked, where it is a copy: not what it was copied from."""
+    publish(sender, 1)
+
+    def damage_it(snapshot: Any) -> None:
+        flip(file_of(store, 1))
+
+    with staging(store, copy=True, verify=True, check=damage_it) as follower:
+        with pytest.raises(StoreCorruptError):
+            follower.take(timeout_s=IN_TIME_S)
+
+
+def test_a_pointer_that_is_away_for_a_while_leaves_no_problem_and_what_is_staged(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+) -> None:
+    """Nothing new is published afterwards: what was staged before is still all there is."""
+    publish(sender, 1)
+    with staging(store) as follower:
+        wait_until_staged(store, 1)
+        (store / "CURRENT").rename(store / "tmp" / "CURRENT")
+        with pytest.raises(VersionRegressedError):
+            follower.take(2, timeout_s=IN_TIME_S)
+        record = wait_for_problem(store)
+        assert (record.problem_version, record.staged_version) == (None, 1)
+        (store / "tmp" / "CURRENT").rename(store / "CURRENT")
+        wait_until(lambda: record_in(store).problem is None)
+        assert record_in(store).staged_version == 1
+        assert_whole(follower.take(timeout_s=0), 1)
+
+
+def test_while_the_pointer_is_away_nothing_older_is_the_newest(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store) as follower:
+        wait_until_staged(store, 2)
+        follower.take(1, timeout_s=IN_TIME_S)
+        (store / "CURRENT").unlink()
+        follower.release()
+        with pytest.raises(VersionRegressedError, match="from version 2 to 0"):
+            follower.take(timeout_s=IN_TIME_S)
+
+
+@contextlib.contextmanager
+def gate_before_staging(version: int) -> Iterator[Gate]:
+    """Stop the stager's thread when it has found a version, and has not opened it."""
+    gate = Gate(SMALL)
+    make_room = Stager._make_room
+
+    def make_room_later(self: Stager, found: int) -> bool:
+        if found == version and not gate.open.is_set():
+            gate.reached.set()
+            assert gate.open.wait(IN_TIME_S)
+        return make_room(self, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stager, "_make_room", make_room_later)
+        yield gate
+
+
+def test_a_problem_is_that_of_the_version_which_was_opened(
+    store: Path, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Version 1 is found, and by the time that it is opened version 3 is there, and damaged."""
+    with gate_before_staging(1) as gate, staging(store, verify=True) as follower:
+        publish(sender, 1)
+        assert gate.reached.wait(IN_TIME_S)
+        publish(sender, 2)
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 3)
+        gate.open.set()
+        assert wait_for_problem(store).problem_version == 3
+        with pytest.raises(VersionError, match="version 1 is no longer in"):
+            follower.take(1, timeout_s=IN_TIME_S)
+    told = [entry.getMessage() for entry in caplog.records if "damaged" in entry.message]
+    assert told
+    assert all("staging version 3 of" in line for line in told), told
+
+
+def test_who_takes_what_was_just_mended_hears_nothing_of_the_try_before(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    gate = Gate(SMALL, ValueError("as it was before"))
+    publish(sender, 1)
+    with staging(store, check=lambda snapshot: gate(snapshot)) as follower:
+        assert gate.reached.wait(IN_TIME_S)
+        before, gate = gate, Gate(OTHER)
+        later = threading.Timer(0.1, before.open.set)
+        later.start()
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+        later.join()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_pinned_memory_without_a_gpu_is_a_problem_and_no_crash(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store, pin_memory=True) as follower:
+        assert wait_for_problem(store).problem_version == 1
+        with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda|nvidia"):
+            follower.take(timeout_s=IN_TIME_S)
+
+
+# ---------------------------------------------------------------------------------------------
+# What it leaves behind, and what it costs
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@contextlib.contextmanager
+def leaving_nothing(store: Path) -> Iterator[None]:
+    """No thread, no descriptor and no record is left of a stager that was closed in the block."""
+    gc.collect()  # what other tests have left
+    before = threading.active_count(), open_descriptors()
+    yield
+    # What other tests had begun may end meanwhile, and what was closed here takes its moment.
+    wait_until(lambda: threading.active_count() <= before[0] and open_descriptors() <= before[1])
+    assert not list((store / "receivers").glob("*"))
+
+
+@both_modes
+def test_close_while_nothing_is_there(store: Path, copy: bool) -> None:
+    with leaving_nothing(store), staging(store, copy=copy):
+        pass
+
+
+@both_modes
+@pytest.mark.parametrize("is_taken", [False, True], ids=["staged", "taken"])
+def test_close_while_a_version_is_staged_or_taken(store: Path, copy: bool, is_taken: bool) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    with leaving_nothing(store), staging(store, copy=copy) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        if not is_taken:
+            follower.release()
+
+
+def test_close_while_it_stages(store: Path) -> None:
+    gate = Gate(SMALL)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    later = threading.Timer(0.1, gate.open.set)
+    with leaving_nothing(store):
+        with staging(store, check=gate):
+            assert gate.reached.wait(IN_TIME_S)
+            later.start()
+        later.join()
+
+
+def test_close_while_a_damaged_version_waits_for_its_next_try(store: Path) -> None:
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 1)
+    with leaving_nothing(store):
+        with staging(store, verify=True):
+            wait_for_problem(store)
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+
+
+def test_close_ends_a_take_and_may_be_called_twice(store: Path) -> None:
+    with staging(store) as follower:
+        later = threading.Timer(0.1, follower.close)
+        later.start()
+        with pytest.raises(ClosedError, match="is closed"):
+            follower.take(timeout_s=IN_TIME_S)
+        later.join()
+        follower.close()
+        follower.release()
+        with pytest.raises(ClosedError, match=re.escape(str(store))):
+            follower.take(timeout_s=IN_TIME_S)
+
+
+def test_close_does_not_wait_for_a_version_that_was_asked_for(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    with staging(store, poll_interval_s=8.0) as follower:
+        with pytest.raises(WaitTimeoutError):
+            follower.take(2, timeout_s=0.2)
+        started = time.monotonic()
+        follower.close()
+        assert time.monotonic() - started < 5
+
+
+@both_modes
+def test_neither_threads_nor_descriptors_pile_up(store: Path, copy: bool) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=0.01, checksum=True) as sender,
+        staging(store, copy=copy, verify=True) as follower,
+    ):
+        counts = []
+        for version in range(1, 31):
+            pattern = (SMALL, SMALL, OTHER)[version % 3]
+            kind = flip if version % 5 == 0 else lambda path: None
+            with damaged_before_it_is_seen(kind):
+                sender.send(pattern.weights(version))
+            with contextlib.suppress(StoreCorruptError):
+                follower.take(timeout_s=IN_TIME_S)
+            follower.release(applied=version)
+            counts.append((threading.active_count(), open_descriptors()))
+        threads, descriptors = zip(*counts, strict=True)
+        assert max(threads[10:]) <= max(threads[:10])
+        # One or two are open for a moment, whenever it looks at the store.
+        assert max(descriptors[10:]) <= max(descriptors[:10]) + 3
+
+
+def test_a_version_that_failed_is_let_go_of(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error's traceback would keep its mapping, and with it the room of a removed file."""
+    gc.disable()  # as good as an engine's, which collects seldom
+    try:
+        with staging(store, verify=True) as follower:
+            with damaged_before_it_is_seen(flip):
+                sender.send(OTHER.weights(1))
+            wait_for_problem(store)
+            file = str(file_of(store, 1))
+            publish(sender, 2, 3)
+            wait_until_staged(store, 3)
+            assert not Path(file).exists()
+            assert file not in Path("/proc/self/maps").read_text()
+            assert follower.stats["failures"] >= 1
+    finally:
+        gc.enable()
+
+
+def test_a_fork_keeps_no_lock_and_takes_no_record_away(store: Path) -> None:
+    with Child(fork_with_stager, store) as child:
+        assert child.receive() == {"publish": "quick", "record": "there", "follows": True}
+
+
+def fork_with_stager(connection: Connection, store: Path) -> None:
+    """Fork while a version is taken; let the fork close what it inherited, and stay alive."""
+    with dbuffer.WeightSender(store, reader_timeout_s=30) as sender, staging(store) as follower:
+        publish(sender, 1)
+        follower.take(timeout_s=IN_TIME_S)
+        ready, theirs = os.pipe()
+        if (pid := os.fork()) == 0:
+            follower.close()
+            os.write(theirs, b".")
+            threading.Event().wait(60)
+            os._exit(0)
+        os.read(ready, 1)
+        has_record = any((store / "receivers").glob("rank.*.json"))
+        follower.release(applied=1)
+        publish(sender, 2)
+        seconds = sender.send(SMALL.weights(3)).duration_s
+        result = {
+            "publish": "quick" if seconds < 5 else f"{seconds} s",
+            "record": "there" if has_record else "gone",
+            "follows": follower.take(at_least=2, timeout_s=IN_TIME_S).version >= 2,
+        }
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    connection.send(result)
+
+
+VERSION_BYTES = 48 << 20
+
+
+def large(layout: int) -> dict[str, torch.Tensor]:
+    numel = VERSION_BYTES // (4 + layout)
+    return {f"layers.{i}": torch.zeros(numel, dtype=torch.uint8) for i in range(4 + layout)}
+
+
+def private_bytes() -> int:
+    """Memory that is this process's own: no file's, and shared with nobody."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+class PeakMemory:
+    """The most private memory that was seen, looking every millisecond."""
+
+    def __init__(self) -> None:
+        self.before = private_bytes()
+        self.grown = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.001):
+            self.grown = max(self.grown, private_bytes() - self.before)
+
+
+def stage_large(connection: Connection, store: Path, copy: bool, num_versions: int) -> None:
+    with staging(store, copy=copy, num_threads=1) as follower:
+        with PeakMemory() as memory:
+            for version in range(1, num_versions + 1):
+                connection.send("next")
+                staged = follower.take(at_least=version, timeout_s=IN_TIME_S)
+                assert all(int(tensor.amax()) == 0 for tensor in staged.tensors.values())
+                del staged
+                follower.release(applied=version)
+        connection.send(memory.grown)
+
+
+@both_modes
+def test_mapping_takes_no_memory_and_copying_one_versions(store: Path, copy: bool) -> None:
+    layouts = (0, 0, 1, 2)
+    with (
+        dbuffer.WeightSender(store) as sender,
+        Child(stage_large, store, copy, len(layouts)) as child,
+    ):
+        for layout in layouts:
+            assert child.receive() == "next"
+            sender.send(large(layout))
+        grown = child.receive()
+    versions = grown / VERSION_BYTES
+    assert versions < 0.3 if not copy else 0.8 < versions < 1.3, versions
+
+
+def test_an_idle_stager_looks_at_the_store_once_a_poll_interval(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(sender, 1)
+    with staging(store, poll_interval_s=60.0):
+        wait_until_staged(store, 1)
+        looks: list[None] = []
+        pointer = DoubleBuffer.pointer
+        monkeypatch.setattr(
+            DoubleBuffer, "pointer", lambda self: looks.append(None) or pointer(self)
+        )
+        processor_s = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - processor_s < 0.5, "it spins"
+        assert len(looks) <= 2
+
+
+def use_unreadable_store(connection: Connection, directory: Path) -> None:
+    """As an ordinary user: publish, lock the directory for a while, publish again."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    store = directory / "store"
+    with dbuffer.WeightSender(store) as sender, staging(store) as follower:
+        publish(sender, 1)
+        follower.take(timeout_s=IN_TIME_S)
+        follower.release(applied=1)
+        directory.chmod(0)
+        wait_until(lambda: follower.stats["failures"] >= 2)
+        directory.chmod(0o700)
+        publish(sender, 2)
+        connection.send(follower.take(timeout_s=IN_TIME_S).version)
+
+
+def test_a_store_that_cannot_be_entered_for_a_while(shm_path: Path) -> None:
+    directory = shm_path / "other"
+    directory.mkdir()
+    shm_path.chmod(0o711)
+    if os.geteuid() == 0:
+        os.chown(directory, 65534, 65534)
+    with Child(use_unreadable_store, directory) as child:
+        assert child.receive() == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"copy": "never"},
+        {"copy": None},
+        {"receiver_id": "a/b"},
+        {"poll_interval_s": 0},
+        {"verify": "sometimes"},
+        {"num_threads": 0},
+    ],
+    ids=str,
+)
+def test_options_are_checked(store: Path, options: dict[str, Any]) -> None:
+    threads = threading.active_count()
+    with pytest.raises(OptionError, match=next(iter(options))):
+        stager_of(store, **options)
+    assert threading.active_count() == threads
+    assert not store.exists()
+
+
+def test_the_record_says_whose_it_is(store: Path, sender: dbuffer.WeightSender) -> None:
+    with staging(store):
+        record = record_in(store)
+        assert (record.receiver, record.pid) == ("rank", os.getpid())
+        assert record.applied_version is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Any order of all that
+
+
+class StagerMachine(RuleBasedStateMachine):
+    """A model that remembers what was published, what is damaged, what is taken and applied.
+
+    What the stager has ready at a moment is a matter of timing. No precondition may look at what
+    came of that, or a sequence would not be the same when it is tried again: a rule that may or
+    may not be given a version gives it back before it ends.
+    """
+
+    numbers = itertools.count()
+
+    @initialize(copy=st.booleans())
+    def begin(self, copy: bool) -> None:
+        name = f"dbuffer-test-stager-{os.getpid()}-{next(self.numbers)}"
+        self.store = SHARED_MEMORY / name
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(trouble, "_RETRY_MIN_S", 0.01)
+        self.patch.setattr(trouble, "_RETRY_MAX_S", 0.02)
+        self.sender = self.make_sender()
+        self.stager = self.make_stager(copy)
+        self.newest = 0
+        self.patterns: dict[int, Pattern] = {}
+        self.damaged: set[int] = set()
+        self.has_previous = False
+        self.pointer: bytes | None = None
+        self.taken: Staged | None = None
+        self.applied = 0
+
+    def make_sender(self) -> dbuffer.WeightSender:
+        return dbuffer.WeightSender(self.store, checksum=True, reader_timeout_s=0.02, num_threads=1)
+
+    def make_stager(self, copy: bool) -> Stager:
+        return stager_of(self.store, copy=copy, verify=True, num_threads=1, poll_interval_s=0.05)
+
+    def teardown(self) -> None:
+        if hasattr(self, "stager"):
+            self.stager.close()
+            self.sender.close()
+            self.patch.undo()
+            shutil.rmtree(self.store)
+
+    is_there = precondition(lambda self: self.pointer is None)
+    is_free = precondition(lambda self: self.taken is None)
+
+    def version_in(self, staged: Staged) -> int | None:
+        return self.patterns[staged.version].version_of(staged.tensors)
+
+    def release_whole(self, staged: Staged) -> None:
+        assert self.version_in(staged) == staged.version
+        self.stager.release()
+
+    # What a trainer does
+
+    def note_publication(self, pattern: Pattern) -> None:
+        self.newest += 1
+        self.patterns[self.newest] = pattern
+        self.damaged.discard(self.newest - 2)
+        self.has_previous = self.newest > 1
+
+    @is_there
+    @rule(pattern=st.sampled_from([SMALL, OTHER]), is_damaged=st.booleans())
+    def publish(self, pattern: Pattern, is_damaged: bool) -> None:
+        with damaged_before_it_is_seen(flip if is_damaged else lambda path: None):
+            self.sender.send(pattern.weights(self.newest + 1))
+        self.note_publication(pattern)
+        if is_damaged:
+            self.damaged.add(self.newest)
+
+    @is_there
+    @rule()
+    def publish_a_stream_that_breaks_off(self) -> None:
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a", torch.ones(1)
+            raise KeyError("the trainer's own trouble")
+
+        with pytest.raises(KeyError):
+            self.sender.send(stream())
+        self.has_previous = False
+
+    @is_there
+    @rule()
+    def close_the_sender_and_open_one(self) -> None:
+        self.sender.close()
+        self.sender = self.make_sender()
+
+    # What befalls a store
+
+    @is_there
+    @precondition(lambda self: self.newest in self.damaged)
+    @rule()
+    def mend(self) -> None:
+        flip(file_of(self.store, self.newest))
+        self.damaged.discard(self.newest)
+
+    @is_there
+    @precondition(lambda self: self.newest)
+    @rule()
+    def remove_the_pointer(self) -> None:
+        path = self.store / "CURRENT"
+        self.pointer = path.read_bytes()
+        path.unlink()
+
+    @precondition(lambda self: self.pointer is not None)
+    @rule()
+    def bring_the_pointer_back(self) -> None:
+        assert self.pointer is not None
+        beside = self.store / "tmp" / "CURRENT"
+        beside.write_bytes(self.pointer)
+        beside.chmod(0o600)
+        beside.replace(self.store / "CURRENT")
+        self.pointer = None
+
+    # What an engine does
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.newest)
+    @rule(by=st.sampled_from(["newest", "exactly", "at least"]))
+    def take_newest(self, by: str) -> None:
+        request = {"newest": {}, "exactly": {"version": self.newest}}
+        arguments = request.get(by, {"at_least": self.newest})
+        if self.newest in self.damaged:
+            with pytest.raises(StoreCorruptError, match=rf"version {self.newest} was damaged"):
+                self.stager.take(**arguments, timeout_s=IN_TIME_S)
+        else:
+            self.taken = self.stager.take(**arguments, timeout_s=IN_TIME_S)
+            assert self.taken.version == self.newest >= self.applied
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.has_previous and self.newest - 1 not in self.damaged)
+    @rule()
+    def take_previous(self) -> None:
+        self.taken = self.stager.take(self.newest - 1, timeout_s=IN_TIME_S)
+        assert self.taken.version == self.newest - 1
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.newest > 1)
+    @rule(age=st.integers(1, 3))
+    def take_what_may_be_gone(self, age: int) -> None:
+        # Gone from its buffer, it may still be ready, and whole.
+        version = max(1, self.newest - age)
+        try:
+            staged = self.stager.take(version, timeout_s=IN_TIME_S)
+        except VersionError:
+            assert version < self.newest - 1 or not self.has_previous
+        except StoreCorruptError as error:
+            assert version in self.damaged
+            assert f"version {version} was damaged" in str(error)
+        else:
+            assert staged.version == version
+            self.release_whole(staged)
+
+    @is_there
+    @is_free
+    @rule(by=st.sampled_from(["version", "at_least"]))
+    def take_what_never_comes(self, by: str) -> None:
+        with pytest.raises(WaitTimeoutError):
+            self.stager.take(**{by: self.newest + 1}, timeout_s=0.01)
+
+    @is_there
+    @is_free
+    @rule(pattern=st.sampled_from([SMALL, OTHER]), num_versions=st.integers(1, 3))
+    def take_while_versions_are_published(self, pattern: Pattern, num_versions: int) -> None:
+        before = self.newest
+        versions = range(before + 1, before + 1 + num_versions)
+        sender = threading.Thread(
+            target=lambda: [self.sender.send(pattern.weights(version)) for version in versions]
+        )
+        sender.start()
+        try:
+            staged = self.stager.take(at_least=before + 1, timeout_s=IN_TIME_S)
+        finally:
+            sender.join()
+            for _ in versions:
+                self.note_publication(pattern)
+        assert staged.version in versions
+        self.release_whole(staged)
+
+    @is_free
+    @precondition(lambda self: self.pointer is not None)
+    @rule(by=st.sampled_from(["newest", "exactly", "at least"]))
+    def take_while_the_pointer_is_away(self, by: str) -> None:
+        """What is ready is given, or what is wrong is said; and nothing else is taken for it."""
+        request = {"newest": {}, "exactly": {"version": self.newest}}
+        arguments = request.get(by, {"at_least": self.newest})
+        try:
+            staged = self.stager.take(**arguments, timeout_s=0.05)
+        except DBufferError:
+            return
+        assert staged.version == self.newest or by == "newest"
+        assert staged.version >= self.applied
+        self.release_whole(staged)
+
+    @precondition(lambda self: self.taken is not None)
+    @rule(is_applied=st.booleans())
+    def release(self, is_applied: bool) -> None:
+        assert self.taken is not None
+        version, self.taken = self.taken.version, None
+        self.stager.release(applied=version if is_applied else None)
+        self.applied = version if is_applied else self.applied
+
+    @rule(copy=st.booleans())
+    def close_the_stager_and_make_one(self, copy: bool) -> None:
+        self.taken = None
+        self.stager.close()
+        assert not any((self.store / "receivers").glob("rank.*.json"))
+        self.stager = self.make_stager(copy)
+        self.applied = 0
+
+    # What must be so
+
+    @is_there
+    @is_free
+    @rule()
+    def what_the_record_says_comes_true(self) -> None:
+        """The newest is staged unasked, or it is told what is wrong with it; nothing else is."""
+        if self.newest in self.damaged:
+            told = (self.newest, "StoreCorruptError")
+
+            def reported() -> tuple[int | None, str]:
+                record = record_in(self.store)
+                return record.problem_version, str(record.problem).split(":")[0]
+
+            wait_until(lambda: reported() == told)
+            assert record_in(self.store).problem_version == self.newest
+            return
+        wait_until(lambda: record_in(self.store).problem is None)
+        if self.newest > self.applied:
+            wait_until_staged(self.store, self.newest)
+
+    @invariant()
+    def what_is_taken_is_whole(self) -> None:
+        if getattr(self, "taken", None) is not None:
+            assert self.version_in(self.taken) == self.taken.version
+
+
+TestStager = StagerMachine.TestCase
+TestStager.settings = settings(max_examples=1_000 if is_soak() else 25, stateful_step_count=20)
+TestStager.pytestmark = [pytest.mark.soak]
+
+
+LARGE = Pattern(num_tensors=4, numel=1 << 21)
+LARGE_BYTES = 64 << 20
+
+
+def stage_with_little_memory(connection: Connection, store: Path) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    # Room for a mapping of the version, and for no copy.
+    resource.setrlimit(resource.RLIMIT_AS, (used + LARGE_BYTES * 7 // 4, before[1]))
+    with staging(store, copy=True, num_threads=1) as made:
+        try:
+            made.take(timeout_s=IN_TIME_S)
+        except Exception as error:
+            connection.send((type(error), str(error)))
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        connection.send(made.take(timeout_s=IN_TIME_S).version)
+
+
+def test_memory_that_there_is_not_is_told(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(LARGE.weights(1))
+    with Child(stage_with_little_memory, store) as child:
+        kind, message = child.receive()
+        assert kind is StoreAccessError
+        assert re.search(r"cannot allocate \d+ bytes of memory", message)
+        assert child.receive() == 1

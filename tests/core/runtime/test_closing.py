@@ -1,0 +1,557 @@
+"""Closing while another thread publishes; and what a forked child does with what it inherited."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pytest
+import torch
+
+from dbuffer import LazyTensor, ResidentModel, ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer.errors import ClosedError, StoreBusyError
+from dbuffer.io.copier import Copier
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.publish.draft import Draft
+from dbuffer.receive.stager import Stager
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.writer import BufferWriter
+from tests.support.children import Child
+from tests.support.patterns import newest
+from tests.support.stores import assert_tidy
+from tests.support.waiting import TIMEOUT_S
+from tests.support.worlds import World
+
+HANGS_S = 0.3
+"""How long who must wait is watched waiting."""
+
+
+class Gate:
+    """Holds up the thread that comes to it until it is opened."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+        self._open = threading.Event()
+
+    def pass_through(self) -> None:
+        self.has_come.set()
+        assert self._open.wait(TIMEOUT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def tensor(self) -> torch.Tensor:
+        self.pass_through()
+        return torch.arange(100_000.0)
+
+
+class InThread(threading.Thread):
+    """Runs a function; its result, or what it raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._function()
+        except Exception as error:
+            self.result = error
+
+    def outcome(self) -> Any:
+        self.join(TIMEOUT_S)
+        assert not self.is_alive()
+        return self.result
+
+
+def gated(gate: Gate) -> dict[str, Any]:
+    """Weights of which the second stops in the middle of a publish."""
+    return {
+        "first": torch.ones(1000),
+        "second": LazyTensor(torch.float32, (100_000,), gate.tensor),
+        "third": torch.ones(1000),
+    }
+
+
+def stream(gate: Gate) -> Iterator[tuple[str, Any]]:
+    return iter(gated(gate).items())
+
+
+@contextlib.contextmanager
+def unrelated_files(directory: Path) -> Iterator[list[BinaryIO]]:
+    """Files that take every number that has become free."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context((directory / f"unrelated-{n}").open("w+b")) for n in range(16)]
+
+
+def close_in_the_middle(
+    publish: Callable[[], Any], close: Callable[[], None], gate: Gate, directory: Path
+) -> Any:
+    """What the publish came to during which another thread closed; nothing went elsewhere."""
+    publishing = InThread(publish)
+    assert gate.has_come.wait(TIMEOUT_S)
+    closing = InThread(close)
+    closing.join(HANGS_S)
+    did_wait = closing.is_alive()
+    with unrelated_files(directory) as files:
+        gate.open()
+        outcome = publishing.outcome()
+        assert closing.outcome() is None
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
+    assert did_wait
+    return outcome
+
+
+# Closing while another thread publishes
+
+
+@pytest.mark.parametrize("make", [gated, stream])
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_close_waits_for_a_send_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, make: Any, mount: str
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    gate = Gate()
+    sender = WeightSender(store, checksum=True)
+    published = close_in_the_middle(lambda: sender.send(make(gate)), sender.close, gate, tmp_path)
+    assert published.version == 1
+    with WeightReceiver(store, verify=True) as receiver, receiver.open() as snapshot:
+        assert torch.equal(snapshot.tensors["second"], torch.arange(100_000.0))
+    with pytest.raises(ClosedError):
+        sender.send({"a": torch.ones(1)})
+
+
+def test_close_waits_for_a_publish_of_a_resident_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
+) -> None:
+    gate = Gate()
+    commit = BufferWriter.commit
+
+    def commit_later(*arguments: Any, **described: Any) -> None:
+        gate.pass_through()
+        commit(*arguments, **described)
+
+    model = torch.nn.Linear(300, 300)
+    resident = ResidentModel(model, store)
+    monkeypatch.setattr(BufferWriter, "commit", commit_later)
+    published = close_in_the_middle(resident.publish, resident.close, gate, tmp_path)
+    assert published.version == 1
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert torch.equal(snapshot.tensors["weight"], model.weight)
+    assert_tidy(store)
+
+
+def send_and_close(rank: int, store: Path, directory: Path) -> int:
+    gate = Gate()
+    sender = ShardedWeightSender(store)
+    here = directory / f"rank-{rank}"
+    here.mkdir()
+    publication = close_in_the_middle(lambda: sender.send(gated(gate)), sender.close, gate, here)
+    version: int = publication.version
+    return version
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_close_waits_for_a_sharded_send(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, mount: str
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    with World(tmp_path, 1) as world:
+        assert world.run(send_and_close, store, tmp_path) == [1]
+
+
+def test_closed_from_inside_a_send_it_closes_when_that_ends(store: Path) -> None:
+    """By a callback, or by a signal handler on top of it, in the very thread."""
+    sender = WeightSender(store)
+    weights = {"lazy": LazyTensor(torch.float32, (4,), lambda: torch.ones(4))}
+    assert sender.send(weights, progress=lambda *_: sender.close()).version == 1
+    with pytest.raises(ClosedError):
+        sender.send(weights)
+    WeightSender(store).close()
+
+
+def test_a_send_inside_a_send_is_refused(store: Path) -> None:
+    outcomes: list[Any] = []
+
+    def make() -> torch.Tensor:
+        with pytest.raises(StoreBusyError) as caught:
+            sender.send({"other": torch.ones(1)})
+        outcomes.append(caught.value)
+        return torch.ones(4)
+
+    with WeightSender(store) as sender:
+        assert sender.send({"lazy": LazyTensor(torch.float32, (4,), make)}).version == 1
+        assert sender.send({"lazy": torch.ones(4)}).version == 2
+    assert len(outcomes) == 1
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_a_closed_writer_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, mount: str
+) -> None:
+    """The second line: whoever closed it, the claim's file is not written by its number."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    sender = WeightSender(store)
+
+    def make() -> torch.Tensor:
+        sender._writer.close()
+        return torch.ones(1000)
+
+    with unrelated_files(tmp_path) as files:
+        with pytest.raises(ClosedError):
+            sender.send({"a": torch.ones(4), "b": LazyTensor(torch.float32, (1000,), make)})
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
+    sender.close()
+    assert newest(store) is None
+
+
+def test_work_for_closed_threads_is_refused() -> None:
+    copier = Copier(2)
+    copier.close()
+    with pytest.raises(ClosedError):
+        copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
+
+
+def test_closing_threads_waits_for_what_they_do() -> None:
+    gate, done = Gate(), []
+    copier = Copier(2)
+
+    def work(first: int, _end: int) -> None:
+        if threading.current_thread().name.startswith("dbuffer-copy"):
+            gate.pass_through()
+        else:
+            assert gate.has_come.wait(TIMEOUT_S)
+        done.append(first)
+
+    working = InThread(lambda: copier.in_parallel(work, [(0, 1), (1, 2)]))
+    assert gate.has_come.wait(TIMEOUT_S)
+    closing = InThread(copier.close)
+    closing.join(HANGS_S)
+    assert closing.is_alive()
+    gate.open()
+    assert closing.outcome() is None
+    assert working.outcome() is None
+    assert sorted(done) == [0, 1]
+
+
+# Forks
+
+
+def in_a_fork(body: Callable[[], None]) -> int:
+    """Run it in a forked child, which is killed if it hangs; how that ended."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            body()
+            os._exit(0)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_during_a_send(connection: Connection, store: Path) -> None:
+    gate = Gate()
+    sender = WeightSender(store)
+    publishing = InThread(lambda: sender.send(gated(gate)))
+    assert gate.has_come.wait(TIMEOUT_S)
+
+    def use_in_child() -> None:
+        with pytest.raises(ClosedError):
+            sender.send({"a": torch.ones(1)})
+        sender.close()
+
+    connection.send(in_a_fork(use_in_child))
+    gate.open()
+    connection.send(publishing.outcome().version)
+    connection.send(sender.send({"a": torch.ones(1)}).version)
+    sender.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_forked_during_a_send_neither_sends_nor_hangs(store: Path) -> None:
+    with Child(fork_during_a_send, store) as child:
+        assert [child.receive() for _ in range(3)] == [0, 1, 2]
+
+
+def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
+    gate = Gate()
+    fill = Draft.fill
+
+    def fill_later(*arguments: Any) -> None:
+        gate.pass_through()
+        fill(*arguments)
+
+    sender = WeightSender(store)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    sender.guard(optimizer)
+    Draft.fill = fill_later  # type: ignore[method-assign]
+    pending = sender.send({"a": torch.ones(1)}, wait=False)
+    assert gate.has_come.wait(TIMEOUT_S)
+
+    def use_in_child() -> None:
+        optimizer.step()
+        with pytest.raises(ClosedError):
+            sender.send({"a": torch.ones(1)})
+        sender.close()
+
+    connection.send(in_a_fork(use_in_child))
+    gate.open()
+    connection.send(pending.wait(TIMEOUT_S).version)
+    sender.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_forked_while_a_version_is_pending_neither_sends_nor_hangs(store: Path) -> None:
+    with Child(fork_while_one_is_pending, store) as child:
+        assert [child.receive() for _ in range(2)] == [0, 1]
+
+
+def fork_during_a_publish(connection: Connection, store: Path) -> None:
+    gate = Gate()
+    commit = BufferWriter.commit
+
+    def commit_later(*arguments: Any, **described: Any) -> None:
+        gate.pass_through()
+        commit(*arguments, **described)
+
+    resident = ResidentModel(torch.nn.Linear(4, 4), store)
+    BufferWriter.commit = commit_later  # type: ignore[method-assign]
+    publishing = InThread(resident.publish)
+    assert gate.has_come.wait(TIMEOUT_S)
+
+    def use_in_child() -> None:
+        with pytest.raises(ClosedError):
+            resident.publish()
+        resident.close()
+
+    connection.send(in_a_fork(use_in_child))
+    gate.open()
+    connection.send(publishing.outcome().version)
+    resident.close()
+
+
+def test_a_child_forked_during_a_publish_of_a_resident_model(store: Path) -> None:
+    with Child(fork_during_a_publish, store) as child:
+        assert [child.receive() for _ in range(2)] == [0, 1]
+
+
+def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:
+    """Whether a receiver sees a version when it comes, and not when its time is over."""
+    newest = receiver.wait_for_version(0, timeout_s=0)
+    started = time.monotonic()
+    waiting = InThread(lambda: receiver.wait_for_version(newest, timeout_s=12))
+    waiting.join(HANGS_S)
+    sender.send({"a": torch.ones(1)})
+    assert waiting.outcome() is not None
+    return time.monotonic() - started < 9
+
+
+def close_a_receiver_in_a_fork(connection: Connection, store: Path) -> None:
+    with (
+        WeightSender(store) as sender,
+        WeightReceiver(store, poll_interval_s=60) as receiver,
+    ):
+        sender.send({"a": torch.ones(1)})
+        assert receiver.wait_for_version(0, timeout_s=TIMEOUT_S) == 1
+        # If this one fails, the machine has no inotify to give, and the fork is not to blame.
+        connection.send(is_woken(receiver, sender))
+        connection.send(in_a_fork(receiver.close))
+        connection.send(is_woken(receiver, sender))
+
+
+def test_a_child_that_closes_its_copy_of_a_receiver_leaves_the_parents_watch(store: Path) -> None:
+    with Child(close_a_receiver_in_a_fork, store) as child:
+        assert [child.receive() for _ in range(3)] == [True, 0, True]
+
+
+def copy_in_a_fork(connection: Connection, store: Path) -> None:
+    weights = {str(n): torch.full((1000,), float(n)) for n in range(8)}
+    with (
+        WeightSender(store) as sender,
+        WeightReceiver(store, num_threads=2) as receiver,
+    ):
+        sender.send(weights)
+        with receiver.open() as snapshot:
+            snapshot.copy()  # its threads have begun, and are not in the child
+
+            def copy_in_child() -> None:
+                assert torch.equal(snapshot.copy()["7"], weights["7"])
+
+            connection.send(in_a_fork(copy_in_child))
+
+
+def test_a_snapshot_can_be_copied_in_a_forked_child(store: Path) -> None:
+    with Child(copy_in_a_fork, store) as child:
+        assert child.receive() == 0
+
+
+def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path: Path) -> None:
+    first = Descriptor(os.open(tmp_path / "first", os.O_CREAT | os.O_RDWR))
+    number = first.number
+    first.close()
+    second = Descriptor(os.open(tmp_path / "second", os.O_CREAT | os.O_RDWR))
+    assert second.number == number
+    with pytest.raises(ClosedError):
+        os.write(first.number, b"not here")
+    second.close()
+
+
+def fork_a_stager(connection: Connection, store: Path) -> None:
+    with WeightSender(store) as sender:
+        sender.send({"a": torch.ones(1)})
+        stager = Stager(WeightReceiver(store, receiver_id="stager"))
+        stager.take(timeout_s=TIMEOUT_S)
+
+        def use_in_child() -> None:
+            with pytest.raises(ClosedError):
+                stager.take(timeout_s=0)
+            stager.close()
+
+        with stager._condition:
+            connection.send(in_a_fork(use_in_child))
+        stager.close()
+
+
+def test_a_stager_hangs_in_no_forked_child(store: Path) -> None:
+    with Child(fork_a_stager, store) as child:
+        assert child.receive() == 0
+
+
+# An interrupt in the middle of a copy that several threads make
+
+
+def interrupted_while_others_work(copier: Copier, times: int) -> list[str]:
+    """What happens in a call that is interrupted while another thread is in the middle of it."""
+    gate, log = Gate(), []
+    main = threading.get_ident()
+
+    def interrupt_again() -> None:
+        for _ in range(times - 1):
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)
+        gate.open()
+
+    def work(_first: int, _end: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert gate.has_come.wait(TIMEOUT_S)
+            # One thread for all: an interrupt may come before this one could start a second.
+            threading.Thread(target=interrupt_again).start()
+            raise KeyboardInterrupt
+        gate.pass_through()
+        log.append("written")
+
+    with pytest.raises(KeyboardInterrupt):
+        copier.in_parallel(work, [(n, n + 1) for n in range(copier.num_threads)])
+    log.append("raised")
+    return log
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_nobody_copies_on_when_an_interrupt_has_left_the_call(times: int) -> None:
+    """Not after a second one either, which comes while the first waits for the other thread."""
+    copier = Copier(2)
+    assert interrupted_while_others_work(copier, times) == ["written", "raised"]
+    done: list[int] = []
+    copier.in_parallel(lambda first, _: done.append(first), [(0, 1), (1, 2)])
+    assert sorted(done) == [0, 1]
+    copier.close()
+
+
+def test_an_error_in_another_thread_is_raised() -> None:
+    copier = Copier(2)
+    gate = Gate()
+
+    def work(_first: int, _end: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert gate.has_come.wait(TIMEOUT_S)
+            return
+        gate.has_come.set()
+        raise OSError("here")
+
+    with pytest.raises(OSError, match="here"):
+        copier.in_parallel(work, [(0, 1), (1, 2)])
+    copier.close()
+
+
+class Streams:
+    """As CUDA keeps them: which is current is a thread's own affair. No GPU was there to ask."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._own = threading.local()
+        for name, stub in (
+            ("is_initialized", lambda: True),
+            ("device_count", lambda: 2),
+            ("current_stream", self.current),
+            ("default_stream", lambda device: Stream(device, "default")),
+            ("stream", self.switched),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stub)
+
+    def current(self, device: int) -> Stream:
+        found: Stream = getattr(self._own, str(device), Stream(device, "default"))
+        return found
+
+    @contextlib.contextmanager
+    def switched(self, stream: Stream) -> Iterator[None]:
+        before = self.current(stream.device)
+        setattr(self._own, str(stream.device), stream)
+        yield
+        setattr(self._own, str(stream.device), before)
+
+
+class Stream(NamedTuple):
+    device: int
+    name: str
+
+
+def test_other_threads_copy_on_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    copier, gate, seen = Copier(2), Gate(), set()
+
+    def work(_first: int, _end: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert gate.has_come.wait(TIMEOUT_S)
+            return
+        seen.add(tuple(streams.current(device).name for device in range(2)))
+        gate.has_come.set()
+
+    for name in ("side", "default"):
+        gate.has_come.clear()
+        seen.clear()
+        with streams.switched(Stream(1, name)):
+            copier.in_parallel(work, [(0, 1), (1, 2)])
+        assert seen == {("default", name)}
+    copier.close()
+
+
+def test_nothing_can_be_handed_to_a_spawned_process(tmp_path: Path) -> None:
+    """A spawned child gets what pickles; it must not get half of a sender."""
+    weights = {"a": torch.ones(4)}
+    with (
+        WeightSender(tmp_path / "store") as sender,
+        WeightReceiver(tmp_path / "store") as receiver,
+        Mirror(tmp_path / "store", tmp_path / "mirror") as mirror,
+        ResidentModel(torch.nn.Linear(2, 2), tmp_path / "resident") as resident,
+    ):
+        pending = sender.send(weights, wait=False)
+        pending.wait()
+        with receiver.open() as snapshot:
+            for mine in (sender, receiver, mirror, resident, pending, snapshot):
+                with pytest.raises(ClosedError, match=f"a {type(mine).__name__} belongs to"):
+                    ForkingPickler.dumps(mine)
+            (tensor,) = pickle.loads(pickle.dumps(list(snapshot.tensors.values())))
+        sender.send({"a": torch.zeros(4)})
+        sender.send({"a": torch.zeros(4)})
+        assert tensor.tolist() == [1.0] * 4, "a copy"

@@ -1,0 +1,558 @@
+"""Who may live, and whose name it is: by processes, locks and time, in real PID namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dbuffer
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.store import filesystem, network_files
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.listing import _file_state
+from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
+from dbuffer.store.records import RecordFile
+from dbuffer.tools.commands.status import read_status
+from tests.support.children import Child
+from tests.support.moments import LOOKS, at_call
+from tests.support.namespaces import Boxed
+from tests.support.patterns import SMALL, newest, publish
+from tests.support.stores import weights_files
+from tests.support.waiting import until
+
+NAME = "boxed"
+SOON_S = 10.0
+
+MOUNTS = pytest.mark.parametrize("mount", ["local", "network"])
+
+
+@pytest.fixture
+def mount() -> str:
+    return "local"
+
+
+@pytest.fixture(autouse=True)
+def kind_of_mount(monkeypatch: pytest.MonkeyPatch, mount: str) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+
+
+def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
+        target = SMALL.empty()
+        assert receiver.load_into(target) is not None
+        connection.send(os.getpid())
+        connection.recv()
+
+
+def hold_and_stay(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver, receiver.hold_seen() as held:
+        connection.send(held is not None)
+        with contextlib.suppress(EOFError):
+            connection.recv()
+
+
+def history_of(store: Path) -> str | None:
+    pointer = DoubleBuffer(store).pointer()
+    assert pointer is not None
+    return pointer.history
+
+
+TOKEN = "0123456789abcdef"
+"""Of records that these tests write themselves."""
+
+
+def path_of(store: Path, name: str = NAME) -> Path:
+    [path] = (store / RECEIVERS_DIRECTORY).glob(f"{name}.*.json")
+    return path
+
+
+def is_alive(store: Path) -> bool:
+    [found] = [r for r in read_status(DoubleBuffer(store))["receivers"] if r["receiver"] == NAME]
+    return found["is_alive"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes of other containers
+
+
+@pytest.mark.parametrize("pid", [None, 1], ids=["a free number", "number 1"])
+def test_a_receiver_in_another_container_lives_until_it_ends(store: Path, pid: int | None) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Boxed(load_and_stay, store, pid=pid) as boxed:
+            boxed.receive()
+            publish(sender, 2)
+            assert is_alive(store)
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(2, receivers=[NAME], timeout_s=0.2)
+            boxed.kill()
+            assert not is_alive(store)
+            with pytest.raises(dbuffer.ReceiverFailedError, match=r"boxed .* ended, at version 1"):
+                sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
+
+
+@MOUNTS
+def test_a_mirror_names_the_reader_of_another_container_while_it_lives(
+    shm_path: Path, mount: str
+) -> None:
+    first, second, local = (shm_path / name for name in ("first", "second", "local"))
+    for store in (first, second):
+        with dbuffer.WeightSender(store) as sender:
+            publish(sender, 1)
+    with Mirror(first, local, num_threads=1).start() as mirror:
+        mirror.wait_until_current(SOON_S)
+    with Boxed(load_and_stay, local) as boxed:
+        boxed.receive()
+        with pytest.raises(dbuffer.OptionError, match=NAME):
+            Mirror(second, local, num_threads=1).start()
+        boxed.kill()
+    if mount == "network":
+        make_old(path_of(local))
+    with pytest.raises(dbuffer.OptionError) as refused:
+        Mirror(second, local, num_threads=1).start()
+    assert NAME not in str(refused.value)
+
+
+def make_old(path: Path) -> None:
+    """Let its owner have been silent for as long as makes it count as dead."""
+    then = time.time() - PRESUMED_DEAD_AFTER_S - 20
+    os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_what_another_container_reads_is_kept(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
+    with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
+        publish(sender, 1)
+        [file] = weights_files(store)["B"] + weights_files(store)["A"]
+        with Boxed(hold_and_stay, store) as boxed:
+            assert boxed.receive()
+            publish(sender, 2, 3, 4)
+            assert any(file in files for files in weights_files(store).values())
+            boxed.kill()
+            publish(sender, 5, 6)
+            assert any(file in files for files in weights_files(store).values())
+            make_old(path_of(store))
+            publish(sender, 7, 8)
+            assert not any(file in files for files in weights_files(store).values())
+
+
+def test_a_reader_in_another_container_is_named_when_it_is_evicted(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        publish(sender, 1)
+        with Boxed(hold_and_stay, store) as boxed:
+            assert boxed.receive()
+            publish(sender, 2, 3)
+    assert f"evicting receiver {NAME}" in caplog.text
+
+
+def test_a_number_that_another_process_has_by_now_is_dead() -> None:
+    here = Process.here()
+    assert here.started > 0
+    assert here.boot
+    assert not here.has_ended()
+    assert dataclasses.replace(here, started=here.started + 1).has_ended()
+    for elsewhere in ({"pid_namespace": 1}, {"boot": "another"}):
+        assert not dataclasses.replace(here, pid=2**22 + 1, **elsewhere).has_ended()
+
+
+def put(store: Path, **changes: Any) -> None:
+    fields: dict[str, Any] = dict(owner_fields())
+    fields |= {"receiver": NAME, "token": TOKEN, "applied_version": None, "held_version": None}
+    record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
+    DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
+
+
+@pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.parametrize("where", [{"boot": "a-b"}, {"pid_namespace": 1}], ids=["host", "box"])
+def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[str, Any]) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        put(store, **where)
+        assert is_alive(store)
+        then = time.time() - PRESUMED_DEAD_AFTER_S + 20
+        os.utime(path_of(store), (then, then))
+        assert is_alive(store)
+        make_old(path_of(store))
+        assert not is_alive(store)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended"):
+            sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_an_idle_receiver_touches_its_record(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
+    assert receiver.load_into(SMALL.empty()) == 1
+    path = path_of(store)
+    for _ in range(2):
+        make_old(path)
+        until("it is touched", lambda: time.time() - path.stat().st_mtime < 60)
+    del receiver  # and nothing is left that could be alive
+    make_old(path)
+    time.sleep(0.2)
+    assert time.time() - path.stat().st_mtime > 60
+
+
+# ---------------------------------------------------------------------------------------------
+# Several receivers of one id
+
+
+def applied_by(store: Path) -> list[int | None]:
+    """List the versions that the receivers of the name have applied, the last writer's last."""
+    return [record.applied_version for record in DoubleBuffer(store).records_of(NAME)]
+
+
+@MOUNTS
+def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Child(load_and_stay, store) as first:
+            pid = first.receive()
+            publish(sender, 2)
+            with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
+                target = SMALL.empty()
+                assert second.load_into(target) == 2
+                assert applied_by(store) == [1, 2]
+                status = read_status(DoubleBuffer(store))
+                assert {(r["receiver"], r["pid"]) for r in status["receivers"]} == {
+                    (NAME, pid),
+                    (NAME, os.getpid()),
+                }
+                sender.wait_applied(1, receivers=2, timeout_s=0)
+                for receivers in ([NAME], 2):
+                    with pytest.raises(dbuffer.WaitTimeoutError, match=f"{NAME} is at 1"):
+                        sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
+                first.signal(signal.SIGKILL)
+                first.wait()
+                sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+                with pytest.raises(dbuffer.WaitTimeoutError, match="1 of 2"):
+                    sender.wait_applied(2, receivers=2, timeout_s=0.2)
+        # Both have ended: the one that wrote last counts.
+        sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended, at version 2"):
+            sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
+
+
+@MOUNTS
+@pytest.mark.parametrize("way", ["closed", "dropped", "killed"])
+def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(
+    store: Path, mount: str, way: str
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        if way == "killed":
+            with Child(load_and_stay, store) as child:
+                child.receive()
+                child.signal(signal.SIGKILL)
+                child.wait()
+        else:
+            receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
+            assert receiver.load_into(SMALL.empty()) == 1
+            if way == "closed":
+                receiver.close()
+                assert not is_alive(store)
+            del receiver
+        publish(sender, 2)
+        with dbuffer.WeightReceiver(store, receiver_id=NAME) as newcomer:
+            assert newcomer.load_into(SMALL.empty()) == 2
+            assert applied_by(store) == [2]
+            sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+
+
+def test_an_id_that_begins_with_another_is_another_id(store: Path) -> None:
+    dbuffer.WeightSender(store).close()
+    names = (NAME, f"{NAME}.rank-0", f"{NAME}.{TOKEN}")
+    kept = [RecordFile(store, name) for name in names]
+    for version, record in enumerate(kept):
+        record.write(applied_version=version)
+    for version, name in enumerate(names):
+        assert [r.applied_version for r in DoubleBuffer(store).records_of(name)] == [version]
+
+
+def load_and_write_again(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver:
+        connection.send(receiver.load_into(SMALL.empty()))
+        while connection.recv():
+            receiver.record.write()
+            connection.send("written")
+
+
+@MOUNTS
+def test_a_container_that_was_restarted_takes_its_record_away_at_once(
+    store: Path, mount: str
+) -> None:
+    """Its host name and its process id are those of the one before it."""
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Boxed(load_and_write_again, store, pid=1) as first:
+            assert first.receive() == 1
+            # Else the second one's namespace may have its number.
+            kept = os.open(f"/proc/{first.boxed_pid}/ns/pid", os.O_RDONLY)
+            first.kill()
+        publish(sender, 2)
+        with Descriptor(kept), Boxed(load_and_write_again, store, pid=1) as second:
+            assert second.receive() == 2
+            assert applied_by(store) == [2]
+            sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+
+
+@MOUNTS
+def test_of_two_living_containers_that_are_alike_both_are_waited_for(
+    store: Path, mount: str
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with (
+            Boxed(load_and_write_again, store, pid=1) as first,
+            Boxed(load_and_write_again, store, pid=1) as second,
+        ):
+            assert first.receive() == second.receive() == 1
+            for boxed in (first, second):
+                boxed.send(True)
+                assert boxed.receive() == "written"
+            assert applied_by(store) == [1, 1]
+            sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_a_living_receiver_whose_record_was_removed_writes_it_again(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that could not see it took it for dead."""
+    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
+    dbuffer.WeightSender(store).close()
+    record = RecordFile(store, NAME)
+    record.write(applied_version=3)
+    record.path.unlink()
+    until("it is there again", lambda: applied_by(store) == [3])
+    record.close()
+
+
+@MOUNTS
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_an_interrupted_write_leaves_nothing_that_is_waited_for(
+    store: Path, mount: str, is_made_anew: bool
+) -> None:
+    """Whichever call it comes before, and whatever it has left open."""
+    dbuffer.WeightSender(store).close()
+    record = RecordFile(store, NAME)
+    interrupts = []
+    for number in itertools.count(1):
+        try:
+            # One in a finalizer is not raised; only a lock that is not closed matters.
+            at_call(number, interrupt, LOOKS if mount == "local" else LOOKS - {"close"})
+            record.write(applied_version=number)
+            break
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # and with it what its frames have in hand
+        finally:
+            sys.setprofile(None)
+        if is_made_anew:
+            record.close()
+            record = RecordFile(store, NAME)
+        record.write(applied_version=number)
+        assert applied_by(store) == [number]
+    assert len(interrupts) > 2
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def write_when_told(connection: Connection, store: Path, go: Path) -> None:
+    record = RecordFile(store, NAME)
+    connection.send(None)
+    while not go.exists():
+        pass
+    record.write()
+    connection.send(None)
+    connection.recv()
+
+
+@MOUNTS
+def test_several_that_start_at_once_have_a_record_each(
+    store: Path, mount: str, tmp_path: Path
+) -> None:
+    dbuffer.WeightSender(store).close()
+    go = tmp_path / "go"
+    put(store, started=1)  # a dead one's
+    with contextlib.ExitStack() as stack:
+        racers = [stack.enter_context(Child(write_when_told, store, go)) for _ in range(4)]
+        for racer in racers:
+            racer.receive()
+        go.touch()
+        for racer in racers:
+            racer.receive()
+        found = DoubleBuffer(store).records_of(NAME)
+        assert {record.pid for record in found} == {racer.pid for racer in racers}
+
+
+@MOUNTS
+def test_a_second_receiver_of_an_id_is_told_of(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dbuffer.WeightSender(store).close()
+    first, second = RecordFile(store, NAME), RecordFile(store, NAME)
+    first.write(applied_version=1)
+    second.write(applied_version=2)
+    second.write(applied_version=3)
+    assert applied_by(store) == [1, 3]
+    [entry] = [entry for entry in caplog.records if "another receiver" in entry.getMessage()]
+    assert entry.levelno == logging.WARNING
+    assert NAME in entry.getMessage()
+
+
+@MOUNTS
+def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: str) -> None:
+    remote, *nodes = (shm_path / name for name in ("remote", "node-1", "node-2"))
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(dbuffer.WeightSender(s)) for s in (remote, *nodes)]
+        publish(senders[0], 1)
+        kept = []
+        for node in nodes:
+            stack.callback(AcknowledgementRelay(DoubleBuffer(node), remote).close)
+            kept.append(RecordFile(node, NAME))
+            kept[-1].write(applied_version=1, history=history_of(remote))
+        senders[0].wait_applied(1, receivers=2, timeout_s=SOON_S)
+        assert applied_by(remote) == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------
+# Many
+
+
+NUM_RECORDS = 5000
+
+
+def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        for number in range(NUM_RECORDS):
+            put(store, receiver=f"r-{number}")
+        for path in (store / RECEIVERS_DIRECTORY).iterdir():
+            os.utime(path, (1e9, 1e9))
+        time.sleep(1.1)  # a file of this second is not trusted to stay as it is
+        reads: list[str] = []
+        real = filesystem.open_regular
+
+        def count(path: Path, *args: Any, **options: Any) -> filesystem.Descriptor:
+            if path.parent.name == RECEIVERS_DIRECTORY:
+                reads.append(path.name)
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(filesystem, "open_regular", count)
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            sender.wait_applied(1, receivers=1, timeout_s=0)
+        assert len(reads) <= NUM_RECORDS
+        reads.clear()
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            sender.wait_applied(1, receivers=1, timeout_s=0.5)
+        assert reads == []
+        put(store, receiver="r-77", applied_version=1, history=history_of(store))
+        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+        assert set(reads) == {f"r-77.{TOKEN}.json"}
+
+
+def test_what_changes_twice_within_a_tick_is_seen(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
+    dbuffer.WeightSender(store).close()
+    view = DoubleBuffer(store)
+    for version in range(100, 400):  # in place: the same inode, the same length
+        put(store, applied_version=version, updated_at=1.0)
+        assert [record.applied_version for record in view.receivers()] == [version]
+
+
+def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...] | None:
+    """As on a server that counts in seconds."""
+    times = {name: int(getattr(found, name)) for name in ("st_mtime", "st_ctime")}
+    times |= {f"{name}_ns": value * 10**9 for name, value in times.items()}
+    coarse = {"st_ino": found.st_ino, "st_size": found.st_size}
+    return _file_state(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
+
+
+def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.writer.FORGET_EVERY_S", 0.0)
+    names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Child(load_and_stay, store, None) as child:
+            child.receive()
+            [made_up] = names()
+            child.signal(signal.SIGKILL)
+            child.wait()
+        with Child(load_and_stay, store, "named") as child:
+            child.receive()
+        publish(sender, 2)
+        assert names() == {made_up, "named"}, "who waits for a version counts those that ended"
+        monkeypatch.setattr("dbuffer.store.writer.FORGET_EPHEMERAL_AFTER_S", 0.0)
+        with dbuffer.WeightReceiver(store) as living:
+            assert living.load_into(SMALL.empty()) == 2
+            publish(sender, 3)
+            assert names() == {living.receiver_id, "named"}
+
+
+# ---------------------------------------------------------------------------------------------
+# What is other people's
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_of_records_that_others_can_write_to_is_refused(store: Path, mode: int) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        (store / RECEIVERS_DIRECTORY).chmod(mode)
+        with (
+            dbuffer.WeightReceiver(store) as receiver,
+            pytest.raises(dbuffer.StoreAccessError, match=RECEIVERS_DIRECTORY),
+        ):
+            receiver.load_into(SMALL.empty())
+    with pytest.raises(dbuffer.StoreAccessError, match=RECEIVERS_DIRECTORY):
+        dbuffer.WeightSender(store)
+    dbuffer.WeightSender(store, allow_shared_store=True).close()
+
+
+def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    for name in ("theirs", "ours"):
+        put(store, receiver=name, applied_version=1, history=history_of(store))
+    for name in ("theirs", "ours"):
+        path_of(store, name).chmod(0o666 if name == "theirs" else 0o600)
+    with dbuffer.WeightSender(store) as sender:
+        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            sender.wait_applied(1, receivers=2, timeout_s=0.2)
+        publish(sender, 2)
+    file = f"theirs.{TOKEN}.json"
+    assert len([entry for entry in caplog.records if file in entry.getMessage()]) == 1
+    assert newest(store) == 2

@@ -1,0 +1,317 @@
+"""A network store whose pointer is away for a while: readers go by the manifests.
+
+Over NFSv3 it is away while it is replaced. What is found instead must be a version that was
+published, and never one below what this reader has seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.format.manifest import Manifest
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools import cli
+from tests.support.children import Child
+from tests.support.moments import Step, at_step, die, stop
+from tests.support.patterns import SMALL, newest, publish
+
+pytestmark = pytest.mark.usefixtures("network")
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        yield sender
+
+
+@pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with dbuffer.WeightReceiver(store, num_threads=1) as receiver:
+        yield receiver
+
+
+def load(receiver: dbuffer.WeightReceiver) -> int | None:
+    """Load the newest version, whole."""
+    target = SMALL.empty()
+    version = receiver.load_into(target)
+    assert version is None or SMALL.version_of(target) == version
+    return version
+
+
+def take_away(store: Path) -> None:
+    (store / "CURRENT").unlink()
+
+
+def test_the_first_version_waits_for_its_pointer(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    """With one manifest there is no telling whether it was published."""
+    publish(sender, 1)
+    take_away(store)
+    assert load(receiver) is None
+    assert receiver.wait_for_version(timeout_s=0) is None
+
+
+def test_a_new_reader_takes_the_older_version(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    """The other one may be on its way; this one was published for certain."""
+    publish(sender, 1, 2)
+    take_away(store)
+    assert load(receiver) == 1
+
+
+def test_a_reader_that_has_seen_the_newest_stays_there(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2)
+    assert load(receiver) == 2
+    take_away(store)
+    assert load(receiver) is None, "there is nothing newer, and nothing older is taken"
+    with receiver.open() as snapshot:
+        assert snapshot.version == SMALL.version_of(snapshot.tensors) == 2
+
+
+def test_a_reader_is_told_of_the_next_version_when_the_pointer_is_back(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2)
+    assert load(receiver) == 2
+    publish(sender, 3)
+    take_away(store)
+    assert load(receiver) is None, "version 2 is there still, and 3 may be on its way"
+    publish(sender, 4)
+    assert load(receiver) == 4
+
+
+def test_it_is_told_once(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publish(sender, 1, 2)
+    with caplog.at_level(logging.WARNING, "dbuffer"):
+        assert load(receiver) == 2
+        assert "going by" not in caplog.text
+        take_away(store)
+        for _ in range(3):
+            receiver.wait_for_version(timeout_s=0)
+            load(receiver)
+    told = [record for record in caplog.records if "going by its manifests" in record.message]
+    assert len(told) == 1
+    assert str(store) in told[0].message
+
+
+def test_a_store_that_was_emptied_is_no_pointer_on_its_way(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2, 3)
+    assert load(receiver) == 3
+    for name in ("CURRENT", "A/manifest.json", "B/manifest.json"):
+        (store / name).unlink()
+    with pytest.raises(dbuffer.VersionRegressedError, match="from version 3 to 0"):
+        load(receiver)
+
+
+def test_a_store_that_went_back_is_not_followed(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2)
+    kept = {
+        name: (store / name).read_bytes()
+        for name in ("CURRENT", "A/manifest.json", "B/manifest.json")
+    }
+    publish(sender, 3, 4)
+    assert load(receiver) == 4
+    for name, data in kept.items():
+        (store / name).write_bytes(data)
+    take_away(store)
+    with pytest.raises(dbuffer.VersionRegressedError, match="from version 4"):
+        load(receiver)
+
+
+def test_on_a_local_disk_the_pointer_alone_counts(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it is replaced in one step, so that one that is away was taken away."""
+    publish(sender, 1, 2)
+    take_away(store)
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    assert newest(store) is None
+
+
+def test_the_next_publish_brings_the_pointer_back(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2, 3)
+    take_away(store)
+    assert sender.send(SMALL.weights(4)).version == 4
+    assert load(receiver) == 4
+    take_away(store)
+    sender.close()
+    with dbuffer.WeightSender(store, num_threads=1) as again:
+        assert again.send(SMALL.weights(5)).version == 5
+    assert load(receiver) == 5
+
+
+# ---------------------------------------------------------------------------------------------
+# A publish under way
+
+
+def publish_up_to(
+    connection: Connection, store: Path, first: int, last: int, step: Step, action: Callable
+) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, *range(first, last))
+        at_step(step, action)
+        # Other bytes than the version that came about: who reads them, reads what was not.
+        sender.send(SMALL.weights(last + 1000), version=last)
+
+
+STEPS = {
+    "mark in place": Step("c_return", "replace", "manifest.json"),
+    "manifest in place": Step("c_return", "replace", "manifest.json", nth=2),
+    "before the pointer": Step("call", "replace_file", "CURRENT"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_version_that_is_not_published_is_not_read(store: Path, step: Step) -> None:
+    with Child(publish_up_to, store, 1, 4, step, stop) as child:
+        child.wait_until_stopped()
+        take_away(store)
+        version = newest(store)
+        # The one before the newest was overwritten when this publish began, so the newest it is:
+        # version 3; unless version 4 is whole, and 3 the lower of the two.
+        assert version == 3
+        child.signal(signal.SIGCONT)
+        assert child.wait() == 0
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 4
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_first_version_whose_writer_died_is_never_read(store: Path, step: Step) -> None:
+    """Not even once the next writer's first version is on its way."""
+    with Child(publish_up_to, store, 1, 1, step, die) as child:
+        assert child.wait() == -signal.SIGKILL
+    assert newest(store) is None
+    for next_step in STEPS.values():
+        with Child(publish_up_to, store, 1, 1, next_step, die) as child:
+            assert child.wait() == -signal.SIGKILL
+            assert newest(store) is None
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1)
+        assert newest(store) == 1
+        publish(sender, 2)
+        assert newest(store) == 2
+        take_away(store)
+        assert newest(store) == 1
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("look", [1, 2])
+def test_writer_that_comes_round_between_the_looks_at_two_manifests(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    look: int,
+) -> None:
+    """What is put together of two moments may be neither old nor new."""
+    publish(sender, 1, 2)
+    assert load(receiver) == 2
+    publish(sender, 3)
+    assert load(receiver) == 3
+    take_away(store)
+    read_manifest = DoubleBuffer.manifest
+    looks = 0
+
+    def look_and_publish(self: DoubleBuffer, buffer: str) -> Manifest | None:
+        nonlocal looks
+        found = read_manifest(self, buffer)
+        looks += 1
+        if looks == look:
+            with monkeypatch.context() as patch:
+                patch.setattr(DoubleBuffer, "manifest", read_manifest)
+                publish(sender, *range(4, 4 + times))
+                # And the next one has begun, and got as far as its mark.
+                with contextlib.suppress(KeyError):
+                    sender.send(broken())
+            take_away(store)
+        return found
+
+    monkeypatch.setattr(DoubleBuffer, "manifest", look_and_publish)
+    version = load(receiver)
+    assert looks >= 2
+    assert version is None or 3 < version <= 3 + times
+    monkeypatch.undo()
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    publish(sender, 10)
+    assert load(receiver) == 10
+
+
+def broken() -> Iterator[tuple[str, object]]:
+    raise KeyError("breaks off after the mark")
+    yield
+
+
+def test_unpublished_version_is_not_put_together_of_two_moments(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An old manifest of one buffer beside a manifest of the other that has no pointer yet."""
+    publish(sender, 1, 2, 3)
+    assert load(receiver) == 3
+    take_away(store)
+    read_manifest = DoubleBuffer.manifest
+    looks = 0
+
+    def look_and_publish(self: DoubleBuffer, buffer: str) -> Manifest | None:
+        nonlocal looks
+        found = read_manifest(self, buffer)
+        looks += 1
+        if looks == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(DoubleBuffer, "manifest", read_manifest)
+                publish(sender, 4)
+                patch.setattr(dbuffer.store.filesystem, "replace_file", all_but_the_pointer)
+                with pytest.raises(KeyError):
+                    publish(sender, 5)
+            take_away(store)
+        return found
+
+    replace_file = dbuffer.store.filesystem.replace_file
+
+    def all_but_the_pointer(path: Path, data: bytes, **options: object) -> None:
+        if path.name == "CURRENT":
+            raise KeyError("dies here")
+        replace_file(path, data, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DoubleBuffer, "manifest", look_and_publish)
+    assert load(receiver) in (None, 4)
+    assert looks >= 2
+
+
+def test_commands_go_by_the_manifests_too(
+    store: Path, sender: dbuffer.WeightSender, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(sender, 1, 2)
+    take_away(store)
+    for command in ("ls", "status", "verify"):
+        assert cli.run([command, str(store)]) == 0, command
+        assert "1" in capsys.readouterr().out

@@ -1,0 +1,1163 @@
+"""A publish and a read as on a network mount: files of their own, reads into memory, faults.
+
+``DBUFFER_MOUNT`` makes a local disk count as a network; what a network does to calls is put in
+their place. What real mounts do is tested in ``tests/lab``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import dbuffer
+from dbuffer.receive.stager import Stager
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import hold_version
+from dbuffer.store.medium import medium_of
+from dbuffer.tools import cli
+from tests.support.children import Child
+from tests.support.damage import flip_bit, weights_file
+from tests.support.moments import LOOKS, Step, at_call, at_step
+from tests.support.patterns import OTHER, SMALL, Pattern, newest, publish
+from tests.support.soak import numbers
+from tests.support.stores import weights_files
+
+pytestmark = pytest.mark.usefixtures("network")
+
+MEGABYTE = 1 << 20
+LARGE = Pattern(num_tensors=3, numel=MEGABYTE // 4)  # 2 MiB each: several spans
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store, num_threads=2) as sender:
+        yield sender
+
+
+@pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=2) as receiver:
+        yield receiver
+
+
+def load(receiver: dbuffer.WeightReceiver, pattern: Pattern = SMALL) -> int | None:
+    target = pattern.empty()
+    version = receiver.load_into(target)
+    assert version is None or pattern.version_of(target) == version
+    return version
+
+
+def mapped_and_opened(store: Path) -> tuple[bool, dict[str, int]]:
+    """Whether this process has mapped anything in a store; what it has open, and what for."""
+    opened = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            path, info = str(link.readlink()), Path("/proc/self/fdinfo", link.name).read_text()
+            if path.startswith(f"{store}/"):
+                opened[path] = int(info.split()[3], 8) & os.O_ACCMODE
+    return f"{store}/" in Path("/proc/self/maps").read_text(), opened
+
+
+def path_of(descriptor: int) -> str:
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+
+# ---------------------------------------------------------------------------------------------
+# How it is done
+
+
+def test_published_with_checksums_in_a_file_that_is_final(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    manifest = DoubleBuffer(store).manifest("B")
+    assert manifest is not None
+    assert manifest.is_final
+    assert manifest.checksums_xxh3 is not None
+
+
+def test_no_file_is_written_twice(store: Path, sender: dbuffer.WeightSender) -> None:
+    found: dict[str, bytes] = {}
+    for version in range(1, 8):
+        publish(sender, version)
+        for path in store.glob("[AB]/weights-*"):
+            assert path.read_bytes() == found.setdefault(path.name, path.read_bytes())
+    assert len(found) == 7
+
+
+def test_all_is_flushed_before_the_pointer_and_the_pointer_too(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other hosts see what was flushed, and nothing else; a rename, when its directory was."""
+    calls: list[tuple[str, str]] = []
+    fsync, replace, pwrite = os.fsync, os.replace, os.pwrite
+
+    def name_of(descriptor: int) -> str:
+        return Path(path_of(descriptor)).relative_to(store).as_posix()
+
+    def noted_fsync(descriptor: int) -> None:
+        calls.append(("fsync", name_of(descriptor)))
+        fsync(descriptor)
+
+    def noted_replace(source: Path, destination: Path) -> None:
+        assert calls[-1] == ("fsync", Path(source).relative_to(store).as_posix())
+        calls.append(("replace", Path(destination).relative_to(store).as_posix()))
+        replace(source, destination)
+
+    def noted_pwrite(descriptor: int, *arguments: Any) -> int:
+        calls.append(("pwrite", name_of(descriptor)))
+        return pwrite(descriptor, *arguments)
+
+    publish(sender, 1)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "pwrite", noted_pwrite)
+    publish(sender, 2)
+    monkeypatch.undo()
+    [weights] = weights_files(store)["A"]
+    calls = [call for call in calls if not call[1].endswith(".tmp")]
+    last_write = max(i for i, call in enumerate(calls) if call == ("pwrite", f"A/{weights}"))
+    assert calls[last_write + 1 :] == [
+        ("fsync", f"A/{weights}"),
+        ("replace", "A/manifest.json"),
+        ("fsync", "A"),
+        ("replace", "CURRENT"),
+        ("fsync", "."),
+    ]
+    assert calls[:2] == [("replace", "A/manifest.json"), ("fsync", "A")], "the mark comes first"
+
+
+def test_readers_map_nothing_and_keep_nothing_open(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    """A mapping of a file that goes away is a SIGBUS; an open file keeps the old one in sight."""
+    publish(sender, 1, 2, pattern=LARGE)
+    sender.close()
+    assert load(receiver, LARGE) == 2
+    record = {str(receiver.record.path): os.O_WRONLY}
+    assert mapped_and_opened(store) == (False, record)
+    with receiver.open() as snapshot:
+        assert LARGE.version_of(snapshot.tensors) == 2
+        assert not mapped_and_opened(store)[0]
+    assert load(receiver, LARGE) is None
+    assert mapped_and_opened(store) == (False, record)
+    receiver.close()
+    assert mapped_and_opened(store) == (False, {})
+
+
+@pytest.mark.usefixtures("hasty")
+def test_writers_map_nothing_and_keep_open_for_writing_what_is_there(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file that is open for writing no host gets a delegation, which would hold it up."""
+    left_open: list[str] = []
+
+    def checked(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            goes = os.fsdecode(arguments[-1])
+            left_open.extend(path for path in mapped_and_opened(store)[1] if path == goes)
+            function(*arguments, **options)
+
+        return call
+
+    # What is open when it is replaced or removed stays for a while, under another name.
+    monkeypatch.setattr(os, "replace", checked(os.replace))
+    monkeypatch.setattr(os, "unlink", checked(os.unlink))
+    for version in range(1, 11):
+        publish(sender, version)
+        is_mapped, opened = mapped_and_opened(store)
+        assert not is_mapped
+        assert opened.pop(f"{store}/writer.lock") == os.O_RDWR
+        there = {str(path) for path in store.rglob("*") if path.is_file()}
+        assert opened.keys() == there - {f"{store}/writer.lock"}
+        assert set(opened.values()) == {os.O_WRONLY}
+    assert not left_open
+    sender.close()
+    assert mapped_and_opened(store) == (False, {})
+
+
+def test_directories_are_opened_before_what_is_in_them(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name alone, a file may be the one that had the name a minute ago."""
+    publish(sender, 1)
+    opened: list[Path] = []
+    real_open = os.open
+
+    def noted(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if not flags & (os.O_WRONLY | os.O_CREAT) and str(store) in str(path):
+            opened.append(Path(path))
+        return real_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", noted)
+    assert load(receiver) == 1
+    files = [(before, path) for before, path in itertools.pairwise(opened) if path.suffix]
+    files += [pair for pair in itertools.pairwise(opened) if pair[1].name == "CURRENT"]
+    assert {path.name for _, path in files} > {"CURRENT", "manifest.json"}
+    assert any(path.suffix == ".td" for _, path in files)
+    assert all(before == path.parent for before, path in files)
+
+
+def test_a_reader_says_what_it_reads_while_it_reads(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1)
+    seen: list[int | None] = []
+
+    def note() -> None:
+        record = DoubleBuffer(store).receiver("mine")
+        assert record is not None
+        seen.append(record.held_version)
+
+    at_step(Step("call", "read_tensors"), note)
+    with receiver.open() as snapshot:
+        sys.setprofile(None)
+        note()
+        assert snapshot.version == 1
+    note()
+    assert seen == [1, None, None], "the file need not be kept once it is in memory"
+    record = DoubleBuffer(store).receiver("mine")
+    assert record is not None
+    assert record.applied_version == 1
+
+
+def test_a_reader_that_fails_says_that_it_reads_no_more(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1)
+    with pytest.raises(dbuffer.WeightsMismatchError):
+        receiver.load_into(OTHER.empty())
+    path, _ = weights_file(store)
+    flip_bit(path, 100)
+    for _ in range(2):
+        with pytest.raises(dbuffer.StoreCorruptError):
+            load(receiver)
+    record = DoubleBuffer(store).receiver("mine")
+    assert record is not None
+    assert record.held_version is None
+
+
+def test_a_snapshot_outlives_its_file(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1)
+    with receiver.open() as snapshot:
+        publish(sender, 2, 3, 4, 5)
+        for path in store.glob("[AB]/weights-*"):
+            with path.open("r+b") as file:
+                file.truncate(0)
+            path.unlink()
+        assert SMALL.version_of(snapshot.tensors) == 1
+        kept = snapshot.copy()
+    assert SMALL.version_of(kept) == 1
+
+
+def memory_of(receiver: dbuffer.WeightReceiver) -> torch.Tensor:
+    assert receiver.reader._in_memory is not None
+    return receiver.reader._in_memory[1].data
+
+
+def test_loading_again_takes_no_new_memory(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    places = set()
+    for version in range(1, 6):
+        publish(sender, version, pattern=LARGE)
+        assert load(receiver, LARGE) == version
+        places.add(memory_of(receiver).data_ptr())
+    assert len(places) == 1
+    publish(sender, 6)
+    assert load(receiver) == 6
+    assert memory_of(receiver).numel() < MEGABYTE, "memory for another layout is let go of"
+
+
+def test_what_was_loaded_does_not_lie_in_memory_that_is_used_again(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    kept = []
+    for version in (1, 2, 3):
+        publish(sender, version)
+        target = SMALL.empty()
+        receiver.load_into(target)
+        kept.append(target)
+    assert [SMALL.version_of(target) for target in kept] == [1, 2, 3]
+
+
+def test_tensordict_opens_the_file_that_was_written_in_spans(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1, pattern=LARGE)
+    path, _ = weights_file(store)
+    found = TensorDict.from_consolidated(path)
+    assert LARGE.version_of({name: found[name] for name in LARGE.names}) == 1
+
+
+def test_every_way_to_read(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, 2)
+    with receiver.open(version=1) as snapshot:
+        assert SMALL.version_of(snapshot.tensors) == 1
+        assert SMALL.version_of(dict(snapshot.tensordict.items())) == 1
+    with receiver.open() as snapshot:
+        assert snapshot.damaged_tensors() == []
+        assert snapshot.has_checksums
+        snapshot.tensors[SMALL.names[0]].zero_()
+    assert newest(store) == 2
+    with pytest.raises(dbuffer.WaitTimeoutError):
+        receiver.open(3, timeout_s=0).__enter__()
+    publish(sender, 3)
+    with pytest.raises(dbuffer.VersionError, match="no longer"):
+        receiver.open(version=1, timeout_s=0).__enter__()
+    for snapshot in receiver.follow(2):
+        assert SMALL.version_of(snapshot.tensors) == 3
+        break
+    assert load(receiver) == 3
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(0,)], [(0, 3), (2, 0)], [(0,), (5,), (0,)], [()], [(MEGABYTE * 4 + 1,)], [(1,)] * 300],
+    ids=str,
+)
+@pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
+def test_shapes_that_end_where_spans_do_not(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    shapes: list[tuple[int, ...]],
+    as_stream: bool,
+) -> None:
+    weights = {
+        f"t{index}": torch.randint(0, 256, shape, dtype=torch.uint8)
+        for index, shape in enumerate(shapes)
+    }
+    sender.send(iter(weights.items()) if as_stream else weights)
+    target = {name: torch.full_like(tensor, 7) for name, tensor in weights.items()}
+    assert receiver.load_into(target) == 1
+    for name, tensor in weights.items():
+        assert torch.equal(target[name], tensor)
+
+
+# ---------------------------------------------------------------------------------------------
+# Two ends that take one mount for different things
+
+
+def write_as(connection: Connection, store: Path, mount: str, checksum: bool | str) -> None:
+    os.environ["DBUFFER_MOUNT"] = mount
+    with dbuffer.WeightSender(store, checksum=checksum, num_threads=1) as sender:
+        while (version := connection.recv()) is not None:
+            publish(sender, version)
+            connection.send(version)
+
+
+def test_one_hosts_versions_are_refused_where_the_store_is_a_network(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    """They are rewritten in place, and without checksums nobody could tell a mix."""
+    target = SMALL.empty()
+    with Child(write_as, store, "local", "auto") as writer:
+        for version in (1, 2, 3):
+            writer.send(version)
+            assert writer.receive() == version
+            with pytest.raises(dbuffer.StoreAccessError, match="DBUFFER_MOUNT=network"):
+                receiver.load_into(target)
+            with (
+                pytest.raises(dbuffer.StoreAccessError, match="one host only"),
+                receiver.open(timeout_s=1),
+            ):
+                pass
+    assert SMALL.version_of(target) is None
+    assert not any(tensor.any() for tensor in target.values())
+
+
+def test_one_hosts_versions_with_checksums_are_read_where_the_store_is_a_network(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    with Child(write_as, store, "local", True) as writer:
+        for version in range(1, 6):
+            writer.send(version)
+            assert writer.receive() == version
+            assert load(receiver) == version
+            with receiver.open() as snapshot:
+                assert SMALL.version_of(snapshot.tensors) == version
+
+
+def test_a_writer_that_comes_round_in_place_is_found_out_by_a_reader_across_a_network(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    """Locks do not hold it, and the file it rewrites is the one that is being read."""
+    with Child(write_as, store, "local", True) as writer:
+
+        def go_on() -> None:
+            for version in (4, 5, 6):
+                writer.send(version)
+                writer.receive()
+
+        for version in (1, 2, 3):
+            writer.send(version)
+            writer.receive()
+        at_step(Step("c_return", "preadv"), go_on)
+        receiver._copier.close()
+        receiver._copier = receiver.reader._copier = dbuffer.io.copier.Copier(1)
+        assert load(receiver) == 6
+        sys.setprofile(None)
+
+
+def test_a_network_writers_versions_are_read_on_its_own_disk(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the file server itself."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    with dbuffer.WeightReceiver(store) as local:
+        for version in range(1, 6):
+            publish(sender, version)
+            assert load(local) == version
+
+
+def test_a_store_goes_from_local_to_network_and_back(
+    store: Path, receiver: dbuffer.WeightReceiver
+) -> None:
+    version = 0
+    for mount in ("local", "network", "local", "network"):
+        with Child(write_as, store, mount, True) as writer:
+            for _ in range(3):
+                version += 1
+                writer.send(version)
+                assert writer.receive() == version
+                assert load(receiver) == version
+            writer.send(None)
+            assert writer.wait() == 0
+
+
+def test_what_the_variable_may_be(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, is_network in (("network", True), ("local", False), ("auto", False)):
+        monkeypatch.setenv("DBUFFER_MOUNT", value)
+        medium = medium_of(store)
+        assert (medium.name == "network") == is_network
+        assert medium.can_rewrite_in_place == (not is_network)
+    monkeypatch.setenv("DBUFFER_MOUNT", "nfs")
+    with pytest.raises(dbuffer.OptionError, match="invalid DBUFFER_MOUNT 'nfs'"):
+        dbuffer.WeightSender(store)
+
+
+# ---------------------------------------------------------------------------------------------
+# A reader that a writer comes round on
+
+
+def read_at_last(store: Path, how: str, act: Callable[[], None], at: Step | int) -> int:
+    """Read the newest version while ``act`` happens at a step, or before a call; all of it."""
+    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
+        receiver.wait_for_version(1)
+        if isinstance(at, int):
+            at_call(at, act, LOOKS)
+        else:
+            at_step(at, act)
+        if how == "open":
+            with receiver.open() as snapshot:
+                sys.setprofile(None)
+                assert SMALL.version_of(snapshot.tensors) == snapshot.version
+                return snapshot.version
+        if how == "function":
+            tensors: dict[str, torch.Tensor] = {}
+
+            def keep(pairs: Any) -> None:
+                tensors.update((name, tensor.clone()) for name, tensor in pairs)
+
+            version = receiver.load_into(keep)
+        else:
+            tensors = SMALL.empty()
+            version = receiver.load_into(tensors)
+        sys.setprofile(None)
+        assert version is not None
+        assert SMALL.version_of(tensors) == version
+        return version
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["open", "load", "function"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_writer_that_comes_round_while_a_reader_reads(shm_path: Path, how: str, times: int) -> None:
+    for number in numbers(times):
+        if not come_round(shm_path / f"{number}", number, how, times):
+            break
+    assert number > 30
+
+
+def come_round(store: Path, number: int, how: str, times: int) -> bool:
+    """Publish before that call of a reader; False: it makes fewer."""
+    came_round = []
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+
+        def go_on() -> None:
+            publish(sender, *range(3, 3 + times))
+            came_round.append(True)
+
+        version = read_at_last(store, how, go_on, number)
+        assert 2 <= version <= 2 + times
+        record = sender._writer.store.receiver("mine")
+        assert record is not None
+        assert record.held_version is None
+    return bool(came_round)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that keeps nothing just for a moment: what no record holds, it removes."""
+    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path: Path) -> None:
+    """The writer looks at the records after it has taken the manifest away, and the reader at
+    the manifest after it has written its record: one of them sees the other."""
+    seen: list[tuple[bool, int]] = []
+    for number in itertools.count(1):
+        found = publish_under_a_reader(shm_path / f"{number}", number)
+        if found is None:
+            break
+        seen.append(found)
+    announced = [is_announced for is_announced, _ in seen]
+    versions = [version for _, version in seen]
+    # It is announced until it is in memory, and read from the second look on.
+    first, last = announced.index(True), len(announced) - announced[::-1].index(True)
+    assert all(announced[first:last])
+    assert first > 5
+    assert versions == sorted(versions, reverse=True)
+    assert set(versions) == {5, 2}
+    assert first < versions.index(2) < last
+
+
+def publish_under_a_reader(store: Path, number: int) -> tuple[bool, int] | None:
+    """Whether version 2 was announced before that call of its reader, and which version was read.
+
+    None: the reader makes fewer calls.
+    """
+    announced: list[bool] = []
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+        [old] = weights_files(store)["A"]
+
+        def go_on() -> None:
+            record = DoubleBuffer(store).receiver("mine")
+            announced.append(record is not None and record.held_version == 2)
+            publish(sender, 3, 4, 5)
+            assert (store / "A" / old).exists() == announced[0]
+
+        version = read_at_last(store, "open", go_on, number)
+        if not announced:
+            return None
+        publish(sender, 6)
+        assert not (store / "A" / old).exists(), "nobody reads it any more"
+    return announced[0], version
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(
+    shm_path: Path,
+) -> None:
+    """A reader that is late: the version it has seen in the pointer is the one to be put away."""
+    could_hold = []
+    for number in itertools.count(1):
+        held = hold_older_at(number, shm_path / f"{number}")
+        if held is None:
+            break
+        could_hold.append(held)
+    # Until its buffer is marked, and not after.
+    assert could_hold == sorted(could_hold, reverse=True)
+    assert could_hold.count(True) > 1
+    assert could_hold.count(False) > 10
+
+
+def hold_older_at(number: int, store: Path) -> bool | None:
+    """Whether version 1 could be held at a moment of the publish of 3; None: no such moment."""
+    held = []
+
+    def take_hold() -> None:
+        history = sender._writer.record.history
+        held.append(hold_version(receiver._store, 1, history, receiver._announce))
+
+    with (
+        dbuffer.WeightSender(store, num_threads=1) as sender,
+        dbuffer.WeightReceiver(store, receiver_id="late", num_threads=1) as receiver,
+    ):
+        publish(sender, 1, 2)
+        at_call(number, take_hold)
+        publish(sender, 3)
+        sys.setprofile(None)
+        if not held:
+            return None
+        publish(sender, 4, 5)
+        if held[0] is not None:
+            assert held[0].path.exists(), "it was announced before the writer looked"
+            held[0].release()
+            receiver.record.write(held_version=None)
+            publish(sender, 6)
+            assert not held[0].path.exists()
+        return held[0] is not None
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("how", ["open", "load", "function"])
+@pytest.mark.parametrize(
+    "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
+)
+def test_a_file_that_goes_under_a_reader_is_another_try(
+    store: Path, monkeypatch: pytest.MonkeyPatch, how: str, step: Step
+) -> None:
+    """Readers that were waited for long enough, and those that could write no record: a server
+    tells them that the file is gone."""
+    real_open = os.open
+    is_gone: set[tuple[int, int]] = set()
+
+    def check(descriptor: int) -> None:
+        if filesystem.identity_of(descriptor) in is_gone:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def stale(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(descriptor: int, *arguments: Any) -> Any:
+            check(descriptor)
+            return function(descriptor, *arguments)
+
+        return call
+
+    def stale_open(path: Any, *arguments: Any, **options: Any) -> int:
+        descriptor = real_open(path, *arguments, **options)
+        try:
+            check(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+        path, _ = weights_file(store, "A")
+
+        def go_on() -> None:
+            descriptor = real_open(path, os.O_RDONLY)
+            is_gone.add(filesystem.identity_of(descriptor))
+            os.close(descriptor)
+            [record] = (store / "receivers").glob("mine.*.json")
+            record.unlink()
+            publish(sender, 3, 4)
+            assert not path.exists()
+            for name in ("pread", "preadv"):
+                monkeypatch.setattr(os, name, stale(getattr(os, name)))
+            monkeypatch.setattr(os, "open", stale_open)
+
+        assert read_at_last(store, how, go_on, step) == 4
+
+
+# ---------------------------------------------------------------------------------------------
+# What a network does to a reader's calls
+
+
+class Faults:
+    """Lets calls on a store's files fail, the first ``times`` of each kind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.hits = 0
+
+    def fail(self, name: str, number: int, is_hit: Callable[[str], bool], times: int = 1) -> None:
+        real = getattr(os, name)
+        left = times
+
+        def call(where: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            path = where
+            if isinstance(where, int):
+                path = path_of(where)
+            if left > 0 and is_hit(os.fsdecode(path)):
+                left -= 1
+                self.hits += 1
+                raise OSError(number, os.strerror(number))
+            return real(where, *arguments, **options)
+
+        self._monkeypatch.setattr(os, name, call)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+def is_record(path: str) -> bool:
+    return path.endswith(("CURRENT", "manifest.json"))
+
+
+def is_weights(path: str) -> bool:
+    return path.endswith(".td") and path.count("/") > 2
+
+
+def is_directory(path: str) -> bool:
+    return path.endswith(("/A", "/B", "/store"))
+
+
+@pytest.mark.parametrize("how", ["open", "load", "function"])
+@pytest.mark.parametrize(
+    ("name", "is_hit"),
+    [
+        ("open", is_record),
+        ("open", is_directory),
+        ("open", is_weights),
+        ("read", is_record),
+        ("fstat", is_record),
+        ("fstat", is_weights),
+        ("pread", is_weights),
+        ("preadv", is_weights),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_stale_handle_is_tried_again(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    faults: Faults,
+    how: str,
+    name: str,
+    is_hit: Callable[[str], bool],
+    times: int,
+) -> None:
+    publish(sender, 1, 2)
+    faults.fail(name, errno.ESTALE, is_hit, times)
+    assert read_at_last(store, how, lambda: None, Step("call", "no such function")) == 2
+    assert faults.hits == times
+
+
+def test_the_second_fstat_of_a_file_may_be_stale_too(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of an open file is asked of the server, where it may be gone by then."""
+    publish(sender, 1, 2)
+    real_fstat, looks = os.fstat, itertools.count(1)
+
+    def fstat(descriptor: int) -> os.stat_result:
+        if is_weights(path_of(descriptor)) and next(looks) == 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real_fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert read_at_last(store, "load", lambda: None, Step("call", "no such function")) == 2
+    assert next(looks) > 2
+
+
+@pytest.mark.parametrize("how", ["open", "load", "function"])
+@pytest.mark.parametrize(
+    ("name", "is_hit"),
+    [
+        ("open", is_record),
+        ("open", is_weights),
+        ("read", is_record),
+        ("fstat", is_weights),
+        ("pread", is_weights),
+        ("preadv", is_weights),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT], ids=os.strerror)
+def test_any_other_error_is_ours_and_the_next_read_is_as_good_as_ever(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    faults: Faults,
+    how: str,
+    name: str,
+    is_hit: Callable[[str], bool],
+    number: int,
+) -> None:
+    publish(sender, 1, 2)
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
+        faults.fail(name, number, is_hit)
+        with pytest.raises(dbuffer.StoreAccessError, match=str(store)) as caught:
+            if how == "open":
+                receiver.open(timeout_s=1).__enter__()
+            else:
+                receiver.load_into(target if how == "load" else lambda pairs: list(pairs))
+        assert os.strerror(number) in str(caught.value)
+        assert faults.hits == 1
+        assert not any(tensor.any() for tensor in target.values()), "the target was not touched"
+        record = DoubleBuffer(store).receiver("mine")
+        assert record is None or record.held_version is None
+        assert load(receiver) == 2
+
+
+def test_damage_is_refused_before_the_target_is_touched(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1, pattern=LARGE)
+    path, manifest = weights_file(store)
+    target = LARGE.empty()
+    data_bits = 8 * manifest["checksums_offset"]
+    table_bits = data_bits + 8 * 8 * manifest["num_tensors"]
+    for bit in (0, 12345, data_bits // 2, data_bits - 1, data_bits, table_bits - 1):
+        flip_bit(path, bit)
+        with pytest.raises(dbuffer.StoreCorruptError, match="damaged after it was published"):
+            receiver.load_into(target)
+        with pytest.raises(dbuffer.StoreCorruptError):
+            receiver.open(timeout_s=1).__enter__()
+        assert not any(tensor.any() for tensor in target.values())
+        flip_bit(path, bit)
+    flip_bit(path, 8 * manifest["layout_offset"] + 100)
+    with pytest.raises(dbuffer.StoreCorruptError, match="layout"):
+        receiver.load_into(target)
+    flip_bit(path, 8 * manifest["layout_offset"] + 100)
+    assert load(receiver, LARGE) == 1
+
+
+@pytest.mark.usefixtures("settle_quickly")
+def test_a_file_cut_short_is_refused(
+    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
+) -> None:
+    publish(sender, 1)
+    path, manifest = weights_file(store)
+    whole = path.read_bytes()
+    target = SMALL.empty()
+    for length in (0, 1, len(whole) // 2, manifest["layout_offset"], len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(dbuffer.StoreCorruptError, match=f"has {length} bytes"):
+            receiver.load_into(target)
+    path.write_bytes(whole + b"more")
+    with pytest.raises(dbuffer.StoreCorruptError, match=f"has {len(whole) + 4} bytes"):
+        receiver.load_into(target)
+    assert not any(tensor.any() for tensor in target.values())
+    path.write_bytes(whole)
+    assert load(receiver) == 1
+
+
+def test_a_file_cut_short_under_a_reader_is_refused(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    """Its size was right when it was looked at; a mapping would be a SIGBUS here."""
+    publish(sender, 1, 2)
+    path, _ = weights_file(store, "A")
+
+    def cut() -> None:
+        with path.open("r+b") as file:
+            file.truncate(1000)
+
+    with pytest.raises(dbuffer.StoreCorruptError, match=r"shorter than what was published"):
+        read_at_last(store, "load", cut, Step("call", "read_tensors"))
+    sys.setprofile(None)
+
+
+def test_short_reads_are_no_errors(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server may give less than it was asked for, and take less than it was given."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:70_001], at))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:70_001]], at)
+    )
+    publish(sender, 1, pattern=LARGE)
+    assert load(receiver, LARGE) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# What a network does to a writer's calls
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=os.strerror)
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
+    store: Path,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    nth: int,
+) -> None:
+    """A full server says so at the first flush, and calls a second one good."""
+    real_fsync, flushes = os.fsync, itertools.count(1)
+    flushed: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(path_of(descriptor))
+        if next(flushes) == nth:
+            raise OSError(number, os.strerror(number))
+        real_fsync(descriptor)
+
+    kind = dbuffer.StoreAccessError if number == errno.EIO else dbuffer.errors.StoreFullError
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+        assert load(receiver) == 2
+        before = {path.name for path in store.glob("[AB]/weights-*")}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(kind, match=str(store)):
+                publish(sender, 3)
+        # 1, 2: the mark and its directory; 3: the weights; 4, 5: the manifest; 6, 7: the pointer,
+        # which is in place by the time its directory is flushed.
+        is_published = nth == 7
+        assert load(receiver) == (3 if is_published else None)
+        assert newest(store) == (3 if is_published else 2)
+        left = {path.name for path in store.glob("[AB]/weights-*")} - before
+        if nth == 3:
+            assert flushed[-1].endswith(".td")
+            assert not left, "half a version, or one of which nobody knows, is removed"
+        publish(sender, 4)
+        assert load(receiver) == 4
+        pointer = DoubleBuffer(store).pointer()
+        assert pointer is not None
+        path, _ = weights_file(store, pointer.buffer)
+        assert path.name not in before | left, "no file is written twice, least of all that one"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
+def test_a_write_that_fails_publishes_nothing(
+    store: Path,
+    receiver: dbuffer.WeightReceiver,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    nth: int,
+    as_stream: bool,
+) -> None:
+    """The first writes into the weights file, its layout and its table of checksums."""
+    real_pwrite, writes = os.pwrite, itertools.count(1)
+
+    def pwrite(descriptor: int, *arguments: Any) -> int:
+        is_ours = path_of(descriptor).endswith(".td")
+        if is_ours and next(writes) == at:
+            raise OSError(number, os.strerror(number))
+        return real_pwrite(descriptor, *arguments)
+
+    # Of a stream: eight tensors, the layout, the table.
+    at = (1, 9, 10)[nth - 1] if as_stream else nth
+    kind = dbuffer.errors.StoreFullError if number == errno.ENOSPC else dbuffer.StoreAccessError
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+        before = weights_files(store)
+        weights = SMALL.weights(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            with pytest.raises(kind, match=str(store)):
+                sender.send(iter(weights.items()) if as_stream else weights)
+        assert next(writes) > at
+        after = weights_files(store)
+        assert all(set(after[buffer]) <= set(before[buffer]) for buffer in "AB")
+        assert load(receiver) == 2
+        publish(sender, 3)
+        assert load(receiver) == 3
+
+
+def test_what_plainly_does_not_fit_is_not_begun(
+    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_statvfs = os.statvfs
+
+    def statvfs(path: Any) -> os.statvfs_result:
+        found = list(real_statvfs(path))
+        found[4] = 1  # blocks for those who are not root
+        return os.statvfs_result(found)
+
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", statvfs)
+            for _ in range(3):
+                with pytest.raises(dbuffer.errors.StoreFullError, match="no room left"):
+                    publish(sender, 2)
+                assert weights_files(store)["A"] == []
+                assert newest(store) == 1
+        publish(sender, 2)
+        assert load(receiver) == 2
+
+
+@pytest.mark.parametrize("what", ["pointer", "manifest", "size"])
+def test_what_does_not_come_back_as_it_was_written_is_an_error(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    publish(sender, 1, 2)
+    old = {name: (store / name).read_bytes() for name in ("CURRENT", "B/manifest.json")}
+
+    def meddle() -> None:
+        if what == "pointer":
+            (store / "CURRENT").write_bytes(old["CURRENT"])
+        elif what == "manifest":
+            (store / "B/manifest.json").write_bytes(old["B/manifest.json"])
+        else:
+            path, _ = weights_file(store)
+            with path.open("r+b") as file:
+                file.truncate(10)
+
+    at_step(Step("c_return", "replace", "CURRENT"), meddle)
+    with pytest.raises(dbuffer.StoreAccessError, match="does not give back version 3"):
+        publish(sender, 3)
+    sys.setprofile(None)
+    publish(sender, 4)
+    assert newest(store) == 4
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFSv3 with ``nolock`` a second host's writer is not kept out by the lock."""
+    monkeypatch.setattr(filesystem, "try_lock", lambda descriptor, *, exclusive: True)
+    steps = [
+        Step("call", "BufferWriter.claim"),
+        Step("call", "Draft.fill"),
+        Step("call", "BufferWriter.commit"),
+        Step("c_return", "replace", "manifest.json", nth=2),
+        Step("c_return", "replace", "CURRENT"),
+    ]
+    for number, step in enumerate(steps):
+        place = store.with_name(f"store-{number}")
+        with contextlib.ExitStack() as senders:
+            first = senders.enter_context(dbuffer.WeightSender(place, num_threads=1))
+            publish(first, 1, 2)
+
+            def take_over(place: Path = place, senders: contextlib.ExitStack = senders) -> None:
+                second = dbuffer.WeightSender(place, num_threads=1, reader_timeout_s=0.0)
+                senders.enter_context(second)
+                publish(second, 10, 11)
+
+            at_step(step, take_over)
+            with pytest.raises(dbuffer.WriterSupersededError, match="took"):
+                publish(first, 3)
+            sys.setprofile(None)
+            for _ in range(2):
+                with pytest.raises(dbuffer.WriterSupersededError):
+                    publish(first, 20)
+            assert newest(place) == 11
+            with dbuffer.WeightReceiver(place) as receiver, receiver.open(version=10) as snapshot:
+                assert SMALL.version_of(snapshot.tensors) == 10
+
+
+# ---------------------------------------------------------------------------------------------
+# The rest of the package
+
+
+def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightSender) -> None:
+    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
+    try:
+        for version in range(1, 8):
+            publish(sender, version)
+            staged = stager.take(version, timeout_s=30)
+            assert SMALL.version_of(staged.tensors) == staged.version == version
+            # It stays what it is, whatever becomes of its file.
+            for path in store.glob("[AB]/weights-*"):
+                path.unlink()
+            assert SMALL.version_of(staged.tensors) == version
+            stager.release(applied=version)
+        assert stager.stats["evictions"] == stager.stats["failures"] == 0
+    finally:
+        stager.close()
+    assert not list((store / "receivers").glob("rank-0*"))
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.WeightSender) -> None:
+    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
+    try:
+        publish(sender, 1)
+        staged = stager.take(1, timeout_s=30)
+        publish(sender, 2, 3, 4, 5)
+        assert SMALL.version_of(staged.tensors) == 1
+        assert sum(map(len, weights_files(store).values())) == 2
+        stager.release(applied=1)
+        staged = stager.take(5, timeout_s=30)
+        assert SMALL.version_of(staged.tensors) == 5
+        stager.release(applied=5)
+    finally:
+        stager.close()
+
+
+def test_the_stager_survives_a_file_that_goes(
+    store: Path, sender: dbuffer.WeightSender, faults: Faults
+) -> None:
+    publish(sender, 1)
+    faults.fail("preadv", errno.ESTALE, is_weights, times=2)
+    faults.fail("pread", errno.ESTALE, is_weights)
+    receiver = dbuffer.WeightReceiver(
+        store, receiver_id="rank-0", poll_interval_s=0.05, num_threads=1
+    )
+    stager = Stager(receiver)
+    try:
+        assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
+        stager.release(applied=1)
+        assert stager.stats["failures"] == 0
+        assert faults.hits == 3
+    finally:
+        stager.close()
+
+
+def test_the_commands(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    publish(sender, 1, 2)
+    load(receiver)
+    for command in ("ls", "status", "verify"):
+        assert cli.run([command, str(store)]) == 0, command
+    shown = capsys.readouterr().out
+    assert "mine" in shown
+    path, _ = weights_file(store, "A")
+    flip_bit(path, 8 * 3000)
+    assert cli.run(["verify", str(store)]) != 0
+    assert SMALL.names[1] in capsys.readouterr().out
+
+
+def test_verify_is_not_put_off_by_a_file_that_goes(
+    store: Path,
+    sender: dbuffer.WeightSender,
+    faults: Faults,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It announces nothing, so that a publish may come and take the file away."""
+    publish(sender, 1, 2)
+    faults.fail("preadv", errno.ESTALE, is_weights)
+    assert cli.run(["verify", str(store)]) == 0, capsys.readouterr()
+    assert faults.hits == 1
+
+
+def hold_for_ever(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    with (
+        dbuffer.WeightReceiver(store, receiver_id="victim") as receiver,
+        receiver.hold_seen() as held,
+    ):
+        assert held is not None
+        connection.send(held.manifest.version)
+        connection.recv()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    [old] = weights_files(store)["B"]
+    with Child(hold_for_ever, store) as reader:
+        assert reader.receive() == 1
+        publish(sender, 2, 3, 4)
+        assert (store / "B" / old).exists(), "the reader lives, and says that it reads it"
+        reader.signal(signal.SIGKILL)
+        reader.wait()
+    publish(sender, 5)
+    assert not (store / "B" / old).exists()

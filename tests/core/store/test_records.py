@@ -1,0 +1,261 @@
+"""What a receiver says of itself: a small file, replaced whole, and never in the way of weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import ReceiverRecord, decode
+from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import RecordFile
+from tests.support.children import Child
+from tests.support.patterns import SMALL
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def made(store: Path) -> Path:
+    """A store that is there, and holds nothing."""
+    dbuffer.WeightSender(store).close()
+    return store
+
+
+def read(store: Path, receiver_id: str = "one") -> ReceiverRecord | None:
+    return DoubleBuffer(store).receiver(receiver_id)
+
+
+def test_what_is_set_is_in_the_store_when_it_is_written(made: Path) -> None:
+    before = time.time()
+    record = RecordFile(made, "one")
+    record.set(applied_version=3, stats={"staged": 3})
+    record.set(problem="größe\n\x00", problem_version=4, part_of="engine")
+    assert read(made) is None
+    record.write()
+    found = read(made)
+    assert found == record.current
+    assert found is not None
+    assert (found.receiver, found.pid) == ("one", os.getpid())
+    assert (found.applied_version, found.held_version, found.staged_version) == (3, None, None)
+    assert (found.problem, found.problem_version) == ("größe\n\x00", 4)
+    assert (found.part_of, found.stats) == ("engine", {"staged": 3})
+    assert before <= found.updated_at <= time.time()
+
+
+def test_every_write_has_its_time(made: Path) -> None:
+    record = RecordFile(made, "one")
+    record.write()
+    first = read(made)
+    record.write()
+    second = read(made)
+    assert first is not None
+    assert second is not None
+    assert second.updated_at > first.updated_at
+
+
+def test_remove(made: Path) -> None:
+    record = RecordFile(made, "one")
+    record.remove()
+    record.write()
+    RecordFile(made, "two").write()
+    record.remove()
+    record.remove()
+    assert [found.receiver for found in DoubleBuffer(made).receivers()] == ["two"]
+    record.write()
+    assert read(made) == record.current
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"applied_version": "3"},
+        {"applied_version": -1},
+        {"applied_version": True},
+        {"staged_version": 1.0},
+        {"problem": 7},
+        {"problem_version": "4"},
+        {"part_of": "a/b"},
+        {"stats": {"staged": "many"}},
+        {"stats": None},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_and_nothing_is_changed(
+    made: Path, changes: dict[str, object]
+) -> None:
+    record = RecordFile(made, "one")
+    before = record.current
+    with pytest.raises(StoreCorruptError, match=next(iter(changes))):
+        record.set(**changes)
+    assert record.current is before
+    record.write()
+    assert read(made) is not None
+
+
+def test_a_field_that_no_record_has_is_refused(made: Path) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        RecordFile(made, "one").set(nonsense=1)
+
+
+def test_a_store_that_is_not_there_yet(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = RecordFile(store, "one")
+    record.set(applied_version=1)
+    record.write()
+    record.remove()
+    assert not store.exists()
+    assert not caplog.records
+    dbuffer.WeightSender(store).close()
+    record.write()
+    assert read(store) == record.current
+
+
+def test_a_store_without_the_directory_gets_none_made(made: Path) -> None:
+    (made / RECEIVERS_DIRECTORY).rmdir()
+    RecordFile(made, "one").write()
+    assert not (made / RECEIVERS_DIRECTORY).exists()
+
+
+def use_read_only_store(connection: Connection, store: Path) -> None:
+    """As an ordinary user: write three times, then where that is allowed, then three times."""
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: messages.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dbuffer.store.records").addHandler(handler)
+    record = RecordFile(store, "one")
+    directory = store / RECEIVERS_DIRECTORY
+    for mode in (0o500, 0o700, 0o500):
+        directory.chmod(mode)
+        for version in (1, 2, 3):
+            record.set(applied_version=version)
+            record.write()
+    directory.chmod(0o700)
+    found = DoubleBuffer(store).receiver("one")
+    names = [path.name for path in directory.iterdir()]
+    connection.send((messages, found.applied_version if found else None, names))
+
+
+@pytest.fixture
+def owned_by_nobody(shm_path: Path) -> Path:
+    """A store of an ordinary user, for root has no read-only directory."""
+    directory = shm_path / "other"
+    with dbuffer.WeightSender(directory) as sender:
+        sender.send(SMALL.weights(1))
+    shm_path.chmod(0o711)
+    if os.geteuid() == 0:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    return directory
+
+
+def test_a_read_only_store_is_told_once_by_name_and_harms_nobody(owned_by_nobody: Path) -> None:
+    with Child(use_read_only_store, owned_by_nobody) as child:
+        messages, applied, files = child.receive()
+    # Once for each time that it stops working.
+    assert len(messages) == 2
+    for message in messages:
+        assert "receiver one cannot acknowledge" in message
+        assert str(owned_by_nobody / RECEIVERS_DIRECTORY) in message
+    assert applied == 3
+    assert len(files) == 1
+
+
+def use_store_that_cannot_be_entered(connection: Connection, store: Path) -> None:
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    record = RecordFile(store, "one")
+    store.chmod(0)
+    record.write()
+    record.remove()
+    store.chmod(0o700)
+    record.write()
+    connection.send(DoubleBuffer(store).receiver("one") == record.current)
+
+
+def test_a_store_that_cannot_be_entered_harms_nobody(owned_by_nobody: Path) -> None:
+    with Child(use_store_that_cannot_be_entered, owned_by_nobody) as child:
+        assert child.receive() is True
+
+
+def test_threads_that_set_and_write_lose_nothing(made: Path) -> None:
+    record = RecordFile(made, "one")
+    fields = ("applied_version", "held_version", "staged_version", "problem_version")
+
+    def count_up(field: str) -> None:
+        for value in range(1, 301):
+            record.set(**{field: value})
+            record.write()
+            assert getattr(record.current, field) == value, "another thread has undone it"
+
+    with ThreadPoolExecutor(len(fields)) as pool:
+        for done in [pool.submit(count_up, field) for field in fields]:
+            done.result(timeout=60)
+    assert [getattr(record.current, field) for field in fields] == [300] * 4
+    assert read(made) == record.current
+    assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
+
+
+def write_for_ever(connection: Connection, store: Path) -> None:
+    """Write records of very different lengths, each of which says in two places which it is."""
+    record = RecordFile(store, "one")
+    number = 0
+    while not connection.poll():
+        number += 1
+        record.set(applied_version=number, problem=f"{number} " * (number % 97 * 20 + 1))
+        record.write()
+        if number == 1:
+            connection.send(None)
+    connection.send(number)
+
+
+def test_a_reader_never_sees_half_a_record(made: Path) -> None:
+    seen: set[int] = set()
+    with Child(write_for_ever, made) as child:
+        child.receive()
+        [path] = (made / RECEIVERS_DIRECTORY).iterdir()
+        deadline = time.monotonic() + 60
+        while max(seen, default=0) < 3000 and time.monotonic() < deadline:
+            record = decode(ReceiverRecord, path.read_bytes())
+            assert record.problem is not None
+            numbers = set(record.problem.split())
+            assert numbers == {str(record.applied_version)}, "parts of two records"
+            assert not seen or record.applied_version >= max(seen)
+            seen.add(record.applied_version)
+        child.send()
+        assert child.receive() >= 3000
+    assert len(seen) >= 50
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_record_does_not_wait_for_ever_behind_another_thread(made: Path) -> None:
+    """What one thread sets while another writes is in the next write."""
+    record = RecordFile(made, "one")
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            record.write()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for version in range(1, 101):
+            record.set(applied_version=version)
+            record.write()
+            found = read(made)
+            assert found is not None
+            assert found.applied_version == version
+    finally:
+        stop.set()
+        writer.join()

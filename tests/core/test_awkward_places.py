@@ -1,0 +1,331 @@
+"""Stores that cannot be written, vanish or come late, on odd paths, under clocks that jump."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.format.layout import Layout
+from tests.support.patterns import OTHER, SMALL, newest
+
+# ---------------------------------------------------------------------------------------------
+# Stores that cannot be written, move, vanish or come late
+
+
+@pytest.fixture
+def read_only(damaged: Path) -> Iterator[Path]:
+    """A store that this process cannot write to."""
+    if os.geteuid() != 0:
+        directories = [damaged, *(path for path in damaged.iterdir() if path.is_dir())]
+        for path in directories:
+            path.chmod(0o500)
+        yield damaged
+        for path in directories:
+            path.chmod(0o700)
+        return
+    view = damaged.with_name("read-only")
+    view.mkdir()
+    for options in (["--bind", str(damaged)], ["-o", "remount,ro,bind"]):
+        done = subprocess.run(["mount", *options, str(view)], capture_output=True, text=True)
+        if done.returncode:
+            subprocess.run(["umount", str(view)], capture_output=True)
+            pytest.skip(f"root may not mount here: {done.stderr.strip()}")
+    yield view
+    # Lazily: what the test's log holds on to still has the store open.
+    subprocess.run(["umount", "--lazy", str(view)], check=True)
+
+
+def test_read_only_store_can_be_read_and_not_written(
+    read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightReceiver(read_only, verify=True) as receiver:
+        target = SMALL.empty()
+        assert receiver.load_into(target) == SMALL.version_of(target) == 3
+        with receiver.open() as snapshot:
+            assert SMALL.version_of(snapshot.tensors) == 3
+        assert receiver.load_into(target) is None
+    [line] = [r.getMessage() for r in caplog.records if "acknowledge" in r.getMessage()]
+    assert str(read_only) in line
+    with pytest.raises(dbuffer.StoreAccessError, match=str(read_only)):
+        dbuffer.WeightSender(read_only)
+
+
+def test_store_that_vanishes_under_its_users(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        target = SMALL.empty()
+        assert receiver.load_into(target) == 1
+        shutil.rmtree(store)
+        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
+            sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
+            receiver.load_into(target)
+        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
+            receiver.wait_for_version(1, timeout_s=5)
+        assert SMALL.version_of(target) == 1
+        assert not store.exists()
+
+
+def test_store_that_vanishes_while_a_snapshot_is_held(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        with contextlib.ExitStack() as held:
+            snapshot = held.enter_context(receiver.open())
+            shutil.rmtree(store)
+            assert SMALL.version_of(snapshot.tensors) == 1
+            with pytest.raises(dbuffer.DBufferError, match=str(store)):
+                held.close()
+
+
+def test_store_that_vanishes_in_the_middle_of_a_publish(store: Path) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(SMALL.weights(2).items()):
+            if index == 3:
+                shutil.rmtree(store)
+            yield pair
+
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
+            sender.send(stream())
+    assert not store.exists()
+
+
+def test_emptied_store_never_takes_a_receiver_back(store: Path) -> None:
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(7), version=7)
+            assert receiver.load_into(target) == 7
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+            for use in (receiver.load_into, lambda _: receiver.wait_for_version(timeout_s=5)):
+                with pytest.raises(dbuffer.VersionRegressedError, match=r"version 7, .* version 1"):
+                    use(target)
+            assert SMALL.version_of(target) == 7
+            sender.send(SMALL.weights(8), version=8)
+            with pytest.raises(dbuffer.VersionRegressedError):
+                receiver.load_into(target)
+            receiver.start_over()
+            assert receiver.load_into(target) == 8
+
+
+def test_receiver_that_came_before_the_store(store: Path) -> None:
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver:
+        assert receiver.load_into(target) is None
+        assert receiver.wait_for_version(timeout_s=0.01) is None
+        with (
+            pytest.raises(dbuffer.WaitTimeoutError, match=str(store)),
+            receiver.open(timeout_s=0.01),
+        ):
+            pass
+        with dbuffer.WeightSender(store) as sender:
+            assert receiver.load_into(target) is None
+            sender.send(SMALL.weights(1))
+            assert receiver.wait_for_version(timeout_s=5) == 1
+        assert receiver.load_into(target) == 1
+    assert SMALL.version_of(target) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "with spaces",
+        " around ",
+        "Ünïcödé",
+        "模型/权重",
+        "🚀",
+        "tab\tand\nline",
+        "-rf",
+        "a'b\"c\\d",
+        "%s",
+        "x" * 200,
+        os.fsdecode(b"not \xff utf-8"),
+    ],
+)
+def test_any_path_will_do(shm_path: Path, name: str) -> None:
+    store = shm_path / name
+    with (
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver,
+    ):
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+            with receiver.open(newer_than=version - 1, timeout_s=5) as snapshot:
+                assert SMALL.version_of(snapshot.tensors) == version
+        sender.wait_applied(3, timeout_s=1)
+        with pytest.raises(dbuffer.StoreBusyError):
+            dbuffer.WeightSender(store)
+
+
+def test_a_relative_path_stays_where_it_was(
+    shm_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shm_path / "elsewhere").mkdir()
+    monkeypatch.chdir(shm_path)
+    with dbuffer.WeightSender("store") as sender, dbuffer.WeightReceiver("store") as receiver:
+        sender.send(SMALL.weights(1))
+        assert receiver.load_into(SMALL.empty()) == 1
+        monkeypatch.chdir("elsewhere")
+        sender.send(SMALL.weights(2))
+        assert receiver.load_into(SMALL.empty()) == 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Clocks
+
+DAY_S = 24 * 3600.0
+
+
+@pytest.mark.parametrize("jump_s", [10 * DAY_S, -10 * DAY_S, 400 * DAY_S, -20_000 * DAY_S])
+def test_clock_that_jumps(store: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    now, jumped = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: now() + jumped)
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store, receiver_id="steady") as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+            assert receiver.load_into(target) == 1
+            jumped = jump_s
+            sender.send(SMALL.weights(2))
+            assert receiver.load_into(target) == 2
+            sender.wait_applied(2, timeout_s=0)
+        with dbuffer.WeightSender(store) as sender:
+            sender.wait_applied(2, timeout_s=0), "a receiver that lives was forgotten"
+            jumped = 0.0
+            for version in (3, 4):
+                sender.send(SMALL.weights(version))
+                with receiver.open(version - 1, timeout_s=5) as snapshot:
+                    assert SMALL.version_of(snapshot.tensors) == version
+            assert receiver.wait_for_version(4, timeout_s=0.01) is None
+            sender.send(OTHER.weights(5))
+    assert newest(store) == 5
+
+
+# ---------------------------------------------------------------------------------------------
+# What is no place for a store, no shape, and no memory, said as errors of ours
+
+
+@pytest.fixture(params=["below a file", "on a loop of links"])
+def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "below a file":
+        (tmp_path / "file").write_text("mine")
+        return tmp_path / "file" / "store"
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path / "loop"
+
+
+def test_no_place_for_a_store(no_place: Path) -> None:
+    makers = [
+        lambda: dbuffer.WeightSender(no_place),
+        lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), no_place),
+        lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),
+        lambda: dbuffer.WeightReceiver(no_place).load_into({"a": torch.ones(1)}),
+        lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).wait_until_current(0),
+        lambda: dbuffer.Mirror(no_place.with_name("remote"), no_place).start(),
+    ]
+    for make in makers:
+        with pytest.raises(dbuffer.StoreAccessError, match=str(no_place)):
+            make()
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2**40], [0, 2**62, 2**62], [2**62]])
+def test_a_shape_that_nobody_can_count(shape: list[int]) -> None:
+    layout = {"format": 1, "tensors": [["w", "float32", shape, 0]], "aliases": {}}
+    with pytest.raises(dbuffer.StoreCorruptError, match="is not the description of a tensor"):
+        Layout.decode(json.dumps(layout).encode(), end=2**62)
+
+
+def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store: Path) -> None:
+    module = torch.nn.LazyLinear(4)
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'weight' has no shape yet"):
+            sender.send(module)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'weight' has no shape yet"):
+            dbuffer.ResidentModel(module, store.with_name("other"))
+        sender.send(torch.nn.Linear(3, 4))
+        with pytest.raises(dbuffer.WeightsMismatchError, match=r"'weight' .* has no shape yet"):
+            receiver.load_into(module)
+        module(torch.ones(2, 3))
+        assert receiver.load_into(module) == 1
+        assert sender.send(module).version == 2
+
+
+AT_EXIT = """
+import faulthandler
+faulthandler.dump_traceback_later(100, exit=True)  # it has hung once, after it had published
+import atexit, sys, torch, dbuffer
+sender = dbuffer.WeightSender(sys.argv[1], num_threads=2)
+receiver = dbuffer.WeightReceiver(sys.argv[1], num_threads=2)
+weights = {str(n): torch.full((1000,), float(n)) for n in range(8)}
+if sys.argv[2] == "warm":
+    sender.send(weights)
+
+def last():
+    sender.send(weights)
+    target = {name: torch.zeros(1000) for name in weights}
+    receiver.load_into(target)
+    assert all(torch.equal(weights[name], target[name]) for name in weights)
+    print("published")
+
+atexit.register(last)
+"""
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_a_last_publish_at_exit_needs_no_threads(store: Path, start: str) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(store), start]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "published\n"), done.stderr
+    assert "copying with fewer" in done.stderr
+    assert newest_version(store) == (2 if start == "warm" else 1)
+
+
+def newest_version(store: Path) -> int:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=0) as snapshot:
+        return snapshot.version
+
+
+UNDER_A_LIMIT = """
+import resource, sys, torch, dbuffer
+dbuffer.WeightReceiver  # what is imported when it is asked for needs memory too
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+receiver = dbuffer.WeightReceiver(sys.argv[1], num_threads=1)
+try:
+    receiver.load_into(lambda pairs: None)
+except dbuffer.StoreAccessError as error:
+    print(error)
+"""
+
+
+def test_what_cannot_be_mapped_is_an_error_of_ours(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send({"big": torch.zeros(256 << 20, dtype=torch.uint8)})
+    command = [sys.executable, "-c", UNDER_A_LIMIT, str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "cannot map 268" in done.stdout, done.stderr
+
+
+def test_a_reader_sets_no_memory_aside(store: Path) -> None:
+    """The kernel's flag "nr": a mapping that is only read needs none."""
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        with receiver.open() as snapshot:
+            mappings = Path("/proc/self/smaps").read_text().split(str(snapshot.path))[1:]
+            flags = [re.search("VmFlags: (.*)", text) for text in mappings]
+    assert any("nr" in found[1].split() for found in flags if found is not None)

@@ -1,0 +1,650 @@
+"""Guarantee 3, crash anywhere, and 5, nobody waits for ever: processes killed and frozen.
+
+A sender is killed before each call that changes the disk, between such calls, and at moments drawn
+by lot. After each: the last published version reads whole, a new sender opens and
+publishes with no manual clean-up, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.publish import delta_chain
+from dbuffer.store import hold as store_hold
+from dbuffer.store import network_files
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.medium import medium_of
+from tests.support.children import Child
+from tests.support.moments import at_call, die, die_before_call, stop
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
+from tests.support.soak import Record, is_soak, moments, patience_s
+from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
+
+pytestmark = [pytest.mark.usefixtures("settle_slowly"), pytest.mark.soak]
+
+SOON_S = 5.0
+"""What must not wait for anybody takes milliseconds; a busy machine may need longer.
+
+Whoever waits all the same waits for half a minute at least."""
+
+# ---------------------------------------------------------------------------------------------
+# Processes that are forked to die
+
+
+def fork(body: Callable[[], None]) -> int:
+    """Run ``body`` in a forked process; its pid, when it has begun.
+
+    The process that calls this has one thread and all imports behind it, so that a fork is
+    quick and safe.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, b"!")
+            body()
+            os._exit(0)
+        except BaseException:  # it must not run on as a second copy of the test
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)
+    return pid
+
+
+def fork_and_kill(body: Callable[[], None], kill_after_s: float | None = None) -> bool:
+    """Run ``body`` in a forked process; whether it was killed, by us or by itself."""
+    pid = fork(body)
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
+    return status != 0
+
+
+@contextlib.contextmanager
+def forked_and_stopped(body: Callable[[], None]) -> Iterator[bool]:
+    """Run ``body`` in a forked process until it stops itself, or ends; whether it has stopped."""
+    pid = fork(body)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    is_stopped = os.WIFSTOPPED(status)
+    try:
+        yield is_stopped
+    finally:
+        if is_stopped:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert is_stopped or status == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Killed before each call that changes the disk, and in between
+
+SITUATIONS = (
+    "in place",
+    "first ever",
+    "new layout",
+    "in place, durable",
+    "first ever, durable",
+    "a delta",
+)
+SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
+DELTA_SITUATIONS = ("a delta", "an anchor after deltas")
+"""The second one differs where versions stand on deltas."""
+KILLS = "kills at a moment of a publish"
+MIN_MOMENTS = 15
+"""Far fewer than a publish has: a test that comes to less has watched something else."""
+
+
+def last_before(situation: str) -> int | None:
+    return None if situation.startswith("first") else 3
+
+
+def has_deltas(situation: str) -> bool:
+    return situation in DELTA_SITUATIONS
+
+
+def pattern_of(situation: str) -> Pattern:
+    """What is published before the version in question."""
+    return SPARSE if has_deltas(situation) else SMALL
+
+
+def make_sender(store: Path, situation: str) -> dbuffer.WeightSender:
+    return dbuffer.WeightSender(
+        store,
+        durable=situation.endswith("durable"),
+        checksum=True,
+        delta=has_deltas(situation),
+        num_threads=1,
+    )
+
+
+def publish_up_to(store: Path, situation: str, number: int, action: Callable[[], None]) -> None:
+    """Publish what the situation asks for; ``action`` at a moment of the last publish."""
+    pattern = OTHER if situation.startswith("new layout") else pattern_of(situation)
+    version = (last_before(situation) or 0) + 1
+    # The two before the last are deltas.
+    delta_chain.MAX_CHAIN = 2 if situation.startswith("an anchor") else 3
+    with make_sender(store, situation) as sender:
+        for earlier in range(1, version):
+            sender.send(pattern_of(situation).weights(earlier))
+        at_call(number, action, moments())
+        sender.send(pattern.weights(version))
+        sys.setprofile(None)
+
+
+def assert_recovers(store: Path, expected: int | None, situation: str = "in place") -> None:
+    """The last version reads whole, the next publishes work, and nothing is left over."""
+    pattern = pattern_of(situation)
+    assert newest(store, verify=True) == expected
+    make_temporaries_old(store)
+    started = time.monotonic()
+    with make_sender(store, situation) as sender:
+        assert newest(store, verify=True) == expected
+        for version in range((expected or 0) + 2, (expected or 0) + 5):
+            publication = sender.send(pattern.weights(version), version=version)
+            assert publication.version == version == newest(store, verify=True)
+    assert time.monotonic() - started < SOON_S, "a dead process was waited for"
+    assert_tidy(store)
+
+
+class Flip:
+    """From which moment on the new version is there: it comes once, and never goes."""
+
+    def __init__(self, last: int | None) -> None:
+        self.last = last
+        self.new = (last or 0) + 1
+        self.has_come = False
+        self.moments = 0
+
+    def check(self, found: int | None) -> int | None:
+        self.moments += 1
+        if not self.has_come:
+            self.has_come = found == self.new
+        expected = self.new if self.has_come else self.last
+        assert found == expected, f"moment {self.moments}: {found} is there, and not {expected}"
+        return found
+
+    def check_all(self) -> None:
+        assert self.has_come, "no moment was after the pointer"
+        assert self.moments > MIN_MOMENTS
+
+
+@contextlib.contextmanager
+def noting(number: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"at moment {number}")
+        raise
+
+
+def settle_slowly() -> None:
+    """As the fixture of this name does in the test's own process."""
+    store_hold._SETTLE_S = 60.0
+
+
+def kill_at_every_moment(
+    connection: Connection,
+    directory: Path,
+    situation: str,
+    check: Callable[[Path, int | None, str], None] = assert_recovers,
+) -> None:
+    settle_slowly()
+    flip = Flip(last_before(situation))
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
+            break
+        with noting(number):
+            check(store, flip.check(newest(store, verify=True)), situation)
+        shutil.rmtree(store)
+    flip.check_all()
+    connection.send(flip.moments)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_killed_at_every_moment_of_a_publish(
+    shm_path: Path, situation: str, record_property: Record
+) -> None:
+    with Child(kill_at_every_moment, shm_path, situation) as child:
+        record_property(KILLS, child.receive(patience_s()))
+
+
+def test_killed_at_every_moment_of_a_publish_to_a_disk(
+    tmp_path: Path, record_property: Record
+) -> None:
+    with Child(kill_at_every_moment, tmp_path, "new layout") as child:
+        record_property(KILLS, child.receive(patience_s()))
+
+
+def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path) -> None:
+    settle_slowly()
+    crashed = directory / "crashed"
+    # As in the middle of the copy into a new file: that file is there, and in no manifest.
+    for number in itertools.count(1):
+        assert fork_and_kill(functools.partial(publish_up_to, crashed, "new layout", number, die))
+        if version_files(crashed) - named_files(crashed):
+            break
+        shutil.rmtree(crashed)
+    make_temporaries_old(crashed)
+
+    def clear_up(store: Path, number: int) -> None:
+        at_call(number, die, moments())
+        with dbuffer.WeightSender(store, num_threads=1):
+            pass
+        sys.setprofile(None)
+
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        shutil.copytree(crashed, store)
+        if not fork_and_kill(functools.partial(clear_up, store, number)):
+            break
+        with noting(number):
+            assert_recovers(store, 3)
+        shutil.rmtree(store)
+    connection.send(number)
+
+
+def test_killed_while_it_clears_up_after_a_crash(shm_path: Path, record_property: Record) -> None:
+    with Child(kill_at_every_moment_of_clearing_up, shm_path) as child:
+        moments_passed = child.receive(patience_s())
+    assert moments_passed > MIN_MOMENTS
+    record_property("kills of a sender that clears up after a crash", moments_passed)
+
+
+def publish_stream(connection: Connection, store: Path, dies_before: int) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(SMALL.weights(2).items()):
+            if index == dies_before:
+                die()
+            yield pair
+
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send(SMALL.weights(1))
+        sender.send(stream())
+
+
+@pytest.mark.parametrize("dies_before", [0, 1, 7])
+def test_killed_in_the_middle_of_a_stream(store: Path, dies_before: int) -> None:
+    with Child(publish_stream, store, dies_before) as child:
+        assert child.wait() == -signal.SIGKILL
+    assert_recovers(store, 1)
+
+
+def give_the_first_version_again(connection: Connection, directory: Path) -> None:
+    settle_slowly()
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        if not fork_and_kill(functools.partial(publish_up_to, store, "first ever", number, die)):
+            break
+        if newest(store) is None:
+            with dbuffer.WeightSender(store) as sender:
+                sender.send(SMALL.weights(1), version=1)
+            assert newest(store) == 1
+    connection.send(number)
+
+
+def test_first_version_can_be_given_again_after_a_crash_before_the_pointer(shm_path: Path) -> None:
+    """What no reader could see was not published, so its number is still free."""
+    with Child(give_the_first_version_again, shm_path) as child:
+        assert child.receive(patience_s()) > MIN_MOMENTS
+
+
+# ---------------------------------------------------------------------------------------------
+# Killed one call later each time in one and the same store, and at moments drawn by lot
+
+
+class Ledger:
+    """The last version that a process published before it was killed, in shared memory."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+
+    def write(self, version: int) -> None:
+        self._memory[:] = struct.pack("q", version)
+
+    def read(self) -> int:
+        version: int = struct.unpack("q", self._memory[:])[0]
+        return version
+
+
+def read_and_publish(store: Path, at_least: int, *, checksum: bool) -> int:
+    """The version found after a crash, which must be whole; then publish the next one."""
+    found = newest(store, verify=checksum) or 0
+    assert found in (at_least, at_least + 1), f"{at_least} was published and {found} is there"
+    make_temporaries_old(store)
+    with dbuffer.WeightSender(store, checksum=checksum, num_threads=1) as sender:
+        publication = sender.send(SMALL.weights(found + 1))
+    assert publication.version == found + 1 == newest(store, verify=checksum)
+    if not medium_of(store).maps_files:  # what somebody may read stays for a while
+        assert named_files(store) <= version_files(store)
+    else:
+        assert_tidy(store)
+    return found + 1
+
+
+def kill_before_every_call(
+    connection: Connection, store: Path, prepares: int, mount: str, delta: bool
+) -> None:
+    """Start a sender and publish, dying one call later each time, until it is through.
+
+    ``prepares``: after so many publishes of the same layout by the same sender.
+    """
+    os.environ["DBUFFER_MOUNT"] = mount
+    delta_chain.MAX_CHAIN = 3
+    ledger = Ledger()
+    last = number = 0
+    was_killed = True
+
+    def publish() -> None:
+        version, pattern = last + 1, OTHER if number % 2 else SMALL
+        if delta:
+            pattern = SPARSE
+        if not prepares:
+            die_before_call(number)
+        with dbuffer.WeightSender(
+            store, durable=True, checksum=True, delta=delta, num_threads=1
+        ) as sender:
+            if prepares:
+                for version in range(last + 1, last + prepares + 1):
+                    sender.send(pattern.weights(version))
+                    ledger.write(version)
+                version += 1
+                die_before_call(number)
+            sender.send(pattern.weights(version))
+            ledger.write(version)
+            sys.setprofile(None)
+
+    while was_killed:
+        number += 1
+        ledger.write(last)
+        was_killed = fork_and_kill(publish)
+        last = read_and_publish(store, ledger.read(), checksum=True)
+    connection.send(number)
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.parametrize(
+    ("prepares", "delta"),
+    [
+        pytest.param(0, False, id="from the start"),
+        pytest.param(2, False, id="in place"),
+        pytest.param(3, True, id="a delta", marks=SLOW),
+        pytest.param(4, True, id="an anchor after deltas", marks=SLOW),
+    ],
+)
+def test_killed_before_every_call_that_changes_the_disk(
+    store: Path, prepares: int, delta: bool, mount: str
+) -> None:
+    with Child(kill_before_every_call, store, prepares, mount, delta) as child:
+        assert child.receive() > 15
+
+
+def kill_at_random_moments(connection: Connection, store: Path, times: int, seed: int) -> None:
+    """Send how many were killed, and how many versions they had published."""
+    rng = random.Random(seed)
+    ledger = Ledger()
+    last = deaths = published = 0
+    pace_s = 0.005
+
+    def publish_for_ever(checksum: bool, durable: bool, delta: bool, seed: int) -> None:
+        rng = random.Random(seed)
+        version = last
+        while True:
+            with dbuffer.WeightSender(
+                store, durable=durable, checksum=checksum, delta=delta, num_threads=1
+            ) as sender:
+                for _ in range(rng.choice((1, 5))):
+                    version += 1
+                    pattern = SPARSE if delta else rng.choice((SMALL, SMALL, OTHER))
+                    sender.send(pattern.weights(version))
+                    ledger.write(version)
+
+    for _ in range(times):
+        ledger.write(last)
+        checksum, durable, delta = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.5
+        # A machine that is busy with other things is slower for the process that dies, too.
+        moment_s = rng.uniform(0, 1.5) * pace_s
+        body = functools.partial(publish_for_ever, checksum, durable, delta, rng.randrange(2**32))
+        deaths += fork_and_kill(body, kill_after_s=moment_s)
+        done = ledger.read() - last
+        published += done
+        started_s = time.monotonic()
+        last = read_and_publish(store, ledger.read(), checksum=False)
+        took_s = time.monotonic() - started_s
+        # Other work may hold up a process that has just begun more than this one.
+        pace_s = took_s if done else max(took_s, 1.5 * pace_s)
+    connection.send((deaths, published))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(shm_path: Path, record_property: Record) -> None:
+    deaths = 2_500 if is_soak() else 50
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(Child(kill_at_random_moments, shm_path / f"{seed}", deaths, seed))
+            for seed in (1, 2)
+        ]
+        for child in children:
+            killed, published = child.receive(patience_s())
+            assert killed == deaths
+            record_property("kills at random moments", killed)
+            record_property("versions published between them", published)
+            assert published > deaths / 2, "the processes died before they did much"
+
+
+# ---------------------------------------------------------------------------------------------
+# The same as on a network mount, where every publish is to a new file
+
+NETWORK_SITUATIONS = ["in place", "first ever", *DELTA_SITUATIONS]
+
+
+class Clock:
+    """Stands for the clock by which old files age."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def assert_recovers_across_a_network(
+    store: Path, expected: int | None, situation: str, clock: Clock
+) -> None:
+    """As above; and what nobody can have read goes at once, what somebody may read in time."""
+    pattern = pattern_of(situation)
+    assert newest(store, verify=True) == expected
+    make_temporaries_old(store)
+    unnamed = version_files(store) - named_files(store)
+    started = time.monotonic()
+    with make_sender(store, situation) as sender:
+        assert newest(store, verify=True) == expected
+        # On another host somebody reads a version that has no name any more.
+        record = ReceiverRecord(
+            receiver="far",
+            token="0" * 16,
+            host="another-host",
+            pid=1,
+            applied_version=None,
+            held_version=10**6,
+            updated_at=time.time(),
+        )
+        path = DoubleBuffer(store).record_path(record.receiver, record.token)
+        path.write_bytes(encode(record))
+        for version in range((expected or 0) + 2, (expected or 0) + 5):
+            assert unnamed <= version_files(store), "another host may read it still"
+            publication = sender.send(pattern.weights(version), version=version)
+            assert publication.version == version == newest(store, verify=True)
+        assert time.monotonic() - started < 2 * SOON_S, "a dead process was waited for"
+        clock.now_s += 30.0  # beside what the files are old already
+        sender.send(pattern.weights(100), version=100)
+        assert unnamed <= version_files(store)
+        clock.now_s += 30.0
+        sender.send(pattern.weights(101), version=101)
+        assert not unnamed & version_files(store)
+        clock.now_s += 60.0
+        sender.send(pattern.weights(102), version=102)
+    assert len(version_files(store) - named_files(store)) <= 1, (
+        "just what the last publish put away"
+    )
+    assert not list(store.rglob("*.tmp"))
+
+
+def kill_at_every_moment_across_a_network(
+    connection: Connection, directory: Path, situation: str
+) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    network_files.time = clock = Clock()  # type: ignore[attr-defined]
+    check = functools.partial(assert_recovers_across_a_network, clock=clock)
+    kill_at_every_moment(connection, directory, situation, check)
+
+
+@pytest.mark.parametrize("situation", NETWORK_SITUATIONS)
+def test_killed_at_every_moment_of_a_publish_across_a_network(
+    shm_path: Path, situation: str, record_property: Record
+) -> None:
+    with Child(kill_at_every_moment_across_a_network, shm_path, situation) as child:
+        record_property(KILLS, child.receive(patience_s()))
+
+
+# ---------------------------------------------------------------------------------------------
+# Readers that die or freeze, and senders that freeze
+
+
+def hold(connection: Connection, store: Path, receiver_id: str) -> None:
+    """Hold the newest version until told to let go; send what leaving the block raised."""
+    with dbuffer.WeightReceiver(store, receiver_id=receiver_id, num_threads=1) as receiver:
+        try:
+            with receiver.open() as snapshot:
+                connection.send(snapshot.version)
+                connection.recv()
+                connection.send(SMALL.version_of(snapshot.tensors))
+        except dbuffer.SnapshotEvictedError as error:
+            connection.send(repr(error))
+        else:
+            connection.send("not evicted")
+
+
+def timed_send(sender: dbuffer.WeightSender, version: int) -> float:
+    return sender.send(SMALL.weights(version), version=version).duration_s
+
+
+def test_a_reader_killed_while_it_holds_a_buffer_delays_no_publish(store: Path) -> None:
+    with dbuffer.WeightSender(store, reader_timeout_s=30) as sender:
+        timed_send(sender, 1)
+        with Child(hold, store, "victim") as reader:
+            assert reader.receive() == 1
+            reader.signal(signal.SIGKILL)
+            assert reader.wait() == -signal.SIGKILL
+            for version in (2, 3, 4):
+                assert timed_send(sender, version) < SOON_S
+                assert newest(store) == version
+
+
+def test_frozen_readers_delay_one_publish_by_the_timeout_and_are_told(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One time-out for all of them, which one for each would be more than twice as long as."""
+    timeout_s = 1.5
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=timeout_s) as sender,
+        contextlib.ExitStack() as children,
+    ):
+        timed_send(sender, 1)
+        readers = [
+            children.enter_context(Child(hold, store, f"sleepy-{number}")) for number in range(3)
+        ]
+        for reader in readers:
+            assert reader.receive() == 1
+            reader.signal(signal.SIGSTOP)
+            reader.wait_until_stopped()
+        assert timed_send(sender, 2) < timeout_s
+        with caplog.at_level(logging.WARNING, "dbuffer"):
+            assert timeout_s <= timed_send(sender, 3) < 2 * timeout_s
+        for number, reader in enumerate(readers):
+            assert f"sleepy-{number} (pid {reader.pid}" in caplog.text
+        for version in (4, 5, 6, 7):
+            assert timed_send(sender, version) < timeout_s
+        assert newest(store) == 7
+        for reader in readers:
+            reader.signal(signal.SIGCONT)
+            reader.send("let go")
+            assert reader.receive() == 1, "what an evicted reader holds must stay whole"
+            assert "SnapshotEvictedError" in reader.receive()
+        assert_tidy(store)
+
+
+def freeze_at_every_moment(
+    connection: Connection, directory: Path, situation: str, mount: str
+) -> None:
+    os.environ["DBUFFER_MOUNT"] = mount
+    settle_slowly()
+    flip = Flip(last_before(situation))
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        body = functools.partial(publish_up_to, store, situation, number, stop)
+        with forked_and_stopped(body) as is_stopped, noting(number):
+            if not is_stopped:
+                break
+            started = time.monotonic()
+            assert flip.check(newest(store)) == newest(store, verify=True)
+            assert time.monotonic() - started < SOON_S
+        shutil.rmtree(store)
+    flip.check_all()
+    connection.send(flip.moments)
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.parametrize(
+    "situation",
+    ["in place", "new layout", "in place, durable"]
+    + [pytest.param(situation, marks=SLOW) for situation in DELTA_SITUATIONS],
+)
+def test_a_frozen_sender_delays_no_reader(
+    shm_path: Path, situation: str, mount: str, record_property: Record
+) -> None:
+    with Child(freeze_at_every_moment, shm_path, situation, mount) as child:
+        record_property("senders frozen at a moment of a publish", child.receive(patience_s()))
+
+
+def publish_and_stop_in_it(connection: Connection, store: Path) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(SMALL.weights(2).items())[:3]
+        stop()
+
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send(SMALL.weights(1))
+        sender.send(stream())
+
+
+def test_a_killed_sender_frees_the_store(store: Path) -> None:
+    with Child(publish_and_stop_in_it, store) as child:
+        child.wait_until_stopped()
+        with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
+            dbuffer.WeightSender(store)
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        assert_recovers(store, 1)

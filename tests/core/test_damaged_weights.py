@@ -1,0 +1,292 @@
+"""Guarantee 6, bad input is refused: weights files that are truncated, flipped or replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dbuffer
+from dbuffer.format.layout import digest
+from dbuffer.store import hold
+from tests.support.children import Child
+from tests.support.damage import (
+    NEWEST,
+    VALUES,
+    assert_repaired_by_publishing,
+    copy_of,
+    damaged_bytes,
+    flip_bit,
+    opening_only_files_in,
+    read,
+    weights_file,
+)
+from tests.support.patterns import SMALL, SPARSE, newest
+from tests.support.soak import is_soak
+
+pytestmark = pytest.mark.usefixtures("settle_quickly")
+
+
+@given(place=st.integers(0, 8 * 2048 * len(SMALL.names) - 1))
+def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
+    template: Path, place: int
+) -> None:
+    with copy_of(template) as store:
+        path, _ = weights_file(store)
+        target = SMALL.empty()
+        flip_bit(path, place)
+        with dbuffer.WeightReceiver(store, verify=True) as receiver:
+            name = SMALL.names[place // (8 * 2048)]
+            with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*: {name};"):
+                receiver.load_into(target)
+            with pytest.raises(dbuffer.StoreCorruptError, match=name), receiver.open():
+                pass
+        assert not any(tensor.any() for tensor in target.values()), "the target was touched"
+
+
+@given(data=st.data())
+def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.DataObject) -> None:
+    with copy_of(template) as store:
+        path, manifest = weights_file(store)
+        start, num_bytes, said = data.draw(
+            st.sampled_from(
+                [
+                    (manifest["checksums_offset"], 8 * manifest["num_tensors"], "checksums"),
+                    (manifest["layout_offset"], manifest["layout_bytes"], "layout"),
+                ]
+            )
+        )
+        flip_bit(path, data.draw(st.integers(8 * start, 8 * (start + num_bytes) - 1)))
+        with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{said}"):
+            read(store, verify=True)
+        assert_repaired_by_publishing(store)
+
+
+@settings(max_examples=500 if is_soak() else 40)
+@given(data=st.data(), which=st.integers(1, 4), verify=st.booleans())
+def test_damaged_delta_is_refused_and_the_file_named(
+    chain_template: Path,
+    data: st.DataObject,
+    which: int,
+    verify: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is needed to read the newest version; also by who compares no checksums of tensors."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with copy_of(chain_template) as store:
+        chain = json.loads((store / newest_buffer(store) / "manifest.json").read_bytes())["chain"]
+        path = store / "deltas" / f"{chain[which]}.delta"
+        good = path.read_bytes()
+        match data.draw(st.sampled_from(["random", "cut", "flip", "inserted", "another"])):
+            case "random":
+                bad = data.draw(st.binary(max_size=300))
+            case "cut":
+                bad = good[: data.draw(st.integers(0, len(good) - 1))]
+            case "flip":
+                bit = data.draw(st.integers(0, 8 * len(good) - 1))
+                flipped = bytearray(good)
+                flipped[bit // 8] ^= 1 << bit % 8
+                bad = bytes(flipped)
+            case "inserted":
+                at = data.draw(st.integers(0, len(good) - 1))
+                bad = good[:at] + b"\0" + good[at:]
+            case "another":
+                other = data.draw(st.sampled_from([n for n in (1, 2, 3, 4) if n != which]))
+                bad = (store / "deltas" / f"{chain[other]}.delta").read_bytes()
+        path.write_bytes(bad)
+        with (
+            opening_only_files_in(store),
+            pytest.raises((dbuffer.StoreCorruptError, dbuffer.UnsupportedError), match=str(path)),
+        ):
+            read(store, verify=verify, pattern=SPARSE)
+        with dbuffer.WeightSender(store, delta=True) as sender:
+            for version in (6, 7):
+                sender.send(SPARSE.weights(version), version=version)
+                assert read(store, verify=True, pattern=SPARSE) == version
+
+
+def newest_buffer(store: Path) -> str:
+    return str(json.loads((store / "CURRENT").read_bytes())["buffer"])
+
+
+def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path) -> None:
+    with (
+        dbuffer.WeightSender(damaged, checksum=True) as sender,
+        dbuffer.WeightReceiver(damaged, verify=True) as receiver,
+    ):
+        target = SMALL.empty()
+        for version in (3, 4, 5):
+            assert receiver.load_into(target) == version
+            sender.send(SMALL.weights(version + 1))
+        flip_bit(weights_file(damaged, "A")[0], 12345)
+        with pytest.raises(dbuffer.StoreCorruptError, match=SMALL.names[0]):
+            receiver.load_into(target)
+        assert SMALL.version_of(target) == 5
+        sender.send(SMALL.weights(7))
+        assert receiver.load_into(target) == 7
+
+
+def test_verify_refuses_what_was_published_without_checksums(store: Path) -> None:
+    with dbuffer.WeightSender(store, checksum=False) as sender:
+        sender.send(SMALL.weights(1))
+    with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
+        read(store, verify=True)
+    assert read(store, verify=False) == 1
+
+
+LAYOUT_NUMBERS = st.one_of(
+    st.sampled_from([-64, -1, 0, 1, 63, 64, 2**31, 2**40, 2**62, 2**63 - 1, 2**63]),
+    st.integers(0, 40_000),
+)
+LAYOUT_VALUES = st.one_of(
+    LAYOUT_NUMBERS,
+    st.lists(LAYOUT_NUMBERS, max_size=5),
+    st.sampled_from(["bool", "int8", "float8_e4m3fn", "float4_e2m1fn_x2", "complex128", "object"]),
+    st.sampled_from(SMALL.names),
+    VALUES,
+)
+
+
+@given(data=st.data())
+def test_hostile_layout(template: Path, data: st.DataObject) -> None:
+    """A layout that was changed together with its digest: nothing is read outside the data."""
+    with copy_of(template) as store:
+        path, manifest = weights_file(store)
+        file = path.read_bytes()
+        at, size = manifest["layout_offset"], manifest["layout_bytes"]
+        layout = json.loads(file[at : at + size])
+        if data.draw(st.booleans()):
+            for _ in range(data.draw(st.integers(1, 3))):
+                row = data.draw(st.sampled_from(layout["tensors"]))
+                row[data.draw(st.integers(0, 3))] = data.draw(LAYOUT_VALUES)
+            encoded = json.dumps(layout).encode()
+        else:
+            encoded = data.draw(damaged_bytes(file[at : at + size]))
+        path.write_bytes(file[:at] + encoded)
+        manifest |= {
+            "layout_bytes": len(encoded),
+            "layout_xxh3": digest(encoded),
+            "file_bytes": at + len(encoded),
+        }
+        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+        with opening_only_files_in(store), contextlib.suppress(dbuffer.DBufferError):
+            read(store, verify=False, pattern=None)
+        assert_repaired_by_publishing(store)
+
+
+def test_layout_that_lies_out_of_place_is_refused_and_the_file_named(damaged: Path) -> None:
+    path, manifest = weights_file(damaged)
+    (path.parent / "manifest.json").write_text(json.dumps(manifest | {"checksums_offset": 0}))
+    with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{SMALL.names[0]}"):
+        read(damaged, verify=False)
+
+
+def use_truncated_files(connection: Connection, template: Path, copy: Path) -> None:
+    """Cut each weights file short, and read and publish; send what came of it."""
+    hold._SETTLE_S = 0.01
+    for buffer in ("A", "B"):
+        path, manifest = weights_file(template, buffer)
+        sizes = {0, 1, 4096, manifest["checksums_offset"], manifest["file_bytes"] - 1}
+        for size in sorted(sizes):
+            for is_warm in (False, True):
+                shutil.copytree(template, copy)
+                outcome = use_truncated(copy, copy / buffer / path.name, size, is_warm)
+                connection.send((buffer, size, is_warm, *outcome))
+                shutil.rmtree(copy)
+    connection.send(None)
+
+
+def use_truncated(store: Path, path: Path, size: int, is_warm: bool) -> tuple[str, int]:
+    """The reader's outcome, and the version that could be read after two publishes."""
+    target = SMALL.empty()
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(dbuffer.WeightSender(store, checksum=True))
+        receiver = stack.enter_context(dbuffer.WeightReceiver(store))
+        if is_warm:
+            for version in (4, 5):
+                sender.send(SMALL.weights(version))
+                receiver.load_into(target)
+        os.truncate(path, size)
+        try:
+            outcome = f"loaded {dbuffer.WeightReceiver(store).load_into(target)}"
+        except dbuffer.StoreCorruptError as error:
+            outcome = "refused" if str(path) in str(error) else repr(error)
+        if not is_warm:
+            sender.close()
+            sender = stack.enter_context(dbuffer.WeightSender(store, checksum=True))
+        for _ in range(3):
+            version = sender._writer.next_version(None)
+            sender.send(SMALL.weights(version))
+            assert receiver.load_into(target) == version
+        return outcome, SMALL.version_of(target) or 0
+
+
+def test_truncated_weights_files_are_refused_and_never_a_bus_error(
+    template: Path, store: Path
+) -> None:
+    with Child(use_truncated_files, template, store) as child:
+        count = 0
+        while (found := child.receive()) is not None:
+            buffer, size, is_warm, outcome, version = found
+            if buffer == NEWEST:
+                assert outcome == "refused", (size, is_warm)
+            else:
+                assert outcome == f"loaded {5 if is_warm else 3}", (size, is_warm)
+            assert version == (8 if is_warm else 6)
+            count += 1
+        assert count == 20
+        assert child.wait() == 0
+
+
+def put_copies_in_the_place_of_files(store: Path) -> None:
+    """What restoring a backup does: the same names, sizes and bytes, and other files."""
+    for buffer in ("A", "B"):
+        path, _ = weights_file(store, buffer)
+        shutil.copyfile(path, path.with_name("copy"))
+        path.with_name("copy").rename(path)
+
+
+def test_sender_does_not_write_into_a_file_that_was_replaced(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3, 4):
+            sender.send(SMALL.weights(version))
+        put_copies_in_the_place_of_files(store)
+        for version in (5, 6, 7):
+            sender.send(SMALL.weights(version))
+            assert newest(store) == version
+
+
+def test_receiver_does_not_read_a_file_that_was_replaced(store: Path) -> None:
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            for version in (1, 2, 3, 4):
+                sender.send(SMALL.weights(version))
+                assert receiver.load_into(target) == version
+        put_copies_in_the_place_of_files(store)
+        with dbuffer.WeightSender(store) as sender:
+            for version in (5, 6, 7):
+                sender.send(SMALL.weights(version))
+                assert receiver.load_into(target) == version
+                assert SMALL.version_of(target) == version
+
+
+def test_damage_leaks_no_descriptors(template: Path) -> None:
+    def spoil(store: Path) -> None:
+        path, manifest = weights_file(store)
+        flip_bit(path, 8 * manifest["layout_offset"])
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(5):
+        with copy_of(template) as store:
+            spoil(store)
+            with contextlib.suppress(dbuffer.DBufferError):
+                read(store, verify=True)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

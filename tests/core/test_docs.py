@@ -1,0 +1,505 @@
+"""What README and docs/ show is run, what they name exists, and the site builds without a warning.
+
+A code block that is not run says why, in an HTML comment above it::
+
+    <!-- not run: needs a vLLM engine; shown by tests/integrations/vllm/test_vllm.py -->
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dbuffer
+from dbuffer.format import manifest as records
+from dbuffer.format.layout import Layout
+from dbuffer.tools.cli import app, run
+from tests.support import ROOT
+from tests.support.soak import in_soaks_alone
+from tests.support.worlds import World
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
+]
+CODE = {"python", "console", "bash", "yaml", "json"}
+
+NOT_RUN, PROGRAM = "not run", "run as a program"
+_MARK = re.compile(rf"<!-- ({NOT_RUN}|{PROGRAM}): (.+) -->")
+_FENCE = re.compile(r"```(.*)")
+
+
+@dataclass(frozen=True)
+class CodeBlock:
+    page: Path
+    line: int
+    """Of its first line of code, from 1."""
+    language: str
+    code: str
+    mark: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        name = f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{name}: {self.reason}" if self.mark else name
+
+
+def blocks_of(page: Path) -> Iterator[CodeBlock]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    begun: tuple[int, str, re.Match[str] | None] | None = None
+    for number, line in enumerate(lines):
+        fence = _FENCE.fullmatch(line)
+        if fence is None:
+            continue
+        if begun is None:
+            begun = number + 1, fence[1], _MARK.fullmatch(lines[number - 1])
+            continue
+        first, language, mark = begun
+        code = "\n".join(lines[first:number]) + "\n"
+        kind, reason = mark.groups() if mark else (None, "")
+        yield CodeBlock(page, first + 1, language, code, kind, reason)
+        begun = None
+    assert begun is None, f"{page}: a block has no end"
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page) if block.language in CODE]
+MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
+
+
+def blocks(language: str, mark: str | None = None) -> list[CodeBlock]:
+    return [block for block in BLOCKS if (block.language, block.mark) == (language, mark)]
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def run_page(page: Path, directory: Path) -> dict[str, Any]:
+    """Run a page's Python, one block after the other, in one namespace; what it ends with."""
+    namespace: dict[str, Any] = {}
+    for block in blocks("python"):
+        if block.page == page:
+            code = block.code.replace("/dev/shm/", f"{directory}/")
+            assert code != block.code or "Weight" not in code  # no store but in the directory
+            assert "/mnt/" not in code
+            lines = "\n" * (block.line - 1)  # a traceback shows the page's
+            exec(compile(lines + code, str(page), "exec"), namespace)
+    return namespace
+
+
+# What is run.
+
+
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in blocks("python")} - {README}), ids=relative
+)
+def test_python_of_a_page_runs(page: Path, shm_path: Path) -> None:
+    run_page(page, shm_path)
+
+
+def test_python_of_all_pages_is_typed(tmp_path: Path) -> None:
+    """As users check programs that they begin with it; lines are those of the pages."""
+    code: dict[Path, list[str]] = {}
+    for block in BLOCKS:
+        if block.language == "python" and block.mark != NOT_RUN:
+            lines = code.setdefault(block.page, [])
+            lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    for page, lines in code.items():
+        name = relative(page).removesuffix(".md").replace("/", "_").replace("-", "_")
+        (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n")
+    assert len(code) > 5
+    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml"]
+    cache = ["--cache-dir", ROOT / ".mypy_cache"]  # which `dev.py test` has filled
+    done = subprocess.run(
+        [*check, *cache, *tmp_path.glob("*.py")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_sixty_seconds_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(README, tmp_path)
+    assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
+
+
+@in_soaks_alone
+@pytest.mark.slow
+def test_the_collector_runs(tmp_path: Path) -> None:
+    (block,) = blocks("python", PROGRAM)
+    script = tmp_path / "collector.py"
+    script.write_text(block.code.replace("/dev/shm/run-1", str(tmp_path / "run")))
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path)
+    with dbuffer.WeightReceiver(tmp_path / "run" / "policy") as receiver:
+        assert receiver.wait_for_version(timeout_s=0) == 5
+
+
+@pytest.mark.parametrize("block", MARKED, ids=str)
+def test_a_block_that_is_not_run_says_why(block: CodeBlock) -> None:
+    assert len(block.reason.split()) >= 3
+    named = re.findall(r"tests/[\w/.]+", block.reason)
+    for name in named:
+        assert "def test_" in (ROOT / name).read_text(encoding="utf-8")
+    if "shown by" in block.reason:
+        assert named
+
+
+def test_bash_and_yaml_are_marked() -> None:
+    assert not blocks("bash")
+    assert not blocks("yaml")
+
+
+# Commands.
+
+
+def commands_in(block: CodeBlock) -> list[list[str]]:
+    code = block.code.replace("\\\n", " ")
+    lines = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "console"], ids=str)
+def test_commands_are_understood(block: CodeBlock) -> None:
+    group = typer.main.get_command(app)
+    tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
+    for command in commands_in(block):
+        match command:
+            case ["dbuffer", name, *arguments]:
+                subcommand = group.commands[name]  # type: ignore[attr-defined]
+                subcommand.make_context(name, arguments)  # parsed, and not carried out
+            case ["python3", "dev.py", task, *_]:
+                assert task in tasks
+            case _:
+                assert block.mark == NOT_RUN, command
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {c[1] for b in blocks("console") for c in commands_in(b) if c[0] == "dbuffer"}
+    assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_modules_that_are_run_exist(page: Path) -> None:
+    for name in re.findall(r"python3? -m ([\w.]+)", page.read_text(encoding="utf-8")):
+        if name.startswith(("dbuffer", "benchmarks")):
+            path = ROOT.joinpath(*name.rstrip(".").split("."))
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for name in re.findall(r"examples/\w+\.py", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), name
+
+
+# JSON.
+
+
+def shape_of(value: Any) -> Any:
+    """The keys of a JSON value, and of what it holds; metadata and values of any kind aside."""
+    if isinstance(value, dict):
+        return {k: None if k == "metadata" else shape_of(v) for k, v in value.items()}
+    if isinstance(value, list):
+        found = [shape_of(item) for item in value if isinstance(item, dict)]
+        return found[:1]
+    return None
+
+
+def documented(command: str) -> Any:
+    """The JSON block behind the paragraph that begins with a command."""
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    found = re.search(rf"^`{re.escape(command)}`[^`].*?^```json\n(.*?)^```", text, re.M | re.S)
+    assert found is not None
+    return shape_of(json.loads(found[1]))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(32, 32)}, path)
+    return path
+
+
+def test_json_has_the_documented_shape(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "store")
+
+    def printed(*arguments: str) -> Any:
+        assert run([*arguments, "--json"]) == 0
+        return shape_of(json.loads(capsys.readouterr().out))
+
+    assert printed("publish", str(checkpoint), store) == documented("dbuffer publish --json")
+    follow = ["follow", store, "--count", "1", "--receiver-id", "worker-0"]
+    assert printed(*follow) == documented("dbuffer follow --json")
+    assert printed("status", store) == documented("dbuffer status --json")
+    assert printed("verify", store) == documented("dbuffer verify --json")
+    assert printed("ls", store) == documented("dbuffer ls --json")
+    against = ["ls", store, "--against", str(checkpoint)]
+    assert printed(*against) == documented("dbuffer ls --against MODEL_DIR --json")
+    assert printed("doctor", str(tmp_path)) == documented("dbuffer doctor --json")
+
+
+def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
+    from dbuffer.integrations.engine.follower import Switch
+    from dbuffer.publish.publication import Publication
+    from dbuffer.tools.doctor.peer import Meeting
+
+    def names(kind: Any) -> set[str]:
+        return {item.name for item in dataclasses.fields(kind)}
+
+    assert documented("dbuffer follow-server --json").keys() == names(Switch)
+    assert documented("dbuffer mirror --json").keys() == names(Publication)
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    for name in names(Meeting) | {"host", "pid", "num_seen"}:
+        assert f"`{name}`" in text
+
+
+def test_rules_of_the_names_page_are_read(tmp_path: Path) -> None:
+    (block,) = (b for b in blocks("json") if b.page.name == "names-and-lora.md")
+    file = tmp_path / "names.json"
+    file.write_text(block.code)
+    assert dbuffer.NameMap.read(file)("model.visual.norm") == "visual.norm"
+
+
+# The format.
+
+
+def test_layouts_of_the_design_page_are_layouts() -> None:
+    whole, in_parts = (b for b in blocks("json") if b.page.name == "design.md")
+    assert Layout.decode(whole.code.encode(), end=1 << 30).aliases
+    assert Layout.decode(in_parts.code.encode(), end=1 << 30).is_in_parts
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("### Pointer", records.Pointer),
+        ("### Manifest", records.Manifest),
+        ("### Writer", records.WriterRecord),
+        ("### Receiver", records.ReceiverRecord),
+    ],
+)
+def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) -> None:
+    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    section = text.split(heading)[1].split("\n#")[0]
+    rows = re.findall(r"^\| (`.+?) \|", section, flags=re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(["format", *(item.name for item in dataclasses.fields(kind))])
+
+
+def test_the_plain_reader_reads_parts(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_newest = run_page(DOCS / "design.md", shm_path)["read_newest"]
+
+    remote, local = shm_path / "parts", shm_path / "mirrored"
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with World(shm_path, 2) as world:
+        world.run(publish_rows, remote)
+    with dbuffer.Mirror(remote, local).start() as mirror:
+        mirror.wait_until_current(timeout_s=60)
+    assert len(list(remote.glob("*/*.r[01].td"))) == 2
+    assert not list(local.glob("*/*.r*.td"))
+    for store in (remote, local):  # in a mirror's file blocks are hashed by pieces still
+        version, _, tensors = read_newest(store)
+        assert version == 1
+        assert torch.equal(tensors["rows"], ROWS)
+
+
+ROWS = torch.arange(1_400_000.0).reshape(1400, 1000)
+
+
+def publish_rows(rank: int, store: Path) -> None:
+    """Each of two ranks has half of the rows, which end within a block of checksums."""
+    rows = distribute_tensor(ROWS, init_device_mesh("cpu", (2,)), [Shard(0)])
+    with dbuffer.ShardedWeightSender(store) as sender:
+        sender.send({"rows": rows})
+
+
+# Names, figures and links.
+
+
+def test_the_errors_page_is_current() -> None:
+    made = runpy.run_path(str(DOCS / "make_errors.py"))["errors_page"]()
+    assert (DOCS / "errors.md").read_text(encoding="utf-8") == made, (
+        "dbuffer/errors.py has changed: run python3 docs/make_errors.py"
+    )
+
+
+def test_every_error_is_in_the_table() -> None:
+    text = (DOCS / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", text, flags=re.MULTILINE)
+    errors = {name for name in dbuffer.__all__ if name.endswith("Error")}
+    assert {name for name, *_ in rows} == errors - {"DBufferError"}
+    for name, kinds, happened, advice in rows:
+        assert happened
+        assert advice
+        for kind in re.findall(r"`(\w+)`", kinds):
+            base = getattr(dbuffer, kind, None) or __builtins__[kind]
+            assert issubclass(getattr(dbuffer, name), base)
+
+
+def test_every_metric_is_documented(tmp_path: Path) -> None:
+    from prometheus_client import REGISTRY, CollectorRegistry
+
+    from dbuffer.integrations import metrics
+    from dbuffer.integrations.engine.reporting import FollowerReport
+
+    FollowerReport().begin("documented")
+    others = CollectorRegistry()
+    metrics.register(dbuffer.Mirror(tmp_path / "remote", tmp_path / "local"), others)
+    with dbuffer.WeightSender(tmp_path / "store") as sender:
+        metrics.register(sender, others)
+        families = [*REGISTRY.collect(), *others.collect()]
+    suffix = {"counter": "_total"}
+    found = {
+        f"{family.name}{suffix.get(family.type, '')}"
+        for family in families
+        if family.name.startswith("dbuffer_")
+    }
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)) == found
+
+
+def test_the_dashboard_shows_each_metric() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    kinds = dict(re.findall(r"^\| `(dbuffer_\w+)` \| (\w+) \|", text, flags=re.MULTILINE))
+    parts = {
+        f"{name}_{part}": name
+        for name, kind in kinds.items()
+        if kind == "histogram"
+        for part in ("bucket", "sum", "count")
+    }
+    assert {parts.get(name, name) for name in shown} == set(kinds)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(places) == len(board["panels"]), "two panels are at one place"
+
+
+def test_every_option_of_an_engine_is_documented() -> None:
+    from dbuffer.integrations.engine.engine_options import EngineOptions
+
+    text = (DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8")
+    section = text.split("## Options")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
+    options = {item.name for item in dataclasses.fields(EngineOptions)}
+    assert named == options - {"instance_id"} | {"pause"}  # the first is set by who follows
+
+
+def rows_of(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("page", "results", "since", "until"),
+    [
+        ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
+        ("benchmarks.md", "pause.txt", "## The pause", "## Inter-token latency"),
+        ("benchmarks.md", "latency.txt", "## Inter-token latency", "## A step of TRL's trainer"),
+        ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
+        ("sharded-trainers.md", "sharded.txt", "# ", None),
+    ],
+)
+def test_figures_are_those_of_the_results(
+    page: str, results: str, since: str, until: str | None
+) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8").partition(until or "\0")[0]
+    text = text.partition(since)[2]
+    shown = [row for row in rows_of(text) if re.search(r"\d\.\d", "".join(row))]
+    measured = rows_of((ROOT / "benchmarks" / "results" / results).read_text(encoding="utf-8"))
+    assert shown
+    for row in shown:
+        assert [re.sub(r"missed.", "FAIL", cell) for cell in row] in measured
+
+
+def test_the_readmes_first_figure_is_in_its_table() -> None:
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    row = next(row for row in rows_of(text) if row[0] == "dbuffer")
+    lead = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"2 GB are published in {float(row[1]):.0f} ms, {row[3]} of memcpy's speed" in lead
+
+
+def test_the_readmes_pauses_are_those_of_the_results() -> None:
+    text = (ROOT / "benchmarks" / "results" / "pause.txt").read_text(encoding="utf-8")
+    measured = {}
+    for engine in text.split("\n\nQwen")[1:]:
+        title = engine.partition("\n")[0].rpartition(", ")[2]
+        pauses = {row[0]: row[3] for row in rows_of(engine.partition("| median ms")[0])}
+        ways = ("dbuffer", "memcpy of the same bytes", "vLLM, from memory (the floor)")
+        measured[title] = [f"{pauses[way]} ms" for way in ways]
+    readme = README.read_text(encoding="utf-8")
+    table = readme.partition("## Generation pause")[2].partition("## ")[0]
+    shown = {row[0]: row[1:] for row in rows_of(table)[2:]}
+    assert shown == measured
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and MyST give a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.lower().replace("`", ""))
+    return kept.strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(slug, headings), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+
+
+# The site.
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    program, *options = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]["docs"]
+    options = [option for option in options if option.startswith("-")]
+    command = [Path(sys.executable).with_name(program), *options, "-q", source, target]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    built = build(DOCS, tmp_path)
+    assert built.returncode == 0, built.stderr
+    assert "Six guarantees" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    shutil.copy(DOCS / "conf.py", docs)
+    (docs / "index.md").touch()
+    (tmp_path / "README.md").write_text("# A title\n\n[a section](#a-title)\n")
+    assert build(docs, tmp_path / "site").returncode == 0
+    broken = "[a page](docs/nowhere.md) and [a section](#no-such-section)"
+    (tmp_path / "README.md").write_text(f"# A title\n\n{broken}\n")
+    built = build(docs, tmp_path / "site")
+    assert built.returncode != 0
+    assert "nowhere" in built.stderr
+    assert "no-such-section" in built.stderr

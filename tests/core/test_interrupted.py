@@ -1,0 +1,131 @@
+"""Guarantee 3 where the process lives on: interrupts and failing flushes at every moment.
+
+Control-C, a signal handler that raises, a disk that reports an error: the sender's own cleaning
+up runs then, which a crash skips, and it must not take away what is published already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.publish import delta_chain
+from dbuffer.store.medium import medium_of
+from tests.core.test_crash import (
+    DELTA_SITUATIONS,
+    SITUATIONS,
+    Flip,
+    last_before,
+    make_sender,
+    noting,
+    pattern_of,
+)
+from tests.support.moments import at_call
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
+from tests.support.soak import Record
+from tests.support.stores import assert_tidy, make_temporaries_old
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def assert_goes_on(
+    sender: dbuffer.WeightSender, expected: int | None, pattern: Pattern = SMALL
+) -> None:
+    """What was published reads whole, and the same sender publishes on."""
+    store = sender.store
+    assert newest(store, verify=True) == expected
+    for version in range((expected or 0) + 2, (expected or 0) + 5):
+        assert sender.send(pattern.weights(version), version=version).version == version
+        assert newest(store, verify=True) == version
+    sender.close()
+    make_temporaries_old(store)
+    with dbuffer.WeightSender(store):
+        if medium_of(store).maps_files:  # else what somebody may read stays for a while
+            assert_tidy(store)
+
+
+@pytest.mark.usefixtures("settle_slowly")
+@pytest.mark.parametrize(
+    ("situation", "mount"),
+    [
+        *((situation, "local") for situation in SITUATIONS),
+        *((situation, "network") for situation in DELTA_SITUATIONS),
+    ],
+)
+def test_interrupted_at_every_moment_of_a_publish(
+    shm_path: Path,
+    situation: str,
+    mount: str,
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 2 if situation.startswith("an anchor") else 3)
+    flip = Flip(last_before(situation))
+    pattern = pattern_of(situation)
+    for number in itertools.count(1):
+        store = shm_path / f"{number}"
+        with make_sender(store, situation) as sender:
+            for version in range(1, flip.new):
+                sender.send(pattern.weights(version))
+            weights = (OTHER if situation == "new layout" else pattern).weights(flip.new)
+            # Not before every call of C, as kills in a soak: Python drops what is raised in the
+            # callback of a weak reference, and a file that was about to be closed stays open.
+            at_call(number, interrupt)
+            try:
+                sender.send(weights)
+                sys.setprofile(None)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            started = time.monotonic()
+            with noting(number):
+                assert_goes_on(sender, flip.check(newest(store, verify=True)), pattern)
+            assert time.monotonic() - started < 5.0  # and not half a minute
+        shutil.rmtree(store)
+    flip.check_all()
+    record_property("senders interrupted at a moment of a publish", flip.moments)
+
+
+@pytest.mark.parametrize("failing", range(1, 8))
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
+def test_a_flush_that_fails_takes_nothing_away(
+    any_store: Path, monkeypatch: pytest.MonkeyPatch, failing: int, delta: bool
+) -> None:
+    """A publish that raised may or may not be seen; what is seen is whole."""
+    pattern = SPARSE if delta else SMALL
+    if delta:
+        monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    flush, calls = os.fsync, 0
+
+    def fail_once(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    with dbuffer.WeightSender(any_store, durable=True, checksum=True, delta=delta) as sender:
+        for version in (1, 2, 3):
+            sender.send(pattern.weights(version))
+        monkeypatch.setattr(os, "fsync", fail_once)
+        with pytest.raises(dbuffer.StoreAccessError, match=str(any_store)):
+            sender.send(pattern.weights(4))
+        assert calls >= failing
+        found = newest(any_store, verify=True)
+        assert found in (3, 4)
+        with contextlib.suppress(dbuffer.VersionError):
+            sender.send(pattern.weights(4), version=4)
+        assert_goes_on(sender, 4, pattern)

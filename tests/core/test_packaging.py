@@ -1,0 +1,149 @@
+"""What is built to be installed: all of the package, and nothing else."""
+
+from __future__ import annotations
+
+import email
+import os
+import runpy
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the source distribution, and the wheel that was built from that."""
+    path = tmp_path_factory.mktemp("built")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", str(path), cwd=ROOT)
+    [archive] = path.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(path, filter="data")
+    [source_tree] = (entry for entry in path.iterdir() if entry.is_dir())
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", str(path), cwd=source_tree)
+    return path
+
+
+def wheel_in(built: Path) -> Path:
+    [wheel] = built.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_holds_the_package(built: Path) -> None:
+    with zipfile.ZipFile(wheel_in(built)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
+    assert names == {str(path.relative_to(ROOT)) for path in package}
+
+
+def test_the_wheel_says_what_the_project_does(built: Path) -> None:
+    with zipfile.ZipFile(wheel_in(built)) as wheel:
+        [metadata] = (name for name in wheel.namelist() if name.endswith("METADATA"))
+        told = email.message_from_bytes(wheel.read(metadata))
+        [points] = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        entry_points = wheel.read(points).decode()
+    assert told["Name"] == PROJECT["name"]
+    assert told["Version"] == PROJECT["version"]
+    assert set(told.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    needed = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(needed) == sorted(PROJECT["dependencies"])
+    assert "dbuffer = dbuffer.integrations.vllm.plugin:register" in entry_points
+
+
+def test_an_index_would_take_both(built: Path) -> None:
+    [sources] = built.glob("*.tar.gz")
+    archives = [str(sources), str(wheel_in(built))]
+    printed = run("-m", "twine", "check", "--strict", *archives, cwd=built)
+    assert printed.count("PASSED") == len(archives)
+
+
+def test_the_sources_can_be_tested(built: Path) -> None:
+    """What the README's commands need is among them."""
+    [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
+    for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
+        assert (source_tree / name).is_file(), name
+    for folder in ("tests", "examples"):
+        there = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")}
+        assert there == {p.relative_to(source_tree) for p in source_tree.glob(f"{folder}/**/*.py")}
+
+
+def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -> None:
+    place = tmp_path / "installed"
+    place.mkdir()
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    run(
+        *pip, "--disable-pip-version-check", "--target", str(place), str(wheel_in(built)), cwd=place
+    )
+    program = (
+        "import dbuffer, torch\n"
+        "weights = {'a': torch.ones(3)}\n"
+        "dbuffer.WeightSender('store').send(weights)\n"
+        "with dbuffer.WeightReceiver('store').open() as snapshot:\n"
+        "    print(dbuffer.__file__, snapshot.tensors['a'].sum().item())\n"
+    )
+    printed = run("-c", program, cwd=tmp_path, PYTHONPATH=str(place)).split()
+    assert printed == [str(place / "dbuffer" / "__init__.py"), "3.0"]
+    assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
+
+
+def settings_of_uv() -> dict[str, str]:
+    settings: dict[str, str] = runpy.run_path(str(ROOT / "dev.py"))["settings_of_uv"]()
+    return settings
+
+
+def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the variable, which for pip count for more than what its files say."""
+    monkeypatch.setenv("PIP_INDEX_URL", "https://first.test/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://a.test/simple\nhttps://b.test/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
+    settings = settings_of_uv()
+    assert settings["UV_DEFAULT_INDEX"] == "https://first.test/simple"
+    assert settings["UV_INDEX"] == "https://a.test/simple https://b.test/simple"
+    assert settings["UV_FIND_LINKS"] == "/a,/b"
+
+
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+def test_an_extra_resolves_in_a_new_environment(built: Path, tmp_path: Path, extra: str) -> None:
+    wanted = tmp_path / "requirements.in"
+    wanted.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
+    uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
+    environment = settings_of_uv() | os.environ
+    found = run(*uv, str(wanted), cwd=tmp_path, **environment).splitlines()
+    names = {line.partition(" ")[0].partition("==")[0] for line in found}
+    assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
+def test_the_oldest_and_the_newest_tensordict_will_do(version: str, tmp_path: Path) -> None:
+    """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    run(*pip, "--target", str(tmp_path), f"tensordict=={version}", cwd=tmp_path)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    told = "import tensordict; print(tensordict.__version__)"
+    assert run("-c", told, cwd=ROOT, PYTHONPATH=path).strip() == version
+    tests = ["weights/test_sources.py", "weights/test_targets.py", "publish/test_sender.py"]
+    chosen = [str(ROOT / "tests" / "core" / name) for name in tests]
+    options = ["-q", "-k", "tensordict or stack", "-p", "no:cacheprovider"]
+    assert " passed" in run("-m", "pytest", *options, *chosen, cwd=ROOT, PYTHONPATH=path)

@@ -1,0 +1,655 @@
+"""Senders of all kinds, tripped up at random; another process checks what they publish, bit by bit.
+
+A run is a sequence of stores, each with several senders one after another: one process or up to
+four ranks, of which each holds a part, or a model that lives in the store; on local and network
+mounts; with and without deltas. Every attempt to publish has a number, which is in the metadata and
+decides every bit. What is published under that number is compared with that record, as another
+process reads it: after each attempt, after a sender was made, and in a mirror.
+
+On some attempts one rank is tripped up: it describes other weights, or an error, an interrupt or a
+kill comes before a random call. Ranks do not wait for each other between attempts, so that one that
+is ahead of the others is found out.
+
+``DBUFFER_SEED`` repeats a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dbuffer
+from dbuffer.store import filesystem, network_files
+from tests.support.children import Child
+from tests.support.moments import at_call, die
+from tests.support.soak import is_soak, patience_s
+from tests.support.waiting import TIMEOUT_S
+from tests.support.worlds import Failure, World
+
+VERSIONS = 20_000 if is_soak() else 500
+"""Published, and compared, in a run."""
+
+SIZE = 4
+ROWS = 24
+"""Of what is sharded: a multiple of each number of ranks."""
+
+
+# ---------------------------------------------------------------------------------------------
+# What is published: a function of the attempt's number
+
+
+class Label(NamedTuple):
+    """Label in a version's metadata, which decides its bits."""
+
+    attempt: int
+    layout: int
+    """Which of two sets of shapes."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Whole, in the order in which they are published."""
+        width = 48 + 16 * self.layout
+        return {
+            "sparse": self._changing("sparse", (ROWS, width), one_in=16),
+            "dense": self._changing("dense", (ROWS, 10), one_in=1).view(torch.float32),
+            "columns": self._changing("columns", (5, ROWS), one_in=4),
+            # Few of the attempts change it, and then too much for a delta.
+            "still": self._at("still", (ROWS, 128), self.attempt // 16),
+            "plain": self._changing("plain", (40,), one_in=2).view(torch.bfloat16),
+            "small": self._changing("small", (1,), one_in=1),
+        }
+
+    def _changing(self, name: str, shape: tuple[int, ...], one_in: int) -> torch.Tensor:
+        place = torch.arange(torch.Size(shape).numel())
+        changed_at = self.attempt - (self.attempt - place) % one_in
+        return self._bits(name, changed_at, place).view(shape)
+
+    def _at(self, name: str, shape: tuple[int, ...], number: int) -> torch.Tensor:
+        place = torch.arange(torch.Size(shape).numel())
+        return self._bits(name, torch.full_like(place, number), place).view(shape)
+
+    def _bits(self, name: str, number: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        salt = sum(name.encode()) + self.layout
+        return ((number + 1) * 2654435761 + place * 40503 + salt * 97).to(torch.int32)
+
+
+def differing(found: dict[str, torch.Tensor], label: Label) -> str | None:
+    """Name the tensors that differ from the record; None if none does."""
+    right = label.weights()
+    if list(found) != list(right):
+        return f"tensors {list(found)}"
+    unlike = [
+        name
+        for name, tensor in right.items()
+        if found[name].dtype is not tensor.dtype
+        or found[name].shape != tensor.shape
+        or not torch.equal(bits(found[name]), bits(tensor))
+    ]
+    return ", ".join(unlike) or None
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# ---------------------------------------------------------------------------------------------
+# The process that checks
+
+
+class Seen(NamedTuple):
+    """The newest version of a store."""
+
+    version: int = 0
+    attempt: int = 0
+
+
+class Question(NamedTuple):
+    """Which store to look at, and how."""
+
+    store: Path
+    mount: str
+    is_late: bool
+    """Whether by a reader that has just come."""
+    loose: frozenset[int]
+    """Attempts whose weights the trainer has changed while they were being published."""
+
+
+def check(connection: Connection, address: str) -> None:
+    """Compare the newest version of stores with the record, for whoever connects."""
+    eyes = Eyes()
+    with Listener(address, family="AF_UNIX", backlog=8) as listener:
+        connection.send(None)
+        while True:
+            with listener.accept() as client, contextlib.suppress(EOFError, ConnectionError):
+                while True:
+                    client.send(eyes.answer(client.recv()))
+
+
+class Eyes:
+    """The readers of one store, and what they have seen of all."""
+
+    def __init__(self) -> None:
+        self._readers: dict[tuple[Path, str], dbuffer.WeightReceiver] = {}
+        self._targets: dict[tuple[Path, str], tuple[int, dict[str, torch.Tensor]]] = {}
+        self._last: dict[Path, Seen] = {}
+        self._checked: set[tuple[Path, Seen]] = set()
+
+    def answer(self, question: Question) -> tuple[Seen | str, int]:
+        """Answer a question: the version there, or its fault; and how many were compared so far."""
+        try:
+            seen = self._look(question)
+            last = self._last.get(question.store, Seen())
+            assert seen == last or (seen > last and seen.attempt > last.attempt), (last, seen)
+        except Exception as error:
+            return f"{question}: {type(error).__name__}: {error}", 0
+        self._last[question.store] = seen
+        if seen.version and seen.attempt not in question.loose:
+            self._checked.add((question.store, seen))
+        return seen, len(self._checked)
+
+    def _look(self, question: Question) -> Seen:
+        mount = question.mount
+        while True:
+            os.environ[filesystem.MOUNT_VARIABLE] = mount
+            try:
+                return self._look_at_once(question._replace(mount=mount))
+            except dbuffer.StoreAccessError as error:
+                # The newest version is of the sender before this one, on a mount of another kind.
+                if "DBUFFER_MOUNT=network" not in str(error):
+                    raise
+            mount = "local" if mount == "network" else "network"
+
+    def _look_at_once(self, question: Question) -> Seen:
+        while True:
+            # By a send that goes on; one with other shapes was still to come a moment ago.
+            with contextlib.suppress(dbuffer.SnapshotEvictedError, dbuffer.WeightsMismatchError):
+                if question.is_late:
+                    with dbuffer.WeightReceiver(question.store) as reader:
+                        return self._read(question, reader)[0]
+                return self._follow(question)
+
+    def _read(
+        self, question: Question, reader: dbuffer.WeightReceiver
+    ) -> tuple[Seen, Label | None]:
+        try:
+            with reader.open(timeout_s=0) as snapshot:
+                label = Label(*snapshot.metadata["label"])
+                unlike = differing(snapshot.tensors, label)
+                seen = Seen(snapshot.version, label.attempt)
+        except (dbuffer.WaitTimeoutError, dbuffer.StoreNotFoundError):
+            return Seen(), None
+        assert unlike is None or label.attempt in question.loose, f"{seen} differs in {unlike}"
+        return seen, label
+
+    def _follow(self, question: Question) -> Seen:
+        """As who goes on from what it has, where deltas tell."""
+        key = question.store, question.mount
+        if key not in self._readers:
+            self.close()
+            self._readers[key] = dbuffer.WeightReceiver(question.store)
+        reader = self._readers[key]
+        seen, label = self._read(question, reader)
+        if label is None:
+            return seen
+        if self._targets.get(key, (None,))[0] != label.layout:
+            tensors = {name: torch.zeros_like(one) for name, one in label.weights().items()}
+            self._targets[key] = label.layout, tensors
+        target = self._targets[key][1]
+        version = reader.load_into(target)
+        if version == seen.version and label.attempt not in question.loose:
+            unlike = differing(target, label)
+            assert unlike is None, f"{seen} as it was loaded differs in {unlike}"
+        return seen
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._targets.clear()
+
+
+class Checker:
+    """The process that checks, for who asks it about one sender."""
+
+    def __init__(self, address: str, plan: Plan) -> None:
+        self._client = Client(address, family="AF_UNIX")
+        self._plan = plan
+        self._rng = random.Random(plan.seed)
+        self.loose: set[int] = set()
+        self.num_versions = 0
+
+    def look(self, store: Path | None = None) -> Seen:
+        """The newest version, which is right."""
+        plan, is_late = self._plan, self._rng.random() < 0.4
+        store = store or plan.store
+        self._client.send(Question(store, plan.mount, is_late, frozenset(self.loose)))
+        assert self._client.poll(TIMEOUT_S), "nothing was answered"
+        answer, num_versions = self._client.recv()
+        assert isinstance(answer, Seen), answer
+        self.num_versions = num_versions
+        return answer
+
+    def close(self) -> None:
+        self._client.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# What is done to one rank
+
+
+class Trip(NamedTuple):
+    """How one rank is tripped up in an attempt."""
+
+    rank: int
+    kind: str
+    """``refuse``: it gives other weights. ``raise``, ``interrupt``, ``kill``: before a call of C.
+    ``write``: its trainer writes into weights that are being published."""
+    number: int
+    """Before which call, or after how many microseconds; or which of `REFUSED`."""
+
+
+class Plan(NamedTuple):
+    """One sender's life; the same on all ranks."""
+
+    store: Path
+    seed: int
+    kind: str
+    """``one``, ``pending`` (which does not wait), ``sharded`` or ``resident``."""
+    size: int
+    mount: str
+    options: dict[str, Any]
+    labels: list[Label]
+    trips: dict[int, Trip]
+    """By the attempt."""
+
+    def has_lost_a_rank(self, before: int) -> bool:
+        """Whether that may be so in an attempt."""
+        trips = (trip for attempt, trip in self.trips.items() if attempt < before)
+        return self.kind == "sharded" and any(trip.kind != "refuse" for trip in trips)
+
+
+REFUSED: list[Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]] = [
+    lambda weights: (weights | {"plain": torch.zeros(3)}, {}),
+    lambda weights: (dict(reversed(weights.items())), {}),
+    lambda weights: (weights | {"plain": weights["plain"].to(torch.float32)}, {}),
+    lambda weights: (weights | {"more": torch.empty(2, device="meta")}, {}),
+    lambda weights: (weights | {"small": "none"}, {}),
+    lambda weights: (weights, {"version": 0}),
+]
+FOR_ALL = REFUSED[3:]
+"""Refusals that one process makes, too."""
+
+
+def go_wrong(kind: str) -> None:
+    if kind == "kill":
+        die()
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    raise random.choice([OSError, MemoryError, RuntimeError, ValueError])("tripped up")
+
+
+@contextlib.contextmanager
+def tripped(trip: Trip | None) -> Iterator[None]:
+    """Let something go wrong before a call of C in the block, if it has so many."""
+    if trip is None or trip.kind not in ("raise", "interrupt", "kill"):
+        yield
+        return
+    at_call(trip.number, functools.partial(go_wrong, trip.kind), None)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trainers
+
+
+groups: dict[int, Any] = {}
+meshes: dict[int, DeviceMesh] = {}
+
+
+def make_groups(rank: int) -> None:
+    sys.setswitchinterval(1e-5)  # so that threads meet
+    for size in range(1, SIZE + 1):
+        group = distributed.new_group(list(range(size)))
+        if rank < size:
+            groups[size] = group
+            meshes[size] = DeviceMesh.from_group(group, "cpu")
+
+
+class Teacher(torch.optim.Optimizer):
+    """An optimizer whose step leads to weights that are known."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer.module.parameters(), {})
+        self._trainer = trainer
+
+    def step(self, closure: Any = None) -> None:
+        self._trainer.write(self._trainer.label)
+
+
+class Trainer:
+    """Weights that a rank holds, and the sender that publishes them."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.sender: Any = None
+        self._hold(plan.labels[0])
+        options = {"reader_timeout_s": 0.0, "num_threads": 1, **plan.options}
+        if plan.kind == "resident":
+            self.sender = dbuffer.ResidentModel(self.module, plan.store, **options)
+        elif plan.kind == "sharded":
+            self.sender = dbuffer.ShardedWeightSender(
+                plan.store, group=groups[plan.size], rank_timeout_s=30.0, **options
+            )
+        else:
+            self.sender = dbuffer.WeightSender(plan.store, **options)
+            self.sender.guard(self.optimizer)
+
+    def _hold(self, label: Label) -> None:
+        """Hold other weights, which do not share memory with those before."""
+        self.label = label
+        self.module = nn.Module()
+        for name, tensor in self._parts(label).items():
+            self.module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.optimizer = Teacher(self)
+        if isinstance(self.sender, dbuffer.WeightSender):
+            self.sender.guard(self.optimizer)
+
+    def train(self, label: Label) -> None:
+        """Take the step that leads to these weights."""
+        if label.layout != self.label.layout:
+            self._hold(label)
+        self.label = label
+        self.optimizer.step()
+
+    def write(self, label: Label) -> None:
+        """Change the weights where they lie."""
+        own = dict(self.module.named_parameters())
+        for name, part in self._parts(label).items():
+            own[name].copy_(part)
+
+    def publish(self, trip: Trip | None) -> Any:
+        """Publish them: the version, or what is returned for one that is not waited for."""
+        more: dict[str, Any] = {"metadata": {"label": list(self.label)}}
+        if self.plan.kind == "resident":
+            with tripped(trip):
+                return self.sender.publish(**more).version
+        weights = self._weights()
+        if trip is not None and trip.kind == "refuse":
+            among = REFUSED if self.plan.size > 1 else FOR_ALL
+            weights, options = among[trip.number % len(among)](weights)
+            more |= options
+        if self.plan.kind == "pending":
+            with tripped(trip):
+                return self.sender.send(weights, wait=False, **more)
+        with tripped(trip):
+            return self.sender.send(weights, **more).version
+
+    def _weights(self) -> dict[str, Any]:
+        weights: dict[str, Any] = dict(self.module.named_parameters())
+        for name, tensor in weights.items():
+            if (dimension := self._split_at(name)) is not None:
+                mesh, ways = meshes[self.plan.size], [Shard(dimension)]
+                weights[name] = DTensor.from_local(tensor.data, mesh, ways, run_check=False)
+        return weights
+
+    def _parts(self, label: Label) -> dict[str, torch.Tensor]:
+        parts = label.weights()
+        for name, tensor in parts.items():
+            if (dimension := self._split_at(name)) is not None:
+                parts[name] = tensor.chunk(self.plan.size, dimension)[self.rank].clone()
+        return parts
+
+    def _split_at(self, name: str) -> int | None:
+        """Along which dimension it is sharded, if it is."""
+        if self.plan.kind != "sharded" or name in ("plain", "small"):
+            return None
+        if name != "columns":
+            return 0
+        # Where ranks write files of their own, it would be gathered by the trainer's collectives.
+        return 1 if self.plan.mount == "local" else None
+
+
+class Attempt(NamedTuple):
+    """How one went on a rank."""
+
+    number: int
+    version: int | None
+    """None: it was not published, or not waited for."""
+    error: str = ""
+
+
+def live(rank: int, plan: Plan, address: str) -> tuple[list[Attempt], int]:
+    """One sender's life on one rank; how attempts went, and how many versions were compared."""
+    if rank >= plan.size:
+        return [], 0
+    random.seed(plan.seed)
+    network_files.KEEP_AT_LEAST_S = 0.0
+    os.environ[filesystem.MOUNT_VARIABLE] = plan.mount
+    with contextlib.ExitStack() as stack:
+        checker = None
+        if rank == 0:
+            checker = stack.enter_context(contextlib.closing(Checker(address, plan)))
+        trainer = Trainer(plan, rank)
+        try:
+            attempts = [make_attempt(trainer, checker, label) for label in plan.labels]
+        finally:
+            with contextlib.suppress(dbuffer.DBufferError, OSError, MemoryError, RuntimeError):
+                trainer.sender.close()  # it says what was not waited for, and failed
+        if checker is None:
+            return attempts, 0
+        seen, last = checker.look(), plan.labels[-1].attempt
+        if plan.kind == "pending" and last not in plan.trips and last not in checker.loose:
+            if error := attempts[-1].error:  # of the attempt before: its failure prevents the step
+                assert last - 1 in plan.trips, f"attempt {last} was not tripped up: {error}"
+            else:
+                assert seen.attempt == last, f"{seen}: attempt {last} was never published"
+        return attempts, checker.num_versions
+
+
+def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Attempt:
+    plan, trip = trainer.plan, trainer.plan.trips.get(label.attempt)
+    mine = trip if trip is not None and trip.rank == trainer.rank else None
+    before = None if checker is None else checker.look()
+    version, error = None, ""
+    try:
+        trainer.train(label)
+        if checker is not None:
+            checker.look()
+        version = trainer.publish(mine)
+    except (KeyboardInterrupt, dbuffer.DBufferError, *TRIPPED_UP) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    if plan.kind == "pending":
+        assert checker is not None
+        checker.look()
+        if version is not None and mine is not None and mine.kind == "write":
+            checker.loose.add(label.attempt)
+            write_too_soon(trainer, version, mine)
+        return Attempt(label.attempt, None, error)
+    if trip is None and not plan.has_lost_a_rank(label.attempt):
+        assert version is not None, f"{label} was not tripped up: {error}"
+    if trip is not None and trip.kind == "refuse" and not plan.has_lost_a_rank(label.attempt):
+        assert error.startswith(("InvalidWeightsError", "VersionError")), (trip, error)
+    if before is not None and checker is not None:
+        seen = checker.look()
+        there = Seen(before.version + 1, label.attempt)
+        if version is not None:
+            assert seen == there == (version, label.attempt), (before, seen, version, label)
+        elif trip is None or trip.kind == "refuse":
+            assert seen == before, (before, seen, label, error)
+        else:
+            assert seen in (before, there), (before, seen, label, error)
+    return Attempt(label.attempt, version, error)
+
+
+TRIPPED_UP = (OSError, MemoryError, RuntimeError, ValueError)
+
+
+def write_too_soon(trainer: Trainer, pending: dbuffer.PendingPublication, trip: Trip) -> None:
+    """Write what is to be published next before this is, or just as it is.
+
+    That is the trainer's mistake; what is published after it is right all the same.
+    """
+    pointer = trainer.plan.store / "CURRENT"
+    deadline = time.monotonic() + (trip.number * 1e-6 if trip.number % 2 else 1.0)
+    at_first = pointer.stat().st_ino if pointer.exists() else None
+    while time.monotonic() < deadline and not pending.is_done:
+        if trip.number % 2 == 0 and pointer.exists() and pointer.stat().st_ino != at_first:
+            break
+    trainer.write(trainer.label._replace(attempt=trainer.label.attempt + 1))
+
+
+# ---------------------------------------------------------------------------------------------
+# Worlds
+
+
+def mirror_on(connection: Connection, remote: Path, local: Path, mount: str) -> None:
+    """Mirror a store; when asked, say when all of it is there."""
+    os.environ[filesystem.MOUNT_VARIABLE] = mount
+    with dbuffer.Mirror(remote, local, poll_interval_s=0.01).start() as mirror:
+        connection.send(None)
+        connection.recv()
+        mirror.wait_until_current(TIMEOUT_S)
+        connection.send(None)
+
+
+class Worlds:
+    """Processes to be ranks, which are made anew where one was killed."""
+
+    def __init__(self, directory: Path, address: str) -> None:
+        self._directory, self._address = directory, address
+        self._world: World | None = None
+
+    def run(self, plan: Plan) -> tuple[dict[int, list[Attempt]], int]:
+        """One sender's life: how attempts went by rank, and how many versions were compared."""
+        if self._world is None:
+            self._world = World(self._directory, SIZE)
+            self._world.run(make_groups)
+        world = self._world
+        world.begin(live, plan, self._address)
+        may_die = {trip.rank for trip in plan.trips.values() if trip.kind == "kill"}
+        went, num_versions, has_died = {}, 0, False
+        for rank in range(SIZE):
+            if rank in may_die and not world.ranks[rank].has_sent():
+                has_died = True
+                continue
+            outcome = world.outcome(rank)
+            assert not isinstance(outcome, Failure), f"rank {rank}: {outcome.traceback}"
+            went[rank] = outcome[0]
+            num_versions = max(num_versions, outcome[1])
+        if has_died:
+            self.close()
+        return went, num_versions
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.__exit__()
+            self._world = None
+
+
+def require_one_story(went: dict[int, list[Attempt]]) -> None:
+    """See that ranks which published an attempt published it as the same version."""
+    versions: dict[int, set[int]] = {}
+    for attempts in went.values():
+        for one in attempts:
+            if one.version is not None:
+                versions.setdefault(one.number, set()).add(one.version)
+    assert all(len(several) == 1 for several in versions.values()), versions
+
+
+def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
+    """A sender's life, at random, from this attempt on."""
+    kind = rng.choice(["one", "pending", "sharded", "sharded", "sharded", "resident"])
+    mount = "local" if kind == "resident" else rng.choice(["local", "network"])
+    size = rng.randint(1, SIZE) if kind == "sharded" else 1
+    options = {"delta": rng.random() < 0.7, "checksum": rng.random() < 0.5}
+    attempts = range(first, first + rng.randint(8, 20))
+    layout = rng.random() < 0.2
+    labels = []
+    for attempt in attempts:
+        if kind != "resident" and rng.random() < 0.03:
+            layout = not layout
+        labels.append(Label(attempt, int(layout)))
+    ways = ["refuse", "refuse", "raise", "raise", "interrupt", "interrupt", "kill"]
+    if kind == "resident":
+        ways = ways[2:]
+    if kind == "pending":
+        ways += ["write"] * 4
+    trips: dict[int, Trip] = {}
+    for attempt in sorted(rng.sample(attempts, rng.randint(0, 4))):
+        way = rng.choice(ways)
+        number = int(10 ** rng.uniform(0, 3.7))
+        trips[attempt] = Trip(rng.randrange(size), way, number)
+        if way == "kill" or (way != "refuse" and kind == "sharded"):
+            # What comes after it shows whether ranks are out of step.
+            labels = labels[: attempt - first + 3]
+            break
+    return Plan(store, rng.randrange(1 << 30), kind, size, mount, options, labels, trips)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+def test_every_version_is_what_was_given_whatever_trips_a_sender_up(
+    shm_path, tmp_path, record_property, monkeypatch
+):
+    monkeypatch.delenv(filesystem.MOUNT_VARIABLE, raising=False)
+    seed = int(os.environ.get("DBUFFER_SEED") or random.randrange(1 << 30))
+    print(f"DBUFFER_SEED={seed}")
+    rng = random.Random(seed)
+    address, num_versions, counts = str(tmp_path / "checker"), 0, Counter()
+    with Child(check, address) as checker, contextlib.ExitStack() as stack:
+        checker.receive()
+        worlds = Worlds(tmp_path, address)
+        stack.callback(worlds.close)
+        for number in range(10**9):
+            store, first = shm_path / f"{number}", 1
+            for _ in range(rng.randint(2, 6)):
+                plan = make_plan(rng, store, first)
+                print(plan)
+                first = plan.labels[-1].attempt + 2  # one may have been written, and not sent
+                num_versions = run_plan(worlds, plan, address, is_mirrored=rng.random() < 0.3)
+                counts.update(trip.kind for trip in plan.trips.values())
+                counts[f"{plan.kind}, {plan.size} ranks, {plan.mount}"] += 1
+            shutil.rmtree(store)
+            if num_versions >= VERSIONS:
+                break
+    for what, count in counts.items():
+        print(f"{count:6} {what}")
+    record_property("versions of worlds that are tripped up", num_versions)
+
+
+def run_plan(worlds: Worlds, plan: Plan, address: str, *, is_mirrored: bool) -> int:
+    local = plan.store.with_name(f"{plan.store.name}-mirror-{plan.mount}")
+    with contextlib.ExitStack() as stack:
+        mirror = None
+        if is_mirrored:
+            mirror = stack.enter_context(Child(mirror_on, plan.store, local, plan.mount))
+            mirror.receive()
+        went, num_versions = worlds.run(plan)
+        require_one_story(went)
+        checker = stack.enter_context(contextlib.closing(Checker(address, plan)))
+        checker.loose.update(n for n, trip in plan.trips.items() if trip.kind == "write")
+        seen = checker.look()
+        if mirror is not None and seen.attempt >= plan.labels[0].attempt:
+            mirror.send()
+            mirror.receive()
+            assert checker.look(local) == seen
+    return max(num_versions, checker.num_versions)

@@ -1,0 +1,694 @@
+"""The store against a model: a dictionary of what was published, and nothing else.
+
+Hypothesis draws sequences of publishes, failures, crashes, restarts, slow readers and damage,
+and shrinks the shortest one that breaks what must hold after every step. A crash is the death of a
+process: nothing of it clears up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+import dbuffer
+from dbuffer.publish import delta_chain
+from dbuffer.store import hold, network_files
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from tests.support.checked_medium import CheckedMedium, failing_at
+from tests.support.children import Child, preload
+from tests.support.damage import flip_bit
+from tests.support.moments import die, die_before_call
+from tests.support.soak import is_soak
+from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
+
+preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
+
+Tensors = dict[str, torch.Tensor]
+
+READER_TIMEOUT_S = 0.01
+
+OVERTAKEN = (dbuffer.SnapshotEvictedError, dbuffer.VersionRegressedError)
+"""What leaving a snapshot may raise: its buffer was taken, or the whole store was emptied."""
+
+LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
+    {"weight": (torch.float32, (16, 4)), "bias": (torch.bfloat16, (7,))},
+    {"weight": (torch.float32, (16, 4)), "bias": (torch.float32, (7,))},
+    {"scale": (torch.int64, ()), "nothing": (torch.float16, (0, 3)), "mask": (torch.bool, (9,))},
+    {"large": (torch.uint8, (3 << 19,)), "größe/1.weight": (torch.complex64, (2, 2))},
+)
+
+
+def tensors_of(layout: int, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(0, 2, shape, generator=generator).to(dtype)
+        if dtype is torch.bool
+        else (torch.randint(0, 100, shape, generator=generator)).to(dtype)
+        for name, (dtype, shape) in LAYOUTS[layout].items()
+    }
+
+
+def are_equal(one: Any, other: Tensors) -> bool:
+    return list(one) == list(other) and all(
+        one[name].dtype == value.dtype and torch.equal(one[name], value)
+        for name, value in other.items()
+    )
+
+
+def copied(pairs: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    return {name: tensor.clone() for name, tensor in pairs}
+
+
+def changed(tensors: Tensors, seed: int) -> Tensors:
+    """The same, with another element or two in most of them."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in result.values():
+        flat = tensor.view(-1)
+        if flat.numel() and seed % 4:
+            at = torch.randint(0, flat.numel(), (seed % 3,), generator=generator)
+            flat[at] = (flat[at] == 0).to(tensor.dtype)
+    return result
+
+
+def patches_between(before: Tensors, after: Tensors) -> list[dbuffer.SparsePatch]:
+    """What leads from one to the other; of tensors that are the same, too."""
+    patches = []
+    for name, tensor in before.items():
+        old, new = tensor.reshape(-1), after[name].reshape(-1)
+        at = (old != new).nonzero().reshape(-1)
+        patches.append(dbuffer.SparsePatch(name, at.flip(0), new[at].flip(0)))
+    return patches
+
+
+Given = tuple[int, int]
+"""Weights: their layout and seed."""
+
+
+def publish_and_die(
+    connection: Connection,
+    store: Path,
+    options: dict[str, bool],
+    first: Given | None,
+    last: Given | None,
+    number: int,
+) -> None:
+    """Be killed before the ``number``-th call that changes the disk, or at the end of it all.
+
+    These are calls of opening a sender and publishing ``last``; or of publishing it alone, with
+    a sender that has published ``first`` before.
+    """
+    set_short_limits()
+    if first is None:
+        die_before_call(number)
+    sender = make_sender(store, options)
+    if first is not None:
+        connection.send(sender.send(tensors_of(*first)).version)
+        die_before_call(number)
+    if last is not None:
+        sender.send(tensors_of(*last))
+    die()
+
+
+def publish_changes_and_die(
+    connection: Connection,
+    store: Path,
+    options: dict[str, bool],
+    first: Given,
+    seeds: list[int],
+    number: int,
+) -> None:
+    """The same in the last of several versions each of which differs little from the one before."""
+    set_short_limits()
+    sender = make_sender(store, options)
+    tensors = tensors_of(*first)
+    connection.send(sender.send(tensors).version)
+    for index, seed in enumerate(seeds):
+        if index == len(seeds) - 1:
+            die_before_call(number)
+        tensors = changed(tensors, seed)
+        sender.send(tensors)
+    die()
+
+
+def set_short_limits() -> None:
+    network_files.KEEP_AT_LEAST_S = 0.0
+    # The weights are small, and deltas soon as large; chains are to end, and not with each version.
+    delta_chain.MAX_CHAIN, delta_chain.MAX_CHAIN_SHARE = 3, 100.0
+
+
+def make_sender(store: Path, options: dict[str, bool]) -> dbuffer.WeightSender:
+    return dbuffer.WeightSender(store, reader_timeout_s=READER_TIMEOUT_S, num_threads=1, **options)
+
+
+@dataclass
+class Held:
+    """A snapshot in somebody's hands, and what it must show until it is let go."""
+
+    snapshot: dbuffer.Snapshot
+    leave: contextlib.ExitStack
+    version: int
+    tensors: Tensors
+    is_evicted: bool = False
+
+
+@dataclass
+class Reader:
+    receiver: dbuffer.WeightReceiver
+    loaded: int | None = None
+    history: int | None = None
+    """Which of the store's lives it has seen versions of."""
+
+
+given = st.tuples(st.integers(0, 3), st.integers(0, 99))
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """What is done to the store is done to the model; they must agree."""
+
+    readers = Bundle("readers")
+    snapshots = Bundle("snapshots")
+    mount = "local"
+    rewrites = True
+    """Whether a publish takes the file of a version that somebody holds on to."""
+    goes_at_once = True
+    """Whether old files are removed with the next publish, and not in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = contextlib.ExitStack()
+        self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
+        for module, name in (
+            (network_files, "KEEP_AT_LEAST_S"),
+            (delta_chain, "MAX_CHAIN"),
+            (delta_chain, "MAX_CHAIN_SHARE"),
+        ):
+            self.patches.enter_context(mock.patch.object(module, name))
+        set_short_limits()
+        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
+        self.store = self.directory / "store"
+        # The model.
+        self.published: dict[int, Tensors] = {}
+        self.metadata: dict[int, Any] = {}
+        self.newest = 0
+        self.history = 0
+        self.held: list[Held] = []
+
+    @initialize(durable=st.booleans(), checksum=st.booleans(), delta=st.booleans())
+    def start(self, durable: bool, checksum: bool, delta: bool) -> None:
+        self.options = {"durable": durable, "checksum": checksum, "delta": delta}
+        self.sender = self.make_sender()
+
+    def make_sender(self) -> dbuffer.WeightSender:
+        return make_sender(self.store, self.options)
+
+    def teardown(self) -> None:
+        for held in self.held:
+            with contextlib.suppress(*OVERTAKEN):
+                held.leave.close()
+        if hasattr(self, "sender"):
+            self.sender.close()
+        shutil.rmtree(self.directory)
+        self.patches.close()
+
+    def note_publication(self, version: int, tensors: Tensors, metadata: Any) -> None:
+        self.published[version] = tensors
+        self.metadata[version] = metadata
+        self.newest = version
+
+    def note_claim(self) -> None:
+        """The buffer that is not the newest was taken, whoever held it."""
+        if not self.rewrites:
+            return  # its file was left alone, or its bytes are in memory
+        for held in self.held:
+            held.is_evicted |= held.version != self.newest
+
+    # Publishing
+
+    @rule(layout=st.integers(0, 3), seed=st.integers(0, 99), as_stream=st.booleans())
+    def publish(self, layout: int, seed: int, as_stream: bool) -> None:
+        tensors = tensors_of(layout, seed)
+        if as_stream and self.options["delta"]:
+            with pytest.raises(dbuffer.InvalidWeightsError):
+                self.sender.send(iter(tensors.items()))
+            as_stream = False
+        self.note_claim()
+        publication = self.sender.send(iter(tensors.items()) if as_stream else tensors)
+        # A first version that crashed between manifest and pointer may leave its number unused.
+        assert publication.version == self.newest + 1 or not self.newest
+        assert publication.num_tensors == len(tensors)
+        assert publication.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        self.note_publication(publication.version, tensors, {})
+
+    @rule(layout=st.integers(0, 3), skipped=st.integers(1, 1000), note=st.text(max_size=5))
+    def publish_a_version_further_on(self, layout: int, skipped: int, note: str) -> None:
+        tensors, version = tensors_of(layout, skipped), self.newest + 1 + skipped
+        metadata = {"note": note, "skipped": skipped}
+        self.note_claim()
+        publication = self.sender.send(tensors, version=version, metadata=metadata)
+        assert publication.version == version
+        self.note_publication(version, tensors, metadata)
+
+    @rule(back=st.integers(0, 3))
+    def refuse_a_version_that_does_not_go_up(self, back: int) -> None:
+        with pytest.raises(dbuffer.VersionError):
+            self.sender.send(tensors_of(0, 0), version=self.newest - back)
+
+    @rule(
+        weights=st.sampled_from(
+            [{}, [("a", torch.ones(1)), ("a", torch.ones(1))], {"a": 1.0}, 7, "no such directory"]
+        )
+    )
+    def refuse_what_is_no_weights(self, weights: Any) -> None:
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            self.sender.send(weights)
+
+    @rule(metadata=st.sampled_from([{"a": object()}, {"a": {1, 2}}, {"a": "x" * (1 << 20)}]))
+    def refuse_metadata_that_json_cannot_hold(self, metadata: Any) -> None:
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            self.sender.send(tensors_of(0, 0), metadata=metadata)
+
+    @rule(layout=st.integers(0, 3), after=st.integers(0, 2))
+    def publish_a_stream_that_breaks_off(self, layout: int, after: int) -> None:
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from itertools.islice(tensors_of(layout, 0).items(), after)
+            raise KeyError("the trainer's own trouble")
+
+        if self.options["delta"]:
+            return
+        self.note_claim()
+        with pytest.raises(KeyError, match="trainer"):
+            self.sender.send(stream())
+
+    # Deltas
+
+    def has_deltas(self) -> bool:
+        return bool(self.newest) and self.options["delta"]
+
+    @precondition(has_deltas)
+    @rule(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=5), by_patches=st.booleans())
+    def publish_few_changes(self, seeds: list[int], by_patches: bool) -> None:
+        for seed in seeds:
+            before = self.published[self.newest]
+            tensors = changed(before, seed)
+            publication = None
+            self.note_claim()
+            if by_patches:
+                # It has sent nothing yet, or has failed.
+                with contextlib.suppress(dbuffer.VersionError):
+                    publication = self.sender.send_patches(patches_between(before, tensors))
+            if publication is None:
+                publication = self.sender.send(tensors)
+            self.note_publication(publication.version, tensors, {})
+
+    @precondition(has_deltas)
+    @rule(index=st.integers(0, 3))
+    def refuse_patches_that_do_not_fit(self, index: int) -> None:
+        name, tensor = list(self.published[self.newest].items())[index % 2]
+        one = torch.ones(1, dtype=tensor.dtype)
+        patch = dbuffer.SparsePatch(name, torch.tensor([tensor.numel()]), one)
+        with pytest.raises((dbuffer.WeightsMismatchError, dbuffer.VersionError)):
+            self.sender.send_patches([patch])
+
+    @precondition(lambda self: self.options["delta"])
+    @rule(
+        first=given,
+        seeds=st.lists(st.integers(0, 99), min_size=1, max_size=6),
+        number=st.integers(1, 30),
+    )
+    def crash_while_publishing_changes(self, first: Given, seeds: list[int], number: int) -> None:
+        self.sender.close()
+        arguments = (self.store, self.options, first, seeds, number)
+        with Child(publish_changes_and_die, *arguments) as child:
+            self.note_claim()
+            version, tensors = child.receive(), tensors_of(*first)
+            self.note_publication(version, tensors, {})
+            assert child.wait() == -signal.SIGKILL
+        for seed in seeds[:-1]:
+            self.note_claim()
+            tensors = changed(tensors, seed)
+            self.note_publication(self.newest + 1, tensors, {})
+        self.note_claim_if_it_came_to_that()
+        pointer = DoubleBuffer(self.store).pointer()
+        assert pointer is not None
+        if pointer.version > self.newest:
+            self.note_publication(pointer.version, changed(tensors, seeds[-1]), {})
+        self.sender = self.make_sender()
+
+    # Senders come and go
+
+    @rule()
+    def restart(self) -> None:
+        self.sender.close()
+        self.sender = self.make_sender()
+
+    @rule()
+    def refuse_a_second_sender(self) -> None:
+        with pytest.raises(dbuffer.StoreBusyError):
+            self.make_sender()
+
+    @rule(first=st.none() | given, last=given, number=st.integers(1, 40))
+    def crash_while_publishing(self, first: Given | None, last: Given, number: int) -> None:
+        self.sender.close()
+        with Child(publish_and_die, self.store, self.options, first, last, number) as child:
+            if first is not None:
+                self.note_claim()
+                self.note_publication(child.receive(), tensors_of(*first), {})
+            assert child.wait() == -signal.SIGKILL
+        self.note_claim_if_it_came_to_that()
+        pointer = DoubleBuffer(self.store).pointer()
+        if pointer is not None and pointer.version > self.newest:
+            self.note_publication(pointer.version, tensors_of(*last), {})
+        self.sender = self.make_sender()
+
+    def note_claim_if_it_came_to_that(self) -> None:
+        """A crash may have come before the mark; then the readers keep what they hold."""
+        for held in self.held:
+            held.is_evicted |= not held.snapshot._held.is_unchanged()
+
+    @rule(number=st.integers(1, 20))
+    def crash_while_starting(self, number: int) -> None:
+        self.sender.close()
+        with Child(publish_and_die, self.store, self.options, None, None, number) as child:
+            assert child.wait() == -signal.SIGKILL
+        self.sender = self.make_sender()
+
+    @rule(leave=st.sets(st.sampled_from(["writer.json", "receivers", "tmp"])))
+    def begin_anew(self, leave: set[str]) -> None:
+        """The next experiment, in the same place: versions from 1, of other weights."""
+        self.sender.close()
+        for path in self.store.iterdir():
+            if path.name not in leave:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.published.clear()
+        self.metadata.clear()
+        self.newest = 0
+        self.history += 1
+        for held in self.held:
+            held.is_evicted = self.rewrites
+            held.version = 0
+        self.sender = self.make_sender()
+
+    # Readers come and go, and hold on
+
+    @rule(target=readers, verify=st.booleans())
+    def add_reader(self, verify: bool) -> Reader:
+        verify = verify and self.options["checksum"]
+        return Reader(dbuffer.WeightReceiver(self.store, verify=verify, num_threads=1))
+
+    def see(self, reader: Reader) -> None:
+        """A reader looks at the store; what was begun anew it does not take without a word."""
+        if reader.history not in (None, self.history):
+            error = dbuffer.VersionRegressedError
+            for use in (reader.receiver.wait_for_version, reader.receiver.open):
+                with pytest.raises(error) as caught, use(timeout_s=0):
+                    pass
+                assert (caught.value.history is not None) == bool(self.newest)
+            with pytest.raises(error):
+                reader.receiver.load_into(lambda _: pytest.fail("it was given weights"))
+            reader.receiver.start_over()
+            reader.history = reader.loaded = None
+        if self.newest:
+            reader.history = self.history
+
+    @rule(reader=readers)
+    def load(self, reader: Reader) -> None:
+        self.see(reader)
+        into: Tensors = {}
+        version = reader.receiver.load_into(lambda pairs: into.update(copied(pairs)))
+        if reader.loaded == self.newest or not self.newest:
+            assert version is None
+        else:
+            assert version == self.newest
+            assert are_equal(into, self.published[version])
+            reader.loaded = version
+
+    @rule(reader=readers, layout=st.integers(0, 3))
+    def load_in_place(self, reader: Reader, layout: int) -> None:
+        self.see(reader)
+        into = {name: torch.full_like(t, 1) for name, t in tensors_of(layout, 0).items()}
+        before = {name: tensor.clone() for name, tensor in into.items()}
+        is_new = bool(self.newest) and reader.loaded != self.newest
+        specs = [(name, t.dtype, t.shape) for name, t in into.items()]
+        newest = self.published.get(self.newest, {})
+        if is_new and specs != [(name, t.dtype, t.shape) for name, t in newest.items()]:
+            with pytest.raises(dbuffer.WeightsMismatchError):
+                reader.receiver.load_into(into)
+            assert are_equal(into, before)
+            return
+        version = reader.receiver.load_into(into)
+        assert version == (self.newest if is_new else None)
+        assert are_equal(into, newest if is_new else before)
+        reader.loaded = version or reader.loaded
+
+    @precondition(lambda self: self.newest)
+    @rule(target=snapshots, reader=readers)
+    def open(self, reader: Reader) -> Any:
+        self.see(reader)
+        leave = contextlib.ExitStack()
+        snapshot = leave.enter_context(reader.receiver.open(timeout_s=1))
+        assert snapshot.version == self.newest
+        assert snapshot.metadata == self.metadata[self.newest]
+        held = Held(snapshot, leave, snapshot.version, self.published[snapshot.version])
+        self.held.append(held)
+        return multiple(held)
+
+    @precondition(lambda self: self.newest)
+    @rule(reader=readers)
+    def look(self, reader: Reader) -> None:
+        """And go on from there the next time, where that can be."""
+        self.see(reader)
+        with reader.receiver.open(timeout_s=1) as snapshot:
+            assert snapshot.version == self.newest
+            assert are_equal(snapshot.tensors, self.published[self.newest])
+
+    @rule(held=snapshots)
+    def let_go(self, held: Held) -> None:
+        if held not in self.held:
+            return
+        self.held.remove(held)
+        assert are_equal(held.snapshot.tensors, held.tensors)
+        if held.is_evicted:
+            # The store was begun anew: whether that is the error depends on what was seen since.
+            is_gone = held.version == 0
+            with pytest.raises(OVERTAKEN if is_gone else dbuffer.SnapshotEvictedError):
+                held.leave.close()
+        else:
+            held.leave.close()
+
+    @rule(held=snapshots)
+    def scribble(self, held: Held) -> None:
+        """What a program does to its snapshot's tensors, nobody else sees."""
+        if held in self.held:
+            self.held.remove(held)
+            for tensor in held.snapshot.tensors.values():
+                tensor.zero_()
+            with contextlib.suppress(*OVERTAKEN):
+                held.leave.close()
+
+    @precondition(lambda self: self.newest)
+    @rule()
+    def mirror(self) -> None:
+        """Into a store of its own, which has what it had the last time, if anything.
+
+        One for each of the store's lives: over versions that have readers it takes no others.
+        """
+        local = self.directory / f"mirror-{self.history}"
+        with dbuffer.Mirror(self.store, local, poll_interval_s=0.01, num_threads=1) as one:
+            one.start().wait_until_current(30)
+        verify = self.options["checksum"]
+        with (
+            dbuffer.WeightReceiver(local, verify=verify, num_threads=1) as receiver,
+            receiver.open(timeout_s=0) as snapshot,
+        ):
+            assert snapshot.version == self.newest
+            assert snapshot.metadata == self.metadata[self.newest]
+            assert are_equal(snapshot.tensors, self.published[self.newest])
+
+    # Damage to what is not the newest
+
+    @precondition(lambda self: self.newest)
+    @rule(damage=st.sampled_from(["garbled", "no manifest", "no file", "cut short", "emptied"]))
+    def damage_the_idle_buffer(self, damage: str) -> None:
+        if any(held.version != self.newest for held in self.held):
+            return  # it would be the snapshot's own file
+        store = DoubleBuffer(self.store)
+        pointer = store.pointer()
+        assert pointer is not None
+        directory = self.store / other_buffer(pointer.buffer)
+        manifest = directory / "manifest.json"
+        newest = store.manifest(pointer.buffer)
+        assert newest is not None
+        for file in directory.glob("weights-*"):
+            if file.name == newest.file:
+                continue  # the newest version stands on it
+            if damage == "no file":
+                file.unlink()
+            elif damage == "cut short":
+                with file.open("r+b") as opened:
+                    opened.truncate(file.stat().st_size // 2)
+        if damage == "garbled":
+            manifest.write_bytes(b'{"format":1,"state":')
+        elif damage == "no manifest":
+            manifest.unlink(missing_ok=True)
+        elif damage == "emptied":
+            manifest.write_bytes(b"")
+
+    # What must hold after every step
+
+    @invariant()
+    def newest_version_reads_whole(self) -> None:
+        if not hasattr(self, "sender"):
+            return
+        into: Tensors = {}
+        verify = self.options["checksum"]
+        with dbuffer.WeightReceiver(
+            self.store, receiver_id="check", verify=verify, num_threads=1
+        ) as receiver:
+            version = receiver.load_into(lambda pairs: into.update(copied(pairs)))
+        assert (version or 0) == self.newest
+        if self.newest:
+            assert are_equal(into, self.published[self.newest])
+
+    @invariant()
+    def snapshots_stay_what_they_were(self) -> None:
+        for held in self.held:
+            assert are_equal(held.snapshot.tensors, held.tensors)
+
+    @invariant()
+    def nothing_is_left_over(self) -> None:
+        if hasattr(self, "sender") and self.goes_at_once:
+            files = [*self.store.rglob("weights-*")]
+            assert len(files) <= 3, "a crash may leave one, until the next publish"
+
+    @rule()
+    def restart_and_tidy(self) -> None:
+        make_temporaries_old(self.store)
+        self.restart()
+        if not self.goes_at_once:
+            time.sleep(READER_TIMEOUT_S)
+            self.publish(0, 1, as_stream=False)
+        self.publish(0, 0, as_stream=False)
+        assert_tidy(self.store)
+
+
+class NetworkStoreMachine(StoreMachine):
+    """As on a network mount, where the pointer may be away for a while."""
+
+    mount = "network"
+    rewrites = goes_at_once = False
+
+    @precondition(lambda self: self.has_deltas())
+    @rule(
+        which=st.integers(0, 5),
+        damage=st.sampled_from(["lost", "cut short", "flipped", "emptied"]),
+        seed=st.integers(0, 99),
+    )
+    def damage_a_delta(self, which: int, damage: str, seed: int) -> None:
+        """Who needs it says so, and the next version is for everybody again."""
+        files = sorted((self.store / "deltas").glob("*.delta"))
+        files = [file for file in files if file.stat().st_size]  # a killed sender leaves others
+        if not files:
+            return
+        file = files[which % len(files)]
+        size = file.stat().st_size
+        if damage == "lost":
+            file.unlink()
+        elif damage == "flipped":
+            flip_bit(file, 8 * (seed * 7919 % size) + seed % 8)
+        else:
+            os.truncate(file, size // 2 if damage == "cut short" else 0)
+        verify = self.options["checksum"]
+        with (
+            mock.patch.object(hold, "_SETTLE_S", 0.01),
+            dbuffer.WeightReceiver(
+                self.store, receiver_id="check", verify=verify, num_threads=1
+            ) as receiver,
+        ):
+            try:
+                with receiver.open(timeout_s=1) as snapshot:
+                    assert are_equal(snapshot.tensors, self.published[self.newest])
+            except dbuffer.StoreCorruptError as error:
+                assert file.name in str(error), "the message says which file"
+        tensors = changed(self.published[self.newest], seed)
+        self.note_publication(self.sender.send(tensors).version, tensors, {})
+
+    @precondition(lambda self: self.newest)
+    @rule(seen=st.booleans())
+    def look_while_the_pointer_is_away(self, seen: bool) -> None:
+        pointer = self.store / "CURRENT"
+        into: Tensors = {}
+        with dbuffer.WeightReceiver(self.store, receiver_id="away", num_threads=1) as receiver:
+            if seen:
+                assert receiver.wait_for_version(timeout_s=0) == self.newest
+                with receiver.open(acknowledge=False):
+                    pass
+            data = pointer.read_bytes()
+            pointer.unlink()
+            version = None
+            # None: a buffer was damaged, or holds nothing yet.
+            with contextlib.suppress(dbuffer.StoreCorruptError, dbuffer.VersionRegressedError):
+                version = receiver.load_into(lambda pairs: into.update(copied(pairs)))
+            pointer.write_bytes(data)
+            pointer.chmod(0o600)
+        if version is not None:
+            assert version >= (self.newest if seen else 0)
+            assert are_equal(into, self.published[version]), "it was published, just so"
+
+
+class CheckedStoreMachine(StoreMachine):
+    """On a third medium, which is one module, and fails when it is told to."""
+
+    mount = CheckedMedium.name
+    rewrites = False
+
+    @rule(given=given, method=st.sampled_from(["reuse", "retire", "make", "note_published"]))
+    def publish_where_the_medium_fails(self, given: Given, method: str) -> None:
+        tensors = tensors_of(*given)
+        self.note_claim()
+        failure = pytest.raises(dbuffer.StoreAccessError, match=f"told to fail at {method}")
+        with failing_at(method), failure:
+            self.sender.send(tensors)
+        if method == "note_published":  # it is, whatever is found out afterwards
+            pointer = DoubleBuffer(self.store).pointer()
+            assert pointer is not None
+            self.note_publication(pointer.version, tensors, {})
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=2_000 if is_soak() else 40, stateful_step_count=30, report_multiple_bugs=False
+)
+TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+TestNetworkStore = NetworkStoreMachine.TestCase
+TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 20)
+TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+TestCheckedStore = CheckedStoreMachine.TestCase
+TestCheckedStore.settings = settings(TestNetworkStore.settings)
+TestCheckedStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]

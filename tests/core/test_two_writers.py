@@ -1,0 +1,350 @@
+"""One writer a store: the second is refused, and one that lost the store finds out in time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.store import filesystem, network_files
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child
+from tests.support.moments import Step, at_step, stop
+from tests.support.patterns import OTHER, SMALL, newest
+
+SOON_S = 5.0
+
+
+def send_on_request(connection: Connection, store: Path) -> None:
+    """Publish version 1, then each that is asked for; answer with its version or the error."""
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        connection.send(os.getpid())
+        while (version := connection.recv()) is not None:
+            try:
+                connection.send(sender.send(SMALL.weights(version), version=version).version)
+            except dbuffer.DBufferError as error:
+                connection.send(type(error).__name__)
+    connection.send("closed")
+
+
+def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> None:
+    with Child(send_on_request, store) as first:
+        pid = first.receive()
+        with pytest.raises(dbuffer.StoreBusyError, match=f"process {pid} .*{store}"):
+            dbuffer.WeightSender(store)
+        first.send(2)
+        assert first.receive() == 2, "the attempt must not disturb the one that is there"
+        first.send(None)
+        assert first.receive() == "closed"
+        with dbuffer.WeightSender(store) as second:
+            assert second.send(SMALL.weights(3)).version == 3
+    assert newest(store) == 3
+
+
+def test_second_sender_in_the_same_process_is_refused(store: Path) -> None:
+    first = dbuffer.WeightSender(store)
+    with pytest.raises(dbuffer.StoreBusyError, match=f"process {os.getpid()}"):
+        dbuffer.WeightSender(store)
+    first.close()
+
+
+def test_superseded_sender_finds_out_before_it_touches_anything(store: Path) -> None:
+    """Somebody removed the lock's file, and with it what keeps senders apart."""
+    with Child(send_on_request, store) as first:
+        first.receive()
+        (store / "writer.lock").unlink()
+        with dbuffer.WeightSender(store) as second:
+            second.send(SMALL.weights(2))
+            before = contents(store)
+            first.send(3)
+            assert first.receive() == "WriterSupersededError"
+            assert contents(store) == before
+            assert second.send(SMALL.weights(3)).version == 3
+            assert newest(store) == 3
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(store)): path.read_bytes()
+        for path in store.rglob("*")
+        if path.is_file() and path.parent.name != "receivers"
+    }
+
+
+@pytest.mark.parametrize("pattern", [SMALL, OTHER], ids=["same layout", "other layout"])
+def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
+    store: Path, pattern: object
+) -> None:
+    """Paused half way through a stream, it comes back when another has published."""
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as first:
+        first.send(SMALL.weights(1))
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            pairs = iter(pattern.weights(2).items())
+            yield next(pairs)
+            (store / "writer.lock").unlink()
+            with dbuffer.WeightSender(store, reader_timeout_s=0.1) as second:
+                second.send(SMALL.weights(5), version=5)
+            yield from pairs
+
+        with pytest.raises(dbuffer.WriterSupersededError, match=str(os.getpid())):
+            first.send(stream())
+        assert newest(store) == 5
+    with dbuffer.WeightSender(store) as third:
+        assert third.send(SMALL.weights(6)).version == 6
+    assert newest(store) == 6
+
+
+def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store: Path) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as first, contextlib.ExitStack() as senders:
+        for version in (1, 2):
+            first.send(SMALL.weights(version))
+        before = {}
+
+        def take_over() -> None:
+            (store / "writer.lock").unlink()
+            second = dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=0.0)
+            senders.enter_context(second).send(SMALL.weights(5), version=5)
+            before.update(contents(store))
+
+        at_step(Step("return", "LocalFiles.reuse"), take_over)
+        try:
+            with pytest.raises(dbuffer.WriterSupersededError):
+                first.send(SMALL.weights(3))
+        finally:
+            sys.setprofile(None)
+        assert contents(store) == before
+        assert newest(store) == 5
+
+
+BEFORE_THE_FLIP = {
+    "in the copy": Step("call", "Copier.write"),
+    "after the copy": Step("return", "Draft.fill"),
+    "before the commit": Step("call", "BufferWriter.commit"),
+}
+
+
+def publish_and_stop(connection: Connection, store: Path, step: Step) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        at_step(step, stop)
+        try:
+            sender.send(SMALL.weights(4))
+        except dbuffer.DBufferError as error:
+            connection.send(type(error).__name__)
+        else:
+            connection.send("published")
+
+
+@pytest.mark.parametrize("step", BEFORE_THE_FLIP.values(), ids=BEFORE_THE_FLIP)
+def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(
+    store: Path, step: Step
+) -> None:
+    with Child(publish_and_stop, store, step) as first:
+        first.wait_until_stopped()
+        (store / "writer.lock").unlink()
+        with dbuffer.WeightSender(store, reader_timeout_s=0.1) as second:
+            for version in (4, 5):
+                second.send(SMALL.weights(version + 100), version=version + 100)
+            first.signal(signal.SIGCONT)
+            assert first.receive() == "WriterSupersededError"
+            assert newest(store) == 105
+            second.send(SMALL.weights(106), version=106)
+    assert newest(store) == 106
+
+
+def test_each_writer_has_an_epoch_and_a_run_of_its_own(store: Path) -> None:
+    double, seen = DoubleBuffer(store), []
+    for version in (1, 2, 3):
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(version))
+        writer, pointer = double.writer(), double.pointer()
+        assert writer is not None
+        assert pointer is not None
+        assert writer.run == pointer.run
+        seen.append((writer.epoch, writer.run))
+    assert [epoch for epoch, _ in seen] == [1, 2, 3]
+    assert len({run for _, run in seen}) == 3
+
+
+def test_sender_of_a_store_that_was_replaced_finds_out(store: Path) -> None:
+    with dbuffer.WeightSender(store) as first:
+        first.send(SMALL.weights(1))
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as second:
+            second.send(SMALL.weights(1))
+            with pytest.raises(dbuffer.WriterSupersededError):
+                first.send(SMALL.weights(2))
+    assert newest(store) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Forked children
+
+
+def fork_and_use(connection: Connection, use: Callable[[], object]) -> None:
+    """Fork a child that tries ``use``, sends the error, and then lives as long as the test."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            use()
+        except dbuffer.ClosedError as error:
+            connection.send(str(error))
+        os.write(writing, b"!")
+        with contextlib.suppress(EOFError):
+            connection.recv()
+        os._exit(0)
+    os.read(reading, 1)
+
+
+def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        fork_and_use(connection, lambda: sender.send(SMALL.weights(4)))
+        if in_a_publish:
+            at_step(Step("return", "Draft.fill"), stop)
+            sender.send(SMALL.weights(4))
+        stop()
+
+
+@pytest.mark.parametrize("in_a_publish", [False, True], ids=["between publishes", "in a publish"])
+def test_forked_child_cannot_publish_and_keeps_no_lock(store: Path, in_a_publish: bool) -> None:
+    """A data loader's worker outlives the trainer that was killed."""
+    with Child(fork_with_a_sender, store, in_a_publish) as parent:
+        assert "fork" in parent.receive()
+        parent.wait_until_stopped()
+        parent.signal(signal.SIGKILL)
+        assert parent.wait() == -signal.SIGKILL
+        with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+            for version in (4, 5):
+                assert sender.send(SMALL.weights(version)).duration_s < SOON_S
+        assert newest(store) == 5
+
+
+def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, num_threads=1) as receiver, receiver.open():
+        fork_and_use(connection, lambda: receiver.load_into(SMALL.empty()))
+        stop()
+
+
+def test_forked_child_of_a_receiver_keeps_no_lock(store: Path) -> None:
+    with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+        sender.send(SMALL.weights(1))
+        with Child(fork_with_a_snapshot, store) as parent:
+            assert "fork" in parent.receive()
+            parent.wait_until_stopped()
+            parent.signal(signal.SIGKILL)
+            assert parent.wait() == -signal.SIGKILL
+            for version in (2, 3):
+                assert sender.send(SMALL.weights(version)).duration_s < SOON_S
+
+
+def test_forked_child_that_ends_takes_no_lock_along(store: Path) -> None:
+    """The child closes its copies of the descriptors; the parent's locks must hold."""
+    with Child(fork_and_reap, store) as parent:
+        parent.receive()
+        with pytest.raises(dbuffer.StoreBusyError):
+            dbuffer.WeightSender(store)
+        parent.send("go on")
+        assert parent.receive() == 2
+
+
+def fork_and_reap(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        connection.send("reaped")
+        connection.recv()
+        connection.send(sender.send(SMALL.weights(2)).version)
+
+
+def test_closed_sender_says_so(store: Path) -> None:
+    sender = dbuffer.WeightSender(store)
+    sender.send(SMALL.weights(1))
+    sender.close()
+    sender.close()
+    started = time.monotonic()
+    with pytest.raises(dbuffer.ClosedError, match="closed"):
+        sender.send(SMALL.weights(2))
+    with dbuffer.WeightSender(store) as again:
+        assert again.send(SMALL.weights(2)).version == 2
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_version_published_while_another_takes_over_keeps_its_file(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where locks hold nobody back, the old sender may publish until it sees the new one."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
+    monkeypatch.setattr(filesystem, "lock_within", lambda *_, **__: True)
+    put, late = filesystem.replace_file, [3]
+
+    def put_late(path: Path, data: bytes, **options: Any) -> bool:
+        if path.name == "writer.json" and late:
+            first.send(SMALL.weights(late.pop()))
+        return put(path, data, **options)
+
+    def fail() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(SMALL.weights(4).items())[:2]
+        raise RuntimeError("the trainer fails")
+
+    with dbuffer.WeightSender(store, reader_timeout_s=0.0) as first:
+        for version in (1, 2):
+            first.send(SMALL.weights(version))
+        monkeypatch.setattr(filesystem, "replace_file", put_late)
+        with dbuffer.WeightSender(store, reader_timeout_s=0.0) as second:
+            with pytest.raises(RuntimeError, match="the trainer fails"):
+                second.send(fail())
+            assert newest(store, verify=True) == 3
+
+
+def knows_no_locks(_: int, kind: int) -> None:
+    if not kind & fcntl.LOCK_UN:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_a_local_store_needs_locks(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        monkeypatch.setattr(fcntl, "flock", knows_no_locks)
+        with pytest.raises(dbuffer.StoreAccessError, match=r"\.td: .*DBUFFER_MOUNT=network"):
+            receiver.load_into(SMALL.empty())
+        with pytest.raises(dbuffer.StoreAccessError, match=r"\.td: .*DBUFFER_MOUNT=network"):
+            sender.send(SMALL.weights(2))
+    with pytest.raises(dbuffer.StoreAccessError, match=r"writer\.lock: .*DBUFFER_MOUNT=network"):
+        dbuffer.WeightSender(store)
+    assert "detected, not prevented" not in caplog.text
+
+
+def test_a_store_on_a_network_mount_needs_none(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr(fcntl, "flock", knows_no_locks)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+    assert newest(store, verify=True) == 1
+    assert "detected, not prevented" in caplog.text

@@ -1,0 +1,552 @@
+"""The command line, run as a user runs it: a process, its output, its exit code."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tensordict import TensorDict
+from torch import distributed
+
+import dbuffer
+from dbuffer.tools import cli
+from tests.support.children import Command
+from tests.support.waiting import TIMEOUT_S
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dbuffer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    tensors = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def store(tmp_path: Path, checkpoint: Path) -> Path:
+    """Two versions, both with checksums."""
+    path = tmp_path / "a store"
+    with dbuffer.WeightSender(path, checksum=True) as sender:
+        sender.send(checkpoint)
+        sender.send(checkpoint, metadata={"step": 2})
+    return path
+
+
+def newest_file(store: Path) -> Path:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(acknowledge=False) as snapshot:
+        return snapshot.path
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """The same in this process, for what needs no process of its own."""
+    code = cli.run([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_publish_then_read(tmp_path, checkpoint):
+    store = tmp_path / "store"
+    done = run("publish", checkpoint, store, "--metadata", '{"step": 80}', "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert "version 1: 3 tensors" in done.stdout
+    with dbuffer.WeightReceiver(store, verify=True) as receiver, receiver.open() as snapshot:
+        assert snapshot.metadata == {"step": 80}
+        tensor = snapshot.tensors["layers.2.weight"]
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, torch.full((4, 8), 2.0, dtype=torch.bfloat16))
+
+
+def test_publish_what_changed(capsys, tmp_path, checkpoint):
+    store = tmp_path / "store"
+    assert call(capsys, "publish", checkpoint, store, "--delta")[0] == 0
+    tensors = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
+    tensors["layers.1.weight"][2, 3] = -1
+    save_file(tensors, checkpoint / "model.safetensors")
+    code, out, _ = call(capsys, "publish", checkpoint, store, "--delta")
+    assert code == 0
+    assert "as a delta" in out
+    with dbuffer.WeightReceiver(store, verify=True) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 2
+        assert torch.equal(snapshot.tensors["layers.1.weight"], tensors["layers.1.weight"])
+        assert torch.equal(snapshot.tensors["layers.2.weight"], tensors["layers.2.weight"])
+    _, out, _ = call(capsys, "publish", checkpoint, store, "--delta", "--json")
+    assert json.loads(out)["delta_bytes"] > 0
+
+
+def test_publish_json_and_versions(capsys, tmp_path, checkpoint):
+    store = tmp_path / "store"
+    code, out, _ = call(capsys, "publish", checkpoint, store, "--json", "--version", 7)
+    assert code == 0
+    assert json.loads(out)["version"] == 7
+    code, out, err = call(capsys, "publish", checkpoint, store, "--version", 7)
+    assert (code, out) == (1, "")
+    assert err.startswith("dbuffer: version 7 is not above version 7")
+    assert err.count("\n") == 1
+
+
+def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
+    arguments = ("publish", tmp_path / "none", tmp_path / "store")
+    code, _, err = call(capsys, *arguments)
+    assert code == 1
+    assert err.splitlines() == [f"dbuffer: there is no checkpoint at {tmp_path / 'none'}"]
+    code, _, err = call(capsys, *arguments, "--debug")
+    assert code == 1
+    assert "Traceback" in err
+    assert "InvalidWeightsError" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("publish",),
+        ("status", "x", "--colour"),
+        ("publish", "a", "b", "--dtype", "q"),
+        ("follow", "x", "--partial"),
+        ("exec", "x"),
+        ("exec", "x", "true", "--pause", "abort"),
+        ("follow-server", "x"),
+        ("follow-server", "x", "localhost:8000"),
+        ("follow-server", "x", "//localhost:8000", "--engine", "sglang"),
+        ("follow-server", "x", "http://localhost:1", "--engine", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--names", "y"),
+        ("follow-server", "x", "http://localhost:1", "--engine", "sglang", "--pause", "wait"),
+        ("status", "x", "--watch", "--json"),
+        ("follow-server", "x", "http://localhost:1", "--pause", "bogus"),
+        ("follow", "x", "--new-history", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--new-history", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--unused-tensors", "bogus"),
+        ("follow", "x", "--timeout-s", "nan"),
+        ("ls", "x", "--names", "y"),
+        ("demo", "--steps", "3"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(capsys, arguments):
+    assert call(capsys, *arguments)[0] == 2
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """Contents of all files below a directory; None for directories."""
+    paths = directory.rglob("*")
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("not there", "store"),
+        ("store", "checkpoint"),  # in the wrong order
+        ("checkpoint", "checkpoint"),
+        ("checkpoint", "store", "--metadata", "{"),
+        ("checkpoint", "store", "--metadata", '{"loss": NaN}'),
+        ("checkpoint", "store", "--dtype", "int8"),
+        ("checkpoint", "store", "--names", "not there"),
+        ("checkpoint", "store", "--names", "all to one"),
+    ],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_publish_that_is_refused_touches_nothing(
+    monkeypatch, capsys, tmp_path, checkpoint, arguments, is_new
+):
+    monkeypatch.chdir(tmp_path)
+    rule = {"pattern": "layers.[0-9].weight", "to": "one"}
+    (tmp_path / "all to one").write_text(json.dumps({"rules": [rule]}))
+    if not is_new:
+        with dbuffer.WeightSender("store") as sender:
+            sender.send({"a": torch.ones(1)})
+    before = contents(tmp_path)
+    code, out, err = call(capsys, "publish", *arguments)
+    assert (code in (1, 2), out) == (True, "")
+    assert err.startswith(("dbuffer: ", "Usage: "))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", ["follow", "mirror"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_waiting_for_a_first_version_is_said(tmp_path, checkpoint, command, is_there):
+    store = tmp_path / "store"
+    if is_there:
+        store.mkdir(mode=0o700)
+    local = [tmp_path / "local"] if command == "mirror" else []
+    with Command(tmp_path, command, store, *local, "--json", "--count", 1) as waiting:
+        said = waiting.line_of_errors(0)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(checkpoint)
+            code, out, err = waiting.communicate()
+    there = f"nothing was published in {store} yet: waiting"
+    assert (
+        said
+        == f"dbuffer: {there if is_there else f'there is no store at {store} yet: waiting for one'}"
+    )
+    assert (code, err) == (0, f"{said}\n")
+    assert json.loads(out)["version"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "arguments", [["follow"], ["mirror", "local"], ["follow-server", "http://127.0.0.1:9"]]
+)
+def test_a_command_that_is_stopped_ends_by_the_signal(
+    monkeypatch, tmp_path, checkpoint, arguments, number
+):
+    """A shell shows 130 or 143, as for every other program."""
+    monkeypatch.chdir(tmp_path)
+    name, *more = arguments
+    with Command(tmp_path, name, "store", *more) as waiting:
+        assert "there is no store" in waiting.line_of_errors(0)
+        waiting.signal(number)
+        assert waiting.wait() == -number
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["publish", "follow", "exec", "follow-server", "mirror", "status", "verify", "ls", "demo"],
+)
+def test_help_of_each_command(capsys, command):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert command in out
+
+
+def test_version_option(capsys):
+    code, out, _ = call(capsys, "--version")
+    assert (code, out.strip()) == (0, dbuffer.__version__)
+
+
+def test_status_tells_versions_receivers_and_lag(capsys, store):
+    target = {f"layers.{i}.weight": torch.zeros(4, 8) for i in range(3)}
+    with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
+        receiver.load_into(target)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(target)
+        code, out, _ = call(capsys, "status", store, "--json")
+    status = json.loads(out)
+    assert code == 0
+    assert status["version"] == 3
+    assert status["writer"]["is_alive"] is True
+    assert {buffer["state"] for buffer in status["buffers"]} == {"newest", "previous"}
+    (seen,) = status["receivers"]
+    assert (seen["receiver"], seen["applied_version"], seen["lag_versions"]) == ("engine-0", 2, 1)
+    code, out, _ = call(capsys, "status", store)
+    assert code == 0
+    assert "engine-0" in out
+
+
+def test_status_shows_who_holds_a_buffer(capsys, store):
+    with dbuffer.WeightReceiver(store, receiver_id="reader") as receiver, receiver.open():
+        _, out, _ = call(capsys, "status", store, "--json")
+    held = {buffer["state"]: buffer["held_by"] for buffer in json.loads(out)["buffers"]}
+    assert held == {"newest": ["reader"], "previous": []}
+
+
+def test_verify_names_the_damaged_tensor(capsys, store):
+    assert call(capsys, "verify", store)[0] == 0
+    file = newest_file(store)
+    data = bytearray(file.read_bytes())
+    data[4 * 8 * 4 + 5] ^= 1  # in the second tensor
+    file.write_bytes(data)
+    code, out, _ = call(capsys, "verify", store)
+    assert code == 1
+    assert "layers.1.weight" in out
+    assert "layers.0.weight" not in out
+    code, out, _ = call(capsys, "verify", store, "--json")
+    newest, previous = json.loads(out)
+    assert newest["problems"] == ["layers.1.weight"]
+    assert previous["problems"] == []
+
+
+def test_verify_refuses_a_truncated_file(capsys, store):
+    file = newest_file(store)
+    file.write_bytes(file.read_bytes()[:-100])
+    code, out, _ = call(capsys, "verify", store)
+    assert code == 1
+    assert file.name in out
+
+
+def test_verify_without_checksums_says_so(capsys, tmp_path, checkpoint):
+    store = tmp_path / "store"
+    assert call(capsys, "publish", checkpoint, store, "--no-checksum")[0] == 0
+    code, out, _ = call(capsys, "verify", store)
+    assert code == 0
+    assert "no checksums" in out
+
+
+def test_nothing_published_is_exit_code_3(capsys, tmp_path):
+    (tmp_path / "empty").mkdir(mode=0o700)
+    for command in ("verify", "ls"):
+        assert call(capsys, command, tmp_path / "empty")[0] == 3
+    code, _, err = call(capsys, "follow", tmp_path / "empty", "--timeout-s", 0.2)
+    assert code == 3
+    assert err.splitlines()[-1] == f"dbuffer: nothing new for 0.2 s in {tmp_path / 'empty'}"
+    assert call(capsys, "status", tmp_path / "missing")[0] == 1
+
+
+def test_ls(capsys, store):
+    code, out, _ = call(capsys, "ls", store, "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert listed["tensors"][1] == {
+        "name": "layers.1.weight",
+        "dtype": "float32",
+        "shape": [4, 8],
+        "num_bytes": 128,
+    }
+    code, out, _ = call(capsys, "ls", store)
+    assert "4x8" in out
+    assert not list((store / "receivers").iterdir()), "looking is not receiving"
+
+
+def test_exec_runs_a_command_and_acknowledges(capsys, tmp_path, store):
+    log = tmp_path / "log"
+    command = f'echo "$DBUFFER_VERSION $DBUFFER_METADATA" >> {log}; test -s "$DBUFFER_WEIGHTS"'
+    arguments = ["exec", store, command, "--count", 1, "--receiver-id", "me"]
+    code, out, err = call(capsys, *arguments)
+    assert code == 0, err
+    assert "version 2: 3 tensors" in out
+    assert log.read_text() == '2 {"step": 2}\n'
+    with dbuffer.WeightSender(store) as sender:
+        sender.wait_applied(2, receivers=1, timeout_s=0)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.01)
+
+
+def until_there(path: Path) -> str:
+    """The same as a shell command, which ends although its test may have failed."""
+    return f"n=0; while [ ! -e {path} -a $n -lt 6000 ]; do sleep 0.01; n=$((n + 1)); done"
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_path, mount):
+    """Others are published meanwhile, by a sender that waits for nobody."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
+    go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
+    copy = tmp_path / "copy"
+    command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'
+    with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
+        sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
+        arguments = ["exec", store, command, "--count", 1]
+        follower = threading.Thread(target=cli.run, args=([str(a) for a in arguments],))
+        follower.start()
+        wait_for(seen)
+        for version in range(2, 7):
+            sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
+        go.touch()
+        follower.join(60)
+    found = TensorDict.from_consolidated(copy)
+    assert {key: value.unique().tolist() for key, value in found.items()} == {
+        "a": [1.0],
+        "b": [2.0],
+    }
+
+
+def test_a_version_in_parts_is_one_file_for_a_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with dbuffer.ShardedWeightSender(tmp_path / "store") as sender:
+            sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
+    finally:
+        distributed.destroy_process_group()
+    with dbuffer.WeightReceiver(tmp_path / "store") as receiver, receiver.open() as snapshot:
+        assert snapshot.layout.is_in_parts
+        with snapshot.as_file() as path:
+            found = TensorDict.from_consolidated(path)
+            assert {key: value.unique().tolist() for key, value in found.items()} == {
+                "a": [1.0],
+                "b": [2.0],
+            }
+        assert not path.exists()
+
+
+def test_no_room_for_a_commands_copy(monkeypatch, capsys, tmp_path, store):
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
+    code, _, err = call(capsys, "exec", store, "true", "--count", 1)
+    assert code == 1
+    assert "not there" in err
+
+
+@pytest.mark.parametrize("num_bytes", [10, 131_000, 131_040, 131_072, 400_000])
+def test_metadata_of_any_size_reaches_a_command(capsys, monkeypatch, tmp_path, num_bytes):
+    monkeypatch.setenv("DBUFFER_METADATA", "an older one")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    store, metadata = tmp_path / "store", {"x": "y" * num_bytes}
+    with dbuffer.WeightSender(store) as sender:
+        sender.send({"w": torch.ones(2)}, metadata=metadata)
+    command = 'cat "$DBUFFER_METADATA_FILE" > "$OUT"; printenv DBUFFER_METADATA > "$OUT.2"; true'
+    code, _, err = call(capsys, "exec", store, command, "--count", 1)
+    assert code == 0, err
+    assert json.loads((tmp_path / "out").read_text()) == metadata
+    in_variable = (tmp_path / "out.2").read_text()
+    if num_bytes <= 131_040:
+        assert json.loads(in_variable) == metadata
+    else:
+        assert in_variable == ""
+
+
+def test_exec_stops_at_a_failing_command_and_acknowledges_nothing(capsys, store):
+    code, _, err = call(capsys, "exec", store, "exit 9", "--count", 1)
+    assert code == 1
+    assert "ended with 9" in err
+    with dbuffer.WeightSender(store) as sender, pytest.raises(TimeoutError):
+        sender.wait_applied(2, receivers=1, timeout_s=0)
+
+
+def test_follow_sees_versions_as_they_come(tmp_path, store, checkpoint):
+    with Command(tmp_path, "follow", store, "--json", "--count", 3) as follower:
+        assert json.loads(follower.line(0))["version"] == 2
+        with dbuffer.WeightSender(store) as sender:
+            for number, version in enumerate((3, 4), start=1):
+                sender.send(checkpoint)
+                assert json.loads(follower.line(number))["version"] == version
+        assert follower.wait(30) == 0
+
+
+@pytest.mark.parametrize("new_history", ["follow", "refuse"])
+@pytest.mark.parametrize("command", ["true", "wait"], ids=["before", "while a command runs"])
+def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_history, command):
+    """The next experiment in the same place, whose number is the one that was seen last."""
+    go = tmp_path / "go"
+    command = until_there(go) if command == "wait" else command
+    options = ["--json", "--count", "2", "--new-history", new_history]
+    with Command(tmp_path, "exec", store, command, *options) as follower:
+        assert json.loads(follower.line(0))["version"] == 2
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(checkpoint, version=2)
+            go.touch()
+            code, out, err = follower.communicate(60)
+        if new_history == "follow":
+            assert code == 0
+            assert json.loads(out.splitlines()[1])["version"] == 2
+        else:
+            assert (code, out.count("\n")) == (1, 1)
+        assert err.count("is of another run") == 1
+
+
+ODD = "[/red]\x1b]0;title\x07\x9b2J\x7f\u202e\u00fc.weight"
+SHOWN = r"[/red]\x1b]0;title\x07\x9b2J\x7f\u202eü.weight"
+
+
+@pytest.fixture
+def odd_store(tmp_path: Path) -> Path:
+    """Whatever may hold any text does so, the way to the store included."""
+    store = tmp_path / "[bold]a\x1b[31m[/]"
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send({ODD: torch.ones(2), "b": torch.ones(3)}, metadata={"run": ODD})
+    with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
+        receiver.load_into(list)
+        record = receiver.record.path
+        told = json.loads(record.read_text())
+        told |= {"host": ODD[:30], "problem": f"{ODD}\nand more", "problem_version": 1}
+        record.write_text(json.dumps(told))
+        yield store
+
+
+def squeezed(text: str) -> str:
+    """Without what a table puts between and into its columns."""
+    return "".join(letter for letter in text if letter not in " |\n│┃┊")
+
+
+RUN_SEVERAL = """
+import json, sys
+from dbuffer.tools import cli
+for arguments in json.loads(sys.argv[1]):
+    code = cli.run(arguments)
+    sys.stderr.flush()
+    print(f"MARK{code}", flush=True)
+"""
+
+
+def run_several(commands: list[tuple], encoding: str) -> list[tuple[int, str]]:
+    """Exit codes and output of commands, in one process."""
+    listed = json.dumps([[str(argument) for argument in arguments] for arguments in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_SEVERAL, listed],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "COLUMNS": "200"},
+    )
+    told = re.split(r"MARK(\d)\n", done.stdout.decode(encoding))
+    assert done.returncode == 0, told
+    return list(zip(map(int, told[1::2]), told[::2], strict=False))
+
+
+def commands_for(store: Path, tmp_path: Path) -> dict[str, tuple[tuple, int]]:
+    model = tmp_path / "model.safetensors"
+    save_file({"b\x1b": torch.ones(4)}, model)
+    return {
+        "ls": (("ls", store), 0),
+        "ls against": (("ls", store, "--against", model), 1),
+        "status": (("status", store), 0),
+        "verify": (("verify", store), 1),
+        "follow": (("follow", store, "--count", "1"), 0),
+        "exec": (("exec", store, f"false '{ODD}'", "--count", "1"), 1),
+        "publish": (("publish", tmp_path / "[/x]\x1b[31m", tmp_path / "[/y]"), 1),
+        "debug": (("--debug", "ls", tmp_path / "[/x]\x1b[31m"), 1),
+        "help": (("--help",), 0),
+    }
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
+    file = newest_file(odd_store)
+    data = bytearray(file.read_bytes())
+    data[2] ^= 1  # in the first tensor
+    file.write_bytes(data)
+    shown = squeezed(SHOWN) if encoding == "utf-8" else squeezed(SHOWN.replace("ü", r"\xfc"))
+    commands = commands_for(odd_store, tmp_path)
+    outcomes = run_several([arguments for arguments, _ in commands.values()], encoding)
+    for name, (_, expected), (code, told) in zip(
+        commands, commands.values(), outcomes, strict=True
+    ):
+        assert code == expected, (name, told)
+        assert not [c for c in told if not c.isprintable() and c != "\n"], (name, told)
+        assert ("Traceback" in told) == (name == "debug"), (name, told)
+        if name in ("ls", "ls against", "verify", "exec", "status"):
+            assert shown in squeezed(told), (name, told)
+        if name == "publish":
+            assert r"[/x]\x1b[31m" in told
+
+
+def test_json_is_as_it_was(capsys, odd_store):
+    commands = [("ls", odd_store), ("status", odd_store), ("follow", odd_store, "--count=1")]
+    outcomes = [call(capsys, *arguments, "--json") for arguments in commands]
+    assert [(code, err) for code, _, err in outcomes] == [(0, "")] * 3
+    assert all(out.isascii() for _, out, _ in outcomes), "any terminal and any pipe takes it"
+    listed, status, followed = (json.loads(out) for _, out, _ in outcomes)
+    assert listed["tensors"][0]["name"] == ODD
+    assert status["receivers"][0]["host"] == ODD[:30]
+    assert followed["metadata"] == {"run": ODD}
+
+
+def test_what_is_logged_is_made_printable(monkeypatch, tmp_path, odd_store):
+    monkeypatch.setenv("COLUMNS", "200")
+    (odd_store / "receivers" / "other.json").write_bytes(b'{"format": 2, "\\u001b[31m": 1}')
+    with Command(tmp_path, "status", odd_store) as command:
+        code, out, err = command.communicate()
+    assert code == 0, err
+    assert "ignoring an unusable record" in err
+    assert "\x1b" not in out + err

@@ -1,0 +1,95 @@
+"""`dbuffer demo` as users run it, with a real vLLM engine; and without what it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from dbuffer.errors import DBufferError
+from dbuffer.tools.commands.demo import demo
+from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
+from tests.support.soak import in_soaks_alone
+
+DEAF = """
+from dbuffer.integrations.engine.follower import Follower, Switch
+sync, switches = Follower.sync, []
+def sync_until(follower):
+    if len(switches) < LAST_VERSION:
+        switches.append(sync(follower))
+    return switches[-1] if switches else Switch(
+        version=0, stage_s=0, wait_s=0, pause_s=0, load_s=0, num_bytes=0
+    )
+Follower.sync = sync_until
+"""
+"""An engine that says it switches, and has no version above ``LAST_VERSION``."""
+
+
+def run(scratch: Path, before: str = "") -> tuple[int, str]:
+    """Run the demo with its store in a directory, where it must leave nothing."""
+    place = f"import dbuffer.tools.demo\ndbuffer.tools.demo._MEMORY = {str(scratch)!r}\n"
+    program = f"{before}\n{place}from dbuffer.__main__ import main\nmain()\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "demo"],
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        kill_group(process)
+    print(text)
+    assert list(scratch.iterdir()) == []
+    return process.returncode, text
+
+
+class TestWithAnEngine:
+    pytestmark = NEEDS_VLLM
+
+    def test_engine_follows_the_trainer(self, tmp_path: Path) -> None:
+        code, text = run(tmp_path)
+        assert code == 0, text
+        rows = re.findall(r"^ *(\d+) +(\d+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)$", text, re.M)
+        assert [(int(step), int(version)) for step, version, *_ in rows] == [
+            (step, step) for step in range(1, 41)
+        ]
+        assert float(rows[-1][2]) > float(rows[0][2]) + 0.2
+        assert all(float(pause_ms) > 0 for *_, pause_ms in rows)
+        assert text.endswith("success: the engine followed its trainer\n")
+
+    @in_soaks_alone
+    def test_without_weights_in_the_engine_it_fails(self, tmp_path: Path) -> None:
+        code, text = run(tmp_path, f"LAST_VERSION = 0\n{DEAF}")
+        assert code == 1, text
+        assert "fresh engine: different" in text
+        assert "success" not in text
+
+    @in_soaks_alone
+    def test_a_reward_that_climbs_is_no_success_alone(self, tmp_path: Path) -> None:
+        code, text = run(tmp_path, f"LAST_VERSION = 25\n{DEAF}")
+        assert code == 1, text
+        before, after = re.findall(r"^reward: ([\d.]+) to ([\d.]+)$", text, re.M)[0]
+        assert float(after) > float(before) + 0.1
+        assert "fresh engine: different" in text
+
+
+@pytest.mark.parametrize("package", ["transformers", "vllm"])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.delitem(sys.modules, "dbuffer.tools.demo", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DBufferError, match=rf"the demo needs {package}.*\.\[demo\]"),
+    ):
+        demo()

@@ -1,0 +1,620 @@
+"""`dbuffer doctor`: what it finds on real mounts, with real peers, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import dbuffer
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools import cli, doctor
+from dbuffer.tools.doctor import peer, probes, scratch
+from dbuffer.tools.doctor.process import OtherProcess
+from dbuffer.tools.render import doctor_table
+from tests.support.children import Child, Command, preload
+from tests.support.forked_program import fork_programs
+from tests.support.patterns import SMALL, newest
+from tests.support.stores import without_flock
+from tests.support.waiting import TIMEOUT_S
+
+MEGABYTE = 1 << 20
+NOBODY = 65534
+
+preload("dbuffer.tools.doctor", "tests.support.forked_program")
+
+WATCH_S = probes._WATCH_S
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def as_users_have_it() -> None:
+    """For a test whose examinations start interpreters."""
+
+
+@pytest.fixture(autouse=True)
+def quick_examinations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S / 10)  # by two processes at full speed
+    if "as_users_have_it" not in request.fixturenames:
+        fork_programs(monkeypatch)
+
+
+@pytest.fixture
+def place(shm_path: Path) -> Path:
+    """A directory of the user's own."""
+    (shm_path / "place").mkdir(mode=0o700)
+    return shm_path / "place"
+
+
+@pytest.fixture(params=["tmpfs", "disk"])
+def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The same, in shared memory and in the system's directory for temporary files."""
+    if request.param == "disk":
+        (tmp_path / "place").mkdir(mode=0o700)
+        return tmp_path / "place"
+    path: Path = request.getfixturevalue("place")
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small filesystem of its own, with a directory in it that is the user's own."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MEGABYTE}", "dbuffer-test", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    (path / "place").mkdir(mode=0o700)
+    yield path / "place"
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def found_by(examination: doctor.Examination, probe: str) -> doctor.Finding:
+    (finding,) = (each for each in examination.findings if each.probe == probe)
+    return finding
+
+
+def broken_guarantees(examination: doctor.Examination) -> dict[str, int | None]:
+    return {finding.probe: finding.guarantee for finding in examination.broken}
+
+
+def left_behind(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name.startswith(scratch.PREFIX)]
+
+
+# ---------------------------------------------------------------------------------------------
+# A place where all is well
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_a_good_place(any_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
+    examination = doctor.examine(any_place)
+    assert examination.broken == ()
+    assert examination.probed_in == str(any_place)
+    assert not examination.is_network
+    for probe in (
+        *("write and flush", "private directories", "replacing a file", "locks (flock)"),
+        *("allocation", "shared mappings", "inotify", "other hosts"),
+    ):
+        assert found_by(examination, probe).verdict == "good", found_by(examination, probe)
+    assert list(any_place.iterdir()) == []
+
+
+def test_where_a_mount_comes_from(disk: Path) -> None:
+    examination = doctor.examine(disk)
+    assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
+    assert f"size={8 * MEGABYTE // 1024}k" in examination.options
+    assert "8.39 MB" in found_by(examination, "room").result
+
+
+def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:
+    examination = doctor.examine(place / "on the way" / "store")
+    assert examination.probed_in == str(place)
+    assert examination.broken == ()
+    assert list(place.iterdir()) == []
+
+
+def test_a_file_is_no_place(place: Path) -> None:
+    (place / "file").touch()
+    for path in (place / "file", place / "file" / "store"):
+        with pytest.raises(dbuffer.StoreAccessError, match="not a directory"):
+            doctor.examine(path)
+
+
+def test_a_store_is_not_touched(damaged: Path) -> None:
+    def state() -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in damaged.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    assert doctor.examine(damaged).broken == ()
+    assert state() == before
+    assert newest(damaged) == 3
+    with dbuffer.WeightSender(damaged) as sender:
+        assert doctor.examine(damaged).broken == ()
+        sender.send(SMALL.weights(4))
+    assert newest(damaged) == 4
+
+
+def test_progress_names_each_probe(place: Path) -> None:
+    said: list[str] = []
+    examination = doctor.examine(place, progress=said.append)
+    assert said == [each.probe for each in examination.findings if each.probe != "other hosts"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Places where a guarantee cannot hold
+
+
+def test_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk.parent)], check=True)
+    examination = doctor.examine(disk)
+    assert broken_guarantees(examination) == {"write and flush": 3}
+    assert "Read-only file system" in found_by(examination, "write and flush").result
+    assert "not tried" in found_by(examination, "the rest").result
+
+
+@pytest.mark.parametrize("leave_bytes", [0, MEGABYTE // 2])
+def test_no_room(disk: Path, leave_bytes: int) -> None:
+    stats = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    examination = doctor.examine(disk)
+    assert broken_guarantees(examination) == {"room": 3, "write and flush": 3}
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+def test_a_directory_that_others_can_write_to(place: Path, mode: int) -> None:
+    place.chmod(mode)
+    assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
+    assert doctor.examine(place, allow_shared_store=True).broken == ()
+
+
+def test_a_directory_for_everybody_may_hold_stores_and_be_none(place: Path) -> None:
+    place.chmod(0o1777)  # as /dev/shm
+    assert found_by(doctor.examine(place), "owner and mode").verdict == "adapted"
+    with dbuffer.WeightSender(place, allow_shared_store=True) as sender:
+        sender.send(SMALL.weights(1))
+    assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
+
+
+@needs_root
+def test_a_store_of_somebody_else(damaged: Path) -> None:
+    os.chown(damaged, NOBODY, -1)
+    assert broken_guarantees(doctor.examine(damaged)) == {"owner and mode": 6}
+    assert doctor.examine(damaged, allow_shared_store=True).broken == ()
+
+
+def fail(number: int) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def replace_slowly(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
+    """As a filesystem without renames would."""
+    with path.open("wb") as file:
+        file.write(data[:1])
+        file.flush()
+        file.write(data[1:-1] + b"!")
+
+
+def replace_by_unlinking(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
+    (scratch / "new").write_bytes(data)
+    path.unlink(missing_ok=True)
+    time.sleep(0.001)
+    (scratch / "new").rename(path)
+
+
+def allocate_nothing(descriptor: int, num_bytes: int, path: Path) -> None:
+    os.truncate(descriptor, num_bytes)
+
+
+def make_open_directory(path: Path, *, parents: bool = False) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("function", "behaviour", "broken"),
+    [
+        ("sync_file", fail(errno.EIO), {"write and flush": 3}),
+        ("sync_directory", fail(errno.EINVAL), {"write and flush": 3}),
+        ("replace_file", replace_slowly, {"replacing a file": 1}),
+        ("replace_file", replace_by_unlinking, {"replacing a file": 1}),
+        ("try_lock", fail(errno.ENOLCK), {"locks (flock)": 1}),
+        ("allocate", allocate_nothing, {"allocation": 3}),
+        ("make_directory", make_open_directory, {"private directories": 6}),
+    ],
+)
+def test_what_does_not_work(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    behaviour: Callable[..., Any],
+    broken: dict[str, int],
+) -> None:
+    monkeypatch.setattr(filesystem, function, behaviour)
+    if function == "replace_file":
+        monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
+    assert broken_guarantees(doctor.examine(place)) == broken
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [mmap.MAP_PRIVATE, mmap.MAP_SHARED])
+def test_mappings_of_the_other_kind(
+    place: Path, monkeypatch: pytest.MonkeyPatch, kind: int
+) -> None:
+    class Mapping(mmap.mmap):
+        def __new__(cls, file: int, num_bytes: int, *_: int) -> Any:
+            return super().__new__(cls, file, num_bytes, kind)
+
+    monkeypatch.setattr(probes.mmap, "mmap", Mapping)
+    assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
+
+
+def test_mappings_that_do_not_see_what_others_write(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(OtherProcess):
+        def ask(self, task: str, *arguments: Any) -> Any:
+            return None if task == "write_mapped" else super().ask(task, *arguments)
+
+    monkeypatch.setattr(probes, "OtherProcess", Deaf)
+    assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
+
+
+def test_every_error_leaves_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for function in ("replace_file", "allocate", "make_directory", "sync_file", "try_lock"):
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystem, function, stop)
+            with pytest.raises(KeyboardInterrupt):
+                doctor.examine(place)
+        assert list(place.iterdir()) == [], function
+
+
+# ---------------------------------------------------------------------------------------------
+# What dbuffer does without
+
+
+def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("try_lock", "lock_within", "unlock"):
+        monkeypatch.setattr(filesystem, name, getattr(filesystem, name))
+    without_flock()
+    examination = doctor.examine(place)
+    assert examination.broken == ()
+    assert found_by(examination, "locks (flock)").verdict == "adapted"
+
+
+def test_without_events(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dbuffer.store.watcher.Observer.start", fail(errno.EMFILE))
+    monkeypatch.setattr(probes, "_EVENT_TIMEOUT_S", 0.1)
+    examination = doctor.examine(place)
+    assert examination.broken == ()
+    finding = found_by(examination, "inotify")
+    assert finding.verdict == "adapted"
+    assert "poll_interval_s" in finding.consequence
+
+
+def test_few_inotify_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        """Of a kernel that has two more to give."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._left = 2
+
+        def inotify_init1(self, flags: int) -> int:
+            self._left -= 1
+            return os.open(os.devnull, os.O_RDONLY) if self._left >= 0 else -1
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    finding = found_by(doctor.examine(place), "inotify instances")
+    assert (finding.verdict, finding.result) == ("adapted", "only 2 free")
+
+
+def test_on_a_network_mount(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    examination = doctor.examine(place)
+    assert examination.is_network
+    assert examination.broken == ()
+    assert "DBUFFER_MOUNT=network" in found_by(examination, "mount").result
+    assert "read into memory" in found_by(examination, "mount").consequence
+    assert "polling" in found_by(examination, "mount").consequence
+    others = found_by(examination, "other hosts")
+    assert others.verdict == "unknown"
+    assert f"dbuffer doctor {place} --peer" in others.consequence
+
+
+# ---------------------------------------------------------------------------------------------
+# Two hosts: two processes here, and real ones over NFS in tests/lab
+
+
+def be_peer(connection: Connection, place: Path, timeout_s: float = TIMEOUT_S) -> None:
+    connection.send(peer.wait_for_host(place, timeout_s=timeout_s))
+
+
+def wait_for_peer(place: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(place.glob(".dbuffer-doctor-peer-*/peer.json")):
+        assert time.monotonic() < deadline, "no peer came"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("waits_first", ["peer", "host"])
+def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
+    with Child(be_peer, any_place) as child:
+        if waits_first == "peer":
+            wait_for_peer(any_place)
+        examination = doctor.examine(any_place, timeout_s=0 if waits_first == "peer" else TIMEOUT_S)
+        report = child.receive()
+        assert child.wait() == 0
+    (meeting,) = examination.peers
+    assert (meeting.pid, report["pid"]) == (child_pid(meeting), os.getpid())
+    assert meeting.locks_exclude is True
+    assert meeting.is_same_kernel
+    assert (meeting.is_late, meeting.problem) == (False, None)
+    assert len(meeting.delays_ms) == 20
+    assert all(0 < delay_ms < 10_000 for delay_ms in meeting.delays_ms)
+    assert report["num_seen"] == 1 + 20 + 1, (
+        "the first is not counted, and the last is for the locks"
+    )
+    assert examination.broken == ()
+    assert list(any_place.iterdir()) == []
+
+
+def child_pid(meeting: peer.Meeting) -> int:
+    assert meeting.pid != os.getpid()
+    return meeting.pid
+
+
+def test_several_peers_are_measured_with_in_turn(place: Path) -> None:
+    with Child(be_peer, place) as one, Child(be_peer, place) as other:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(place.glob(".dbuffer-doctor-peer-*/peer.json"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        examination = doctor.examine(place)
+        assert {meeting.pid for meeting in examination.peers} == {one.pid, other.pid}
+        assert one.receive()["pid"] == other.receive()["pid"] == os.getpid()
+
+
+def be_peer_on_a_network(connection: Connection, place: Path) -> None:
+    os.environ[filesystem.MOUNT_VARIABLE] = "network"
+    be_peer(connection, place)
+
+
+def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
+    with Child(be_peer_on_a_network, place) as child:
+        wait_for_peer(place)
+        examination = doctor.examine(place)
+        child.receive()
+    (finding,) = examination.broken
+    assert finding.guarantee == 1
+    assert "set DBUFFER_MOUNT=network here" in finding.consequence
+
+
+def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
+    DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
+    with pytest.raises(dbuffer.StoreAccessError, match="gave up"):
+        peer.wait_for_host(place, timeout_s=TIMEOUT_S)
+
+
+def test_a_host_that_sees_nothing_new(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_LIMIT_S", 0.1)
+    with Child(be_peer_that_sees_nothing_new, place) as child:
+        wait_for_peer(place)
+        examination = doctor.examine(place)
+        assert child.wait() == 0
+    (meeting,) = examination.peers
+    assert (meeting.is_late, meeting.delays_ms, meeting.locks_exclude) == (True, (), None)
+    assert [finding.guarantee for finding in examination.broken] == [5]
+    assert list(place.iterdir()) == []
+
+
+def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
+    os.environ[filesystem.MOUNT_VARIABLE] = "network"
+    filesystem.read_into = lambda descriptor, offset, memory: memory.nbytes
+    with pytest.raises(dbuffer.StoreCorruptError):
+        peer.wait_for_host(place, timeout_s=TIMEOUT_S)
+
+
+def test_versions_that_are_not_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    with Child(be_peer_that_reads_other_bytes, place) as child:
+        wait_for_peer(place)
+        examination = doctor.examine(place)
+        assert child.wait() == 0
+    assert "damaged" in str(examination.peers[0].problem)
+    assert [finding.guarantee for finding in examination.broken] == [1]
+
+
+def be_peer_without_locks(connection: Connection, place: Path) -> None:
+    without_flock()
+    be_peer(connection, place)
+
+
+def test_locks_that_do_not_reach_the_other_host(place: Path) -> None:
+    with Child(be_peer_without_locks, place) as child:
+        wait_for_peer(place)
+        examination = doctor.examine(place)
+        child.receive()
+    assert examination.peers[0].locks_exclude is False
+    assert examination.broken == ()
+    (finding,) = (each for each in examination.findings if each.probe.endswith(": locks"))
+    assert "by its epoch" in finding.consequence
+
+
+def be_peer_that_dies(connection: Connection, place: Path) -> None:
+    peer._receive = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    be_peer(connection, place)
+
+
+def test_a_peer_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_ANSWER_TIMEOUT_S", 0.5)
+    with Child(be_peer_that_dies, place) as child:
+        wait_for_peer(place)
+        examination = doctor.examine(place)
+        assert child.wait() == -signal.SIGKILL
+    assert examination.peers == ()
+    assert found_by(examination, "other hosts").verdict == "unknown"
+    assert list(place.iterdir()) == []
+
+
+def be_host_that_dies(connection: Connection, place: Path) -> None:
+    peer._locks_exclude = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    doctor.examine(place, timeout_s=TIMEOUT_S)
+
+
+def test_a_first_host_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_SILENCE_S", 1.0)
+    with Child(be_host_that_dies, place):
+        with pytest.raises(dbuffer.StoreAccessError, match="fell silent"):
+            peer.wait_for_host(place, timeout_s=TIMEOUT_S)
+    assert list(place.iterdir()) == []
+
+
+def test_a_peer_that_nobody_comes_to(place: Path) -> None:
+    assert peer.wait_for_host(place, timeout_s=0.1) is None
+    assert list(place.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["of somebody else", "open to others", "a link"])
+def test_what_only_looks_like_a_peer_is_left_alone(place: Path, tmp_path: Path, kind: str) -> None:
+    trap = place / f"{scratch.PREFIX}peer-trap"
+    trap.mkdir()
+    (trap / "peer.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (trap / "store").symlink_to(tmp_path / "elsewhere")
+    trap.chmod(0o777 if kind == "open to others" else 0o700)
+    if kind == "of somebody else":
+        os.chown(trap, NOBODY, -1)
+    elif kind == "a link":
+        shutil.copytree(trap, tmp_path / "real", symlinks=True)
+        shutil.rmtree(trap)
+        trap.symlink_to(tmp_path / "real")
+    examination = doctor.examine(place)
+    assert examination.peers == ()
+    assert {path.name for path in trap.iterdir()} == {"peer.json", "store"}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_what_killed_doctors_left_goes_after_a_while(place: Path) -> None:
+    old, young = place / f"{scratch.PREFIX}peer-old", place / f"{scratch.PREFIX}probe-young"
+    for path in (old, young):
+        (path / "inside").mkdir(parents=True)
+        path.chmod(0o700)
+    os.utime(old, (time.time() - 2 * scratch.STALE_S,) * 2)
+    doctor.examine(place)
+    assert left_behind(place) == [young]
+
+
+# ---------------------------------------------------------------------------------------------
+# The command
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.run(["doctor", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, _ = call(capsys, place)
+    assert code == 0
+    assert "BROKEN" not in out
+    for finding in doctor.examine(place).findings:
+        assert finding.probe in out
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_command_names_the_guarantee_that_cannot_hold(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    path = place / "[bold]a store"
+    path.mkdir()
+    path.chmod(0o777)
+    code, out, _ = call(capsys, path)
+    assert code == 1
+    assert "BROKEN" in out
+    assert "guarantee 6 (Bad input is rejected) cannot hold here" in out
+    wide = Console(width=400)
+    with wide.capture() as shown:
+        wide.print(doctor_table(doctor.examine(path)))
+    assert shown.get().count("[bold]a store") == 3, "not taken for markup"
+    assert call(capsys, path, "--allow-shared-store")[0] == 0
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    code, out, _ = call(capsys, place, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["is_sound"] is True
+    assert {finding["verdict"] for finding in found["findings"]} <= {"good", "adapted"}
+    place.chmod(0o777)
+    code, out, _ = call(capsys, place, "--json")
+    found = json.loads(out)
+    assert (code, found["is_sound"]) == (1, False)
+    assert [f["guarantee"] for f in found["findings"] if f["verdict"] == "broken"] == [6]
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_command_when_the_other_host_does_not_come(
+    capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    assert call(capsys, place, "--timeout-s", 0.1)[0] == 3
+    code, _, err = call(capsys, place, "--peer", "--timeout-s", 0.1)
+    assert code == 3
+    assert err.startswith(f"dbuffer: no 'dbuffer doctor {place}' came")
+    assert list(place.iterdir()) == []
+
+
+def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
+    arguments = ("doctor", any_place, "--timeout-s", 60, "--json")
+    with Command(tmp_path, *arguments, "--peer") as waiting, Command(tmp_path, *arguments) as host:
+        code, found, errors = host.communicate()
+        assert code == 0, errors
+        code, report, errors = waiting.communicate()
+        assert code == 0, errors
+    (meeting,) = json.loads(found)["peers"]
+    assert (len(meeting["delays_ms"]), meeting["problem"]) == (20, None)
+    summary = json.loads(report)
+    assert summary.keys() == {"host", "pid", "num_seen"}
+    assert summary["num_seen"] == 22
+    assert list(any_place.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_command_that_is_told_to_stop(place: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with Command(tmp_path, "doctor", place, "--peer") as waiting:
+        wait_for_peer(place)
+        waiting.signal(number)
+        assert waiting.wait() != 0
+    assert list(place.iterdir()) == []

@@ -1,0 +1,799 @@
+"""What can be published, how it is named, what is refused; all by way of a real store."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictParams, lazy_stack
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import dbuffer
+from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
+from dbuffer.format.layout import ITEM_BYTES
+from tests.support.patterns import bits, random_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+MB = 1 << 20
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the last bit, NaN and -0.0 included."""
+    return one.dtype is other.dtype and one.shape == other.shape and bits(one) == bits(other)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no mapped file."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+class Published(NamedTuple):
+    publication: dbuffer.Publication
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def publish(store):
+    """Send something and say what a receiver got."""
+
+    def publish(weights, **options) -> Published:
+        with WeightSender(store, **options) as sender:
+            publication = sender.send(weights)
+        with WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
+            tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+            return Published(publication, tensors, dict(snapshot.aliases))
+
+    return publish
+
+
+def check(published: Published, expected: dict[str, torch.Tensor]) -> None:
+    assert list(published.tensors) == list(expected)
+    for name, tensor in expected.items():
+        assert is_same(published.tensors[name], tensor), name
+    assert published.publication.num_tensors == len(expected)
+    assert published.publication.num_bytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+class TestTensors:
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    @pytest.mark.parametrize("name", ITEM_BYTES)
+    def test_every_dtype(self, publish, name, as_stream):
+        dtype = getattr(torch, name)
+        square = random_bits(dtype, 6, 8)
+        weights = {
+            "plain": random_bits(dtype, 33, 65),
+            "zero-dimensional": random_bits(dtype),
+            "empty": random_bits(dtype, 0),
+            "empty, of three dimensions": random_bits(dtype, 2, 0, 3),
+            "transposed": square.t(),
+            "every other": square[:, ::2],
+            "one row": square[3],
+            "one element": square[2, 1],
+        }
+        check(publish(iter(weights.items()) if as_stream else weights), weights)
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+    def test_every_kind_of_view(self, publish, as_stream, checksum):
+        real = torch.randn(6, 5, 4)
+        complex_ = torch.randn(6, 5, dtype=torch.complex64)
+        weights = {
+            "narrowed": real.narrow(1, 1, 3),
+            "permuted": real.permute(2, 0, 1),
+            "diagonal": real.diagonal(),
+            "unfolded": real.unfold(0, 3, 1),
+            "expanded": real[:1].expand(9, 5, 4),
+            "flipped": real.flip(0),
+            "as strided": real.as_strided((3, 3), (7, 2), 5),
+            "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "conjugate": complex_.conj(),
+            "conjugate and transposed": complex_.conj().t(),
+            "negative": torch.randn(7, dtype=torch.complex64).conj().imag,
+            "imaginary part": torch.randn(7, dtype=torch.complex64).imag,
+            "parameter": nn.Parameter(torch.randn(3)),
+            "result with a graph": nn.Parameter(torch.randn(3)) * 2,
+        }
+        published = publish(iter(weights.items()) if as_stream else weights, checksum=checksum)
+        check(published, weights)
+
+    def test_a_conjugate_beside_what_it_is_a_view_of(self, publish):
+        tensor = torch.randn(4, dtype=torch.complex64)
+        weights = {"a": tensor, "b": tensor.conj()}
+        published = publish(weights)
+        assert is_same(published.tensors["b"], weights["b"])
+
+    def test_a_negative_beside_what_it_is_a_view_of(self, publish):
+        tensor = torch.randn(4, dtype=torch.complex64)
+        weights = {"a": tensor.imag, "b": tensor.conj().imag}
+        published = publish(weights)
+        assert is_same(published.tensors["b"], weights["b"])
+
+    def test_twenty_thousand(self, store):
+        weights = {
+            f"model.layers.{number // 500}.experts.{number % 500}.weight": tensor
+            for number, tensor in enumerate(torch.randn(20_000, 5, 3).unbind())
+        }
+        target = {name: torch.zeros(5, 3) for name in weights}
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in (1, 2):
+                started = time.perf_counter()
+                assert sender.send(weights).num_tensors == 20_000
+                sent = time.perf_counter()
+                assert receiver.load_into(target) == version
+                loaded = time.perf_counter()
+                print(f"20,000 tensors: send {sent - started:.3f} s, load {loaded - sent:.3f} s")
+                assert all(map(torch.equal, weights.values(), target.values()))
+                for tensor in weights.values():
+                    tensor.add_(1)
+
+
+class TestNames:
+    NAMES = (
+        *("shape", "device", "_type", "<NJT>x", "", "batch_size", "data", "keys", "cls", "0"),
+        *("format", "tensors", "aliases", "CURRENT", "manifest.json", "None", "module", "module."),
+        *("a.b.c", "a/b", "/etc/passwd", "../../x", ".", "..", "...", " ", "\x00", "\n", "\t"),
+        *('"quoted"', "back\\slash", "моделЬ", "重み.バイアス", "\N{GRINNING FACE}", "\x7f"),
+        *("\u00e9", "e\u0301", "\ud800", "\udfff.weight", "\u202e", "\ufeff", "\uffff"),
+        *("x" * 5_000, "\u6f22" * 5_000, "layer." * 1_000 + "weight"),
+    )
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_any_name(self, publish, store, as_stream):
+        weights = {name: torch.full((2,), float(n)) for n, name in enumerate(self.NAMES)}
+        check(publish(iter(weights.items()) if as_stream else weights), weights)
+        target = {name: torch.zeros(2) for name in weights}
+        with WeightReceiver(store) as receiver:
+            receiver.load_into(target)
+        assert all(map(torch.equal, weights.values(), target.values()))
+
+    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=6, unique=True))
+    def test_any_text(self, publish, names):
+        weights = {name: torch.full((2,), float(n)) for n, name in enumerate(["first", *names])}
+        check(publish(weights), weights)
+
+    def test_two_surrogates_in_a_row_are_refused_or_kept(self, publish):
+        # To JSON they are the one character that the second name is.
+        weights = {"\ud83d\ude00": torch.zeros(2), "\N{GRINNING FACE}": torch.ones(2)}
+        try:
+            published = publish(weights)
+        except InvalidWeightsError:
+            return
+        check(published, weights)
+
+    @pytest.mark.parametrize(
+        ("given", "kept"),
+        [
+            ("module.a.weight", "a.weight"),
+            ("_orig_mod.a.weight", "a.weight"),
+            ("_orig_mod.module.a.weight", "a.weight"),
+            ("module._orig_mod.a.weight", "a.weight"),
+            ("_fsdp_wrapped_module.a._fsdp_wrapped_module.weight", "a.weight"),
+            ("a._checkpoint_wrapped_module._orig_mod.weight", "a.weight"),
+            ("a.module.weight", "a.module.weight"),
+        ],
+    )
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_what_wrappers_put_into_names_goes(self, publish, given, kept, as_stream):
+        weights = {given: torch.zeros(1), given.replace("weight", "bias"): torch.ones(1)}
+        published = publish(iter(weights.items()) if as_stream else weights)
+        assert list(published.tensors) == [kept, kept.replace("weight", "bias")]
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_what_only_looks_like_a_wrapper_stays(self, publish, as_stream):
+        weights = {"my_orig_mod.w": torch.zeros(1), "submodule.w": torch.ones(1)}
+        published = publish(iter(weights.items()) if as_stream else weights)
+        assert list(published.tensors) == ["my_orig_mod.w", "submodule.w"]
+
+    def test_a_prefix_that_not_all_have_stays(self, publish):
+        weights = {"module.a": torch.zeros(1), "b": torch.ones(1)}
+        assert list(publish(weights).tensors) == ["module.a", "b"]
+
+    def test_rename_by_a_mapping(self, publish):
+        weights = {"module.a.w": torch.zeros(1), "module.b.w": torch.ones(1)}
+        published = publish(weights, rename={"a.w": "first", "none": "unused"})
+        assert list(published.tensors) == ["first", "b.w"]
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_rename_by_a_function(self, publish, as_stream):
+        weights = {"_orig_mod.a": torch.zeros(1), "_orig_mod.b": torch.ones(1)}
+        source = iter(weights.items()) if as_stream else weights
+        assert list(publish(source, rename="model.{}".format).tensors) == ["model.a", "model.b"]
+
+    @pytest.mark.parametrize("rename", [lambda _: "x", {"a": "b"}], ids=["function", "mapping"])
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    def test_renamed_to_one_name_is_refused(self, publish, rename, as_stream):
+        weights = {"a": torch.zeros(1), "b": torch.ones(1)}
+        with pytest.raises(InvalidWeightsError, match="name"):
+            publish(iter(weights.items()) if as_stream else weights, rename=rename)
+
+    def test_renamed_to_no_name_is_refused(self, publish):
+        with pytest.raises(InvalidWeightsError, match="not a string"):
+            publish({"a": torch.zeros(1)}, rename=lambda _: None)
+
+    def test_an_alias_is_renamed_too(self, publish):
+        tensor = torch.ones(2)
+        published = publish({"a": tensor, "b": tensor}, rename="model.{}".format)
+        assert published.aliases == {"model.b": "model.a"}
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+class TestTies:
+    def test_a_module(self, publish):
+        model = Tied(tied=True)
+        published = publish(model)
+        assert list(published.tensors) == ["embed.weight", "middle.weight", "middle.bias"]
+        assert published.aliases == {"head.weight": "embed.weight"}
+        assert published.publication.num_tensors == 3
+        assert published.publication.num_bytes == 4 * (7 * 4 + 4 * 4 + 4)
+
+    def test_a_state_dict(self, publish):
+        assert publish(Tied(tied=True).state_dict()).aliases == {"head.weight": "embed.weight"}
+
+    def test_three_names_of_one_tensor(self, publish):
+        tensor = torch.randn(3)
+        published = publish({"a": tensor, "x": torch.ones(1), "b": tensor, "c": tensor.detach()})
+        assert list(published.tensors) == ["a", "x"]
+        assert published.aliases == {"b": "a", "c": "a"}
+
+    def test_the_same_place_is_not_the_same_tensor(self, publish):
+        tensor = torch.randn(4, 4)
+        weights = {
+            "whole": tensor,
+            "row": tensor[0],
+            "transposed": tensor.t(),
+            "flat": tensor.view(-1),
+            "as integers": tensor.view(torch.int32),
+        }
+        published = publish(weights)
+        check(published, weights)
+        assert published.aliases == {}
+
+    def test_ties_are_found_behind_a_view(self, publish):
+        tensor = torch.randn(4, 4)
+        published = publish({"row": tensor[0], "a": tensor, "b": tensor})
+        assert published.aliases == {"b": "a"}
+
+    def test_empty_tensors_are_not_tied(self, publish):
+        published = publish({"a": torch.empty(0), "b": torch.empty(0)})
+        assert list(published.tensors) == ["a", "b"]
+
+    def test_a_tie_may_come_and_go(self, store):
+        one, other = torch.ones(3), torch.full((3,), 2.0)
+        target = {"a": torch.zeros(3), "b": torch.zeros(3)}
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for a, b in [(one, other), (one, one), (other, other), (other, one), (one, other)]:
+                publication = sender.send({"a": a, "b": b})
+                receiver.load_into(target)
+                assert publication.num_tensors == (1 if a is b else 2)
+                assert torch.equal(target["a"], a)
+                assert torch.equal(target["b"], b)
+
+
+class Wrapped(nn.Module):
+    """As FSDP wraps a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+
+@pytest.fixture
+def process_group(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    address = f"file://{tmp_path}/group"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class WithState(nn.Linear):
+    def __init__(self, state):
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+class TestModules:
+    @pytest.fixture
+    def model(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 2)))
+        model.register_buffer("scratch", torch.zeros(100), persistent=False)
+        model.register_buffer("kept", torch.arange(3))
+        model[0].bias.requires_grad_(False)
+        return model
+
+    def test_parameters_and_persistent_buffers(self, publish, model):
+        published = publish(model)
+        check(published, model.state_dict())
+        assert "1.num_batches_tracked" in published.tensors
+        assert "kept" in published.tensors
+        assert "scratch" not in published.tensors
+
+    @pytest.mark.parametrize("state", [{"version": 3}, 7, b"bytes"], ids=repr)
+    def test_extra_state_that_is_no_tensor_is_refused(self, publish, state):
+        message = rf"lost: '1\._extra_state' \({type(state).__name__}\)"
+        with pytest.raises(InvalidWeightsError, match=message):
+            publish(nn.Sequential(nn.Linear(2, 2), WithState(state)))
+
+    def test_extra_state_that_is_a_tensor_or_none(self, publish):
+        assert list(publish(WithState(None)).tensors) == ["weight", "bias"]
+        published = publish(WithState(torch.ones(3)))
+        assert published.tensors["_extra_state"].tolist() == [1, 1, 1]
+
+    @pytest.mark.filterwarnings("ignore:.*(migrations|quantiz)")
+    def test_a_quantised_module_is_refused(self, publish):
+        model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+        packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        with pytest.raises(InvalidWeightsError, match=r"'1\._packed_params\._packed_params'"):
+            publish(packed)
+
+    @compiles
+    def test_a_compiled_module(self, publish, model):
+        check(publish(torch.compile(model)), model.state_dict())
+
+    @compiles
+    def test_a_module_with_a_compiled_part(self, publish, model):
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model[2] = torch.compile(model[2])
+        assert "2._orig_mod.0.weight" in model.state_dict()
+        check(publish(model), expected)
+
+    def test_a_module_wrapped_by_fsdp(self, publish, model):
+        check(publish(Wrapped(model)), model.state_dict())
+
+    def test_a_module_wrapped_by_ddp(self, publish, model, process_group):
+        check(publish(nn.parallel.DistributedDataParallel(model)), model.state_dict())
+
+    @compiles
+    def test_a_wrapped_compiled_module(self, publish, model, process_group):
+        wrapped = torch.compile(nn.parallel.DistributedDataParallel(Wrapped(model)))
+        assert next(iter(wrapped.state_dict())).startswith("_orig_mod.module._fsdp_wrapped_module.")
+        check(publish(wrapped), model.state_dict())
+
+    def test_two_parameters_of_one_clean_name_are_refused(self, publish):
+        model = nn.Module()
+        model.w = nn.Parameter(torch.ones(2))
+        model._orig_mod = nn.Module()
+        model._orig_mod.w = nn.Parameter(torch.zeros(2))
+        with pytest.raises(InvalidWeightsError, match="w"):
+            publish(model)
+
+    def test_a_module_without_tensors_is_refused(self, publish):
+        with pytest.raises(InvalidWeightsError, match="no tensor"):
+            publish(nn.ReLU())
+
+
+class TestTensorDicts:
+    @pytest.fixture
+    def nested(self):
+        return TensorDict(
+            {"a": {"b": {"w": torch.randn(3)}, "w": torch.ones(2)}, "c": torch.ones(1)}
+        )
+
+    @staticmethod
+    def flat(nested):
+        return {"a.b.w": nested["a", "b", "w"], "a.w": nested["a", "w"], "c": nested["c"]}
+
+    def test_nested_keys_are_joined(self, publish, nested):
+        check(publish(nested), self.flat(nested))
+
+    def test_locked_and_with_a_batch_size(self, publish, nested):
+        batched = TensorDict({"x": torch.randn(3, 2)}, batch_size=[3]).lock_()
+        check(publish(batched), {"x": batched["x"]})
+
+    def test_parameters(self, publish, nested):
+        check(publish(TensorDictParams(nested)), self.flat(nested))
+
+    def test_of_a_module(self, publish):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        published = publish(TensorDict.from_module(model))
+        assert published.tensors.keys() == model.state_dict().keys()
+
+    def test_two_keys_of_one_joined_name_are_refused(self, publish):
+        weights = TensorDict({"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
+        with pytest.raises(InvalidWeightsError, match=r"a\.b"):
+            publish(weights)
+
+    def test_lazy_stacks_of_alike_members(self, publish):
+        stack = lazy_stack([TensorDict({"w": torch.ones(2)}), TensorDict({"w": torch.zeros(2)})])
+        published = publish(TensorDict({"in": stack, "c": torch.ones(1)}))
+        assert published.tensors["in.w"].tolist() == [[1, 1], [0, 0]]
+
+    @pytest.mark.parametrize("other", [{}, {"w": torch.ones(2), "x": torch.ones(1)}, {"w": 3}])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_lazy_stack_that_hides_a_tensor_is_refused(self, publish, other, nested):
+        members = [TensorDict({"w": torch.ones(2)}), TensorDict(other)]
+        stack = lazy_stack([lazy_stack(members)]) if nested else lazy_stack(members)
+        with pytest.raises(InvalidWeightsError, match=r"is a lazy stack .* differ in '(w|x)'"):
+            publish(TensorDict({"in": stack, "c": torch.ones(1)}))
+
+
+class TestPairs:
+    WEIGHTS: ClassVar = {"a": torch.randn(3), "b": torch.arange(4)}
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda weights: list(weights.items()),
+            lambda weights: tuple(weights.items()),
+            lambda weights: [list(pair) for pair in weights.items()],
+            lambda weights: weights.items(),
+            lambda weights: iter(weights.items()),
+            lambda weights: zip(weights, weights.values(), strict=True),
+            lambda weights: ((name, tensor) for name, tensor in weights.items()),
+        ],
+        ids=["list", "tuple", "lists", "items", "iterator", "zip", "generator"],
+    )
+    def test_any_iterable(self, publish, make):
+        check(publish(make(self.WEIGHTS)), self.WEIGHTS)
+
+    def test_named_parameters(self, publish):
+        model = nn.Linear(2, 3)
+        check(publish(model.named_parameters()), dict(model.named_parameters()))
+
+    def test_a_generator_is_streamed(self, store):
+        references: list[weakref.ref] = []
+        growth = []
+
+        def generate():
+            before = anonymous_bytes()
+            for number in range(40):
+                tensor = torch.full((4 * MB,), float(number))
+                references.append(weakref.ref(tensor))
+                yield f"layers.{number}", tensor
+                growth.append(anonymous_bytes() - before)
+                assert sum(reference() is not None for reference in references) <= 2
+
+        with WeightSender(store) as sender:
+            publication = sender.send(generate())
+        assert publication.num_bytes == 40 * 16 * MB
+        # The references above count what is held. This counts what the C library has not given
+        # back as well, which differs from run to run.
+        assert max(growth) < publication.num_bytes / 2
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            for number in range(40):
+                tensor = snapshot.tensors[f"layers.{number}"]
+                assert tensor[0] == tensor[-1] == number
+
+    def test_the_same_tensor_may_come_again_with_other_values(self, publish):
+        # As from a trainer that gathers each layer into one buffer.
+        buffer = torch.empty(3)
+        published = publish((str(number), buffer.fill_(number)) for number in range(5))
+        assert [tensor.tolist() for tensor in published.tensors.values()] == [
+            [number] * 3 for number in range(5)
+        ]
+
+
+class TestRefusals:
+    """Whatever is refused, the last version stays, and the next publish works."""
+
+    GOOD: ClassVar = {"good": torch.ones(3), "w": torch.zeros(3)}
+
+    BAD_TENSORS: ClassVar = {
+        "meta": lambda: torch.empty(3, device="meta"),
+        "sparse": lambda: torch.ones(3).to_sparse(),
+        "compressed": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "made of others": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+        "of four bits": lambda: torch.empty(3, dtype=torch.uint4),
+        "an array": lambda: torch.ones(3).numpy(),
+        "a number": lambda: 3.0,
+        "nothing": lambda: None,
+        "a dictionary": lambda: {"w": torch.ones(3)},
+        "a TensorDict": lambda: TensorDict({"w": torch.ones(3)}),
+    }
+
+    @pytest.fixture
+    def refuse(self, store):
+        """A sender with one good version, and a check that it refuses something."""
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+
+            def refuse(weights, match=None):
+                with pytest.raises(InvalidWeightsError, match=match):
+                    sender.send(weights)
+                with receiver.open(timeout_s=5) as snapshot:
+                    assert snapshot.version == 1
+                    assert list(snapshot.tensors) == ["good", "w"]
+                    assert snapshot.tensors["good"].tolist() == [1, 1, 1]
+
+            sender.send(self.GOOD)
+            yield refuse
+            assert sender.send(self.GOOD).version == 2
+
+    @pytest.mark.filterwarnings("ignore:.*(beta|prototype|quantiz|deprecated)")
+    @pytest.mark.parametrize("kind", BAD_TENSORS)
+    def test_what_is_no_plain_tensor(self, refuse, kind):
+        bad = self.BAD_TENSORS[kind]()
+        weights = {"good": torch.ones(3), "the.bad": bad}
+        refuse(weights, match=r"'the\.bad'")
+        refuse(list(weights.items()), match=r"'the\.bad'")
+        refuse(iter(weights.items()), match=r"'the\.bad'")
+
+    @pytest.mark.filterwarnings("ignore:.*beta")
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda tensor: tensor.to_sparse(),
+            lambda tensor: tensor.to_mkldnn(),
+            lambda tensor: torch.empty_like(tensor, device="meta"),
+        ],
+        ids=["sparse", "mkldnn", "meta"],
+    )
+    def test_what_was_a_plain_tensor_in_the_last_version(self, refuse, change):
+        refuse({**self.GOOD, "w": change(self.GOOD["w"])}, match="'w'")
+
+    @pytest.mark.parametrize(
+        "weights",
+        [
+            *(None, 3, b"path", ..., torch.ones(3), [], {}, ()),
+            *([1], ["ab"], [("a",)], [("a", 1, 2)], {"a"}),
+            *({1: torch.ones(3)}, {None: torch.ones(3)}, {("a", "b"): torch.ones(3)}),
+        ],
+        ids=repr,
+    )
+    def test_what_is_no_named_tensors(self, refuse, weights):
+        refuse(weights)
+
+    def test_an_empty_generator(self, refuse):
+        refuse(iter(()), match="no tensor")
+
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["list", "stream"])
+    def test_a_name_that_comes_twice(self, refuse, as_stream):
+        pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.ones(2))]
+        refuse(iter(pairs) if as_stream else pairs, match="'a'")
+
+    def test_a_generator_that_fails_keeps_its_error(self, store):
+        def generate():
+            yield "a", torch.ones(3)
+            raise KeyError("mine")
+
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(self.GOOD)
+            with pytest.raises(KeyError, match="mine"):
+                sender.send(generate())
+            with receiver.open(timeout_s=5) as snapshot:
+                assert snapshot.version == 1
+            assert sender.send(self.GOOD).version == 2
+
+
+class TestCheckpoints:
+    WEIGHTS: ClassVar = {
+        "model.embed.weight": torch.randn(5, 3),
+        "model.norm.weight": torch.randn(3, dtype=torch.bfloat16),
+        "model.empty": torch.empty(0, 2),
+        "model.scale": torch.tensor(2.0),
+    }
+
+    @pytest.fixture
+    def directory(self, tmp_path):
+        path = tmp_path / "checkpoint with spaces"
+        path.mkdir()
+        return path
+
+    @pytest.fixture
+    def sharded(self, directory):
+        names = list(self.WEIGHTS)
+        shards = {
+            "model-00001-of-00002.safetensors": names[1::2],
+            "model-00002-of-00002.safetensors": names[0::2],
+        }
+        for file, held in shards.items():
+            tensors = {name: self.WEIGHTS[name] for name in held}
+            safetensors.torch.save_file(tensors, directory / file)
+        self.write_index(directory, {n: file for file, held in shards.items() for n in held})
+        return directory
+
+    @staticmethod
+    def write_index(directory, weight_map):
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def check(self, published):
+        assert published.tensors.keys() == self.WEIGHTS.keys()
+        assert all(is_same(published.tensors[n], tensor) for n, tensor in self.WEIGHTS.items())
+
+    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
+    def test_one_file(self, publish, directory, checksum):
+        path = directory / "model.safetensors"
+        safetensors.torch.save_file(self.WEIGHTS, path)
+        for source in (directory, str(directory), path, str(path)):
+            self.check(publish(source, checksum=checksum))
+
+    def test_shards(self, publish, sharded):
+        self.check(publish(sharded))
+
+    def test_files_that_the_index_does_not_name_are_left_out(self, publish, sharded):
+        safetensors.torch.save_file({"other": torch.ones(1)}, sharded / "consolidated.safetensors")
+        self.check(publish(sharded))
+
+    def test_links_as_in_a_download_cache(self, publish, sharded):
+        blobs = sharded.parent / "blobs"
+        blobs.mkdir()
+        for path in sharded.glob("*.safetensors"):
+            path.rename(blobs / path.name)
+            path.symlink_to(blobs / path.name)
+        self.check(publish(sharded))
+
+    @pytest.mark.parametrize("name", ITEM_BYTES)
+    def test_every_dtype_that_safetensors_holds(self, publish, directory, name):
+        weights = {"w": random_bits(getattr(torch, name), 4, 6), "x": torch.ones(1)}
+        try:
+            safetensors.torch.save_file(weights, directory / "model.safetensors")
+            safetensors.torch.load_file(directory / "model.safetensors")
+        except (KeyError, ValueError, AttributeError, safetensors.SafetensorError) as error:
+            pytest.skip(f"safetensors holds no {name}: {error!r:.60}")
+        check(publish(directory), weights)
+
+    def test_names_and_dtypes_are_changed_as_for_others(self, publish, directory):
+        weights = {"module.a": torch.randn(3), "module.b": torch.arange(3)}
+        safetensors.torch.save_file(weights, directory / "model.safetensors")
+        published = publish(directory, dtype=torch.bfloat16, rename={"a": "c"})
+        check(published, {"c": weights["module.a"].bfloat16(), "b": weights["module.b"]})
+
+    def test_is_streamed(self, store, directory):
+        weights = {f"layers.{n}": torch.full((4 * MB,), float(n)) for n in range(12)}
+        safetensors.torch.save_file(weights, directory / "model.safetensors")
+        del weights
+        growth, progress = [], []
+        before = anonymous_bytes()
+
+        def note(done: int, total: int) -> None:
+            growth.append(anonymous_bytes() - before)
+            progress.append((done, total))
+
+        with WeightSender(store) as sender:
+            sender.send(directory, progress=note)
+        assert max(growth) < 64 * MB
+        assert progress == [(16 * MB * n, 12 * 16 * MB) for n in range(1, 13)]
+
+    def test_a_pickled_checkpoint_is_never_read(self, publish, directory):
+        class Bomb:
+            def __reduce__(self):
+                return (Path.touch, (directory / "exploded",))
+
+        torch.save({"w": Bomb()}, directory / "pytorch_model.bin")
+        with pytest.raises(InvalidWeightsError, match="safe_serialization"):
+            publish(directory)
+        with pytest.raises(InvalidWeightsError, match=r"pytorch_model\.bin"):
+            publish(directory / "pytorch_model.bin")
+        assert not (directory / "exploded").exists()
+
+    def test_no_checkpoint(self, publish, directory):
+        with pytest.raises(InvalidWeightsError, match="no checkpoint at"):
+            publish(directory / "none")
+        with pytest.raises(InvalidWeightsError, match="safetensors"):
+            publish(directory)
+
+    @pytest.mark.parametrize(
+        "file",
+        ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "", ".", "..", 3, None],
+    )
+    def test_an_index_that_points_outside(self, publish, sharded, file):
+        safetensors.torch.save_file({"w": torch.ones(1)}, sharded.parent / "outside.safetensors")
+        self.write_index(sharded, {"w": file})
+        with pytest.raises(InvalidWeightsError):
+            publish(sharded)
+
+    @pytest.mark.parametrize(
+        "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}']
+    )
+    def test_an_index_that_is_none(self, publish, sharded, text):
+        (sharded / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(InvalidWeightsError):
+            publish(sharded)
+
+    def test_an_index_that_is_not_text(self, publish, sharded):
+        (sharded / "model.safetensors.index.json").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(InvalidWeightsError):
+            publish(sharded)
+
+    def test_a_tensor_that_its_shard_does_not_hold(self, publish, sharded):
+        self.write_index(sharded, {"none": "model-00001-of-00002.safetensors"})
+        with pytest.raises(InvalidWeightsError, match="none"):
+            publish(sharded)
+
+    def test_a_shard_that_is_not_there(self, publish, sharded):
+        (sharded / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(InvalidWeightsError, match="model-00002-of-00002"):
+            publish(sharded)
+
+    def test_a_shard_that_is_cut_off(self, publish, sharded):
+        path = sharded / "model-00002-of-00002.safetensors"
+        path.write_bytes(path.read_bytes()[:-4])
+        with pytest.raises(InvalidWeightsError, match="model-00002-of-00002"):
+            publish(sharded)
+
+    def test_one_name_in_two_files_without_an_index(self, publish, directory):
+        for file in ("a.safetensors", "b.safetensors"):
+            safetensors.torch.save_file({"w": torch.ones(1)}, directory / file)
+        with pytest.raises(InvalidWeightsError, match="'w'"):
+            publish(directory)
+
+
+class TestLazyTensors:
+    def lazy(self, tensor: torch.Tensor, **more) -> LazyTensor:
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone, **more)
+
+    @pytest.mark.parametrize("kind", [dict, lambda pairs: pairs, iter])
+    def test_are_made_when_they_are_written(self, publish, kind):
+        one, other = torch.randn(5, 3), torch.randn(4).bfloat16()
+        got = publish(kind([("one", self.lazy(one)), ("other", other), ("last", self.lazy(other))]))
+        assert list(got.tensors) == ["one", "other", "last"]
+        assert is_same(got.tensors["one"], one)
+        assert is_same(got.tensors["other"], other)
+        assert is_same(got.tensors["last"], other)
+
+    def test_are_renamed_and_cast(self, publish):
+        one = torch.randn(5, 3)
+        got = publish({"one": self.lazy(one)}, dtype=torch.float16, rename={"one": "two"})
+        assert is_same(got.tensors["two"], one.half())
+
+    def test_ties_are_told_by_identity(self, publish):
+        one = torch.randn(5, 3)
+        pairs = {name: self.lazy(one, identity=-number) for name, number in (("a", 1), ("b", 1))}
+        pairs |= {"c": self.lazy(one, identity=-2), "d": self.lazy(one)}
+        got = publish(pairs)
+        assert list(got.tensors) == ["a", "c", "d"]
+        assert got.aliases == {"b": "a"}
+
+    def test_each_publish_makes_them_anew_in_the_same_files(self, store):
+        made = torch.zeros(1000)
+        lazy = LazyTensor(made.dtype, (1000,), made.clone)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            files = []
+            for version in range(1, 5):
+                made += 1
+                sender.send({"made": lazy, "plain": made})
+                target = {"made": torch.zeros(1000), "plain": torch.zeros(1000)}
+                receiver.load_into(target)
+                assert target["made"][0] == target["plain"][0] == version
+                files.append({path.stat().st_ino for path in store.glob("[AB]/weights-*")})
+        assert files[1] == files[2] == files[3]
+
+    @pytest.mark.parametrize("kind", [dict, iter])
+    @pytest.mark.parametrize(
+        "made", [torch.ones(3), torch.ones(1), torch.ones(4).half(), torch.ones(2, 2)]
+    )
+    def test_what_turns_out_otherwise_is_refused(self, store, kind, made):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send({"w": torch.zeros(4)})
+            with pytest.raises(InvalidWeightsError, match="but is"):
+                sender.send(kind([("w", LazyTensor(torch.float32, (4,), lambda: made))]))
+            target = {"w": torch.ones(4)}
+            assert receiver.load_into(target) == 1
+            assert torch.equal(target["w"], torch.zeros(4))

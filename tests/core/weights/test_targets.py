@@ -1,0 +1,652 @@
+"""`load_into`: what can be filled, and what is refused before anything is touched."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams, lazy_stack
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchError
+from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.integrations.torchrl.extraction import VersionInfo
+from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
+from dbuffer.integrations.torchrl.loading import StagedVersion
+from dbuffer.weights.targets import Matcher
+from tests.support.patterns import bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def weights_of(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "a.w": torch.arange(6.0).view(2, 3) + value,
+        "a.n": torch.tensor(int(value)),
+        "b": torch.full((5,), value, dtype=torch.bfloat16),
+    }
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture(params=[{}, {"num_threads": 1}, {"num_threads": 5}, {"verify": True}], ids=repr)
+def receiver(request, store):
+    with WeightReceiver(store, **request.param) as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def load(store):
+    """Publish, and load what was published."""
+
+    def load(weights, target) -> int | None:
+        with WeightSender(store, checksum=True) as sender:
+            sender.send(weights)
+        with WeightReceiver(store) as receiver:
+            return receiver.load_into(target)
+
+    return load
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+
+def quantised() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are on their way out
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    for (name, tensor), expected in zip(
+        one.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert torch.equal(tensor, expected), name
+
+
+class TestKinds:
+    def test_a_dictionary(self, store, receiver):
+        target = {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
+        before = dict(target)
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3, 4):
+                sender.send(weights_of(version))
+                assert receiver.load_into(target) == version
+                for name, tensor in weights_of(version).items():
+                    assert torch.equal(target[name], tensor)
+                    assert target[name] is before[name]
+
+    @pytest.mark.parametrize("name", ITEM_BYTES)
+    def test_every_dtype(self, load, name):
+        dtype = getattr(torch, name)
+        num_bytes = 12 * dtype.itemsize
+        data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8)
+        weights = {"w": data.view(dtype).view(3, 4), "x": torch.ones(2)}
+        target = {"w": torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(3, 4)}
+        target["x"] = torch.zeros(2)
+        assert load(weights, target) == 1
+        assert bits(target["w"]) == bits(weights["w"])
+
+    def test_in_another_order(self, load):
+        target = {name: torch.zeros_like(t) for name, t in reversed(weights_of(0).items())}
+        load(weights_of(3), OrderedDict(target))
+        assert all(torch.equal(target[name], tensor) for name, tensor in weights_of(3).items())
+
+    def test_a_module(self, store, receiver):
+        model, target = Model(), Model()
+        scratch = target.scratch.clone()
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                nn.init.normal_(model.embed.weight)
+                model.norm.num_batches_tracked.add_(1)
+                sender.send(model)
+                assert receiver.load_into(target) == version
+                assert_same_state(target, model)
+        assert torch.equal(target.scratch, scratch)
+
+    def test_a_modules_parameters_stay_parameters_that_train(self, load):
+        target = Model()
+        parameters = list(target.parameters())
+        load(Model(), target)
+        assert all(map(lambda one, other: one is other, parameters, target.parameters()))
+        assert all(p.requires_grad and p.is_leaf and p.grad_fn is None for p in parameters)
+        target.embed.weight.sum().backward()
+        assert target.embed.weight.grad is not None
+
+    def test_a_compiled_module_and_one_with_a_wrappers_names(self, load):
+        model, target = Model(), Model()
+        wrapped = nn.Module()
+        wrapped.module = target
+        load(model, wrapped)
+        assert_same_state(target, model)
+
+    def test_a_flat_tensordict(self, load):
+        target = TensorDict({name: torch.zeros_like(t) for name, t in weights_of(0).items()})
+        load(weights_of(2), target)
+        assert all(torch.equal(target[name], tensor) for name, tensor in weights_of(2).items())
+
+    @pytest.mark.parametrize("wrap", [TensorDict, TensorDict.lock_, TensorDictParams])
+    def test_a_nested_tensordict(self, load, wrap):
+        weights = {"a.w": torch.randn(2, 3), "a.b.c": torch.randn(2)}
+        nested = TensorDict({"a": {"w": torch.zeros(2, 3), "b": {"c": torch.zeros(2)}}})
+        target = wrap(nested)
+        load(weights, target)
+        assert torch.equal(target["a", "w"].detach(), weights["a.w"])
+        assert torch.equal(target["a", "b", "c"].detach(), weights["a.b.c"])
+
+    def test_tensors_made_in_inference_mode(self, load):
+        with torch.inference_mode():
+            target = {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
+        load(weights_of(2), target)
+        assert all(torch.equal(target[name], tensor) for name, tensor in weights_of(2).items())
+
+    def test_under_inference_mode(self, load):
+        with torch.inference_mode():
+            target = Model()
+            model = Model()
+            load(model, target)
+            assert_same_state(target, model)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+    def test_parameters_under_any_grad_mode(self, load, mode):
+        weights = {name: t for name, t in weights_of(2).items() if t.is_floating_point()}
+        target = {name: nn.Parameter(torch.zeros_like(t)) for name, t in weights.items()}
+        with mode():
+            load(weights, target)
+        assert all(torch.equal(target[name], tensor) for name, tensor in weights.items())
+
+    def test_tensors_that_are_not_contiguous(self, store, receiver):
+        weights = {"t": torch.randn(4, 6), "s": torch.randn(4), "d": torch.randn(3)}
+        around = torch.zeros(4, 8)
+        target = {
+            "t": torch.zeros(6, 4).t(),
+            "s": around[:, 3],
+            "d": torch.zeros(3, 3).diagonal(),
+        }
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                weights = {name: tensor + 1 for name, tensor in weights.items()}
+                sender.send(weights)
+                assert receiver.load_into(target) == version
+                assert all(torch.equal(target[name], weights[name]) for name in weights)
+        assert around.count_nonzero() == 4
+
+    def test_conjugate_views_are_filled_or_refused(self, load):
+        weights = {"a": torch.randn(3), "c": torch.randn(4, dtype=torch.complex64)}
+        target = {"a": torch.zeros(3), "c": torch.zeros(4, dtype=torch.complex64).conj()}
+        try:
+            load(weights, target)
+        except WeightsMismatchError:
+            assert not target["a"].any()
+            assert not target["c"].any()
+        else:
+            assert torch.equal(target["c"], weights["c"])
+
+    def test_another_target_later(self, store, receiver):
+        targets = [
+            {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
+            for _ in range(2)
+        ]
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3, 4):
+                sender.send(weights_of(version))
+                receiver.load_into(targets[version % 2])
+        for target, version in zip(targets, (4, 3), strict=True):
+            for name, tensor in weights_of(version).items():
+                assert torch.equal(target[name], tensor)
+
+
+class TestFunctions:
+    def test_get_pairs(self, load):
+        seen = {}
+
+        def load_weights(pairs):
+            seen.update((name, tensor.clone()) for name, tensor in pairs)
+
+        assert load(weights_of(4), load_weights) == 1
+        assert list(seen) == list(weights_of(4))
+        assert all(torch.equal(seen[name], tensor) for name, tensor in weights_of(4).items())
+
+    def test_methods_and_objects_will_do(self, sender, store):
+        class Loader:
+            num_loaded = 0
+
+            def load_weights(self, weights):
+                self.num_loaded += len(list(weights))
+                return {"ignored"}
+
+            __call__ = load_weights
+
+        loader = Loader()
+        with WeightReceiver(store) as receiver:
+            for target in (loader.load_weights, loader):
+                sender.send(weights_of(1))
+                receiver.load_into(target)
+        assert loader.num_loaded == 6
+
+    def test_that_fail_are_called_again_next_time(self, sender, store):
+        sender.send(weights_of(1))
+
+        def fail(pairs):
+            next(pairs)
+            raise KeyError("mine")
+
+        with WeightReceiver(store) as receiver:
+            with pytest.raises(KeyError, match="mine"):
+                receiver.load_into(fail)
+            with pytest.raises(TimeoutError):
+                sender.wait_applied(1, timeout_s=0)
+            assert receiver.load_into(list) == 1
+            sender.wait_applied(1, timeout_s=0)
+            assert receiver.load_into(list) is None
+
+
+class TestTies:
+    @pytest.mark.parametrize("as_stream", [False, True], ids=["module", "stream"])
+    @pytest.mark.parametrize("tied", [False, True], ids=["into untied", "into tied"])
+    def test_from_a_tied_module(self, load, tied, as_stream):
+        model, target = Model(tied=True), Model(tied=tied)
+        load(iter(model.state_dict().items()) if as_stream else model, target)
+        assert_same_state(target, model)
+        assert (target.head.weight is target.embed.weight) == tied
+
+    def test_into_a_dictionary_with_all_names(self, load):
+        model = Model(tied=True)
+        target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        load(model, target)
+        assert torch.equal(target["head.weight"], model.embed.weight)
+
+    def test_into_a_dictionary_with_the_first_name_only(self, load):
+        model = Model(tied=True)
+        target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        del target["head.weight"]
+        load(model, target)
+        assert torch.equal(target["embed.weight"], model.embed.weight)
+
+    def test_a_store_with_one_name_fills_a_tied_module(self, load):
+        model, target = Model(tied=True), Model(tied=True)
+        weights = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+        load(weights, target)
+        assert_same_state(target, model)
+
+    def test_an_alias_must_fit_too(self, load):
+        tensor = torch.ones(3)
+        target = {"a": torch.zeros(3), "b": torch.zeros(4)}
+        with pytest.raises(WeightsMismatchError, match=r"b float32\[3\]"):
+            load({"a": tensor, "b": tensor}, target)
+        assert not target["a"].any()
+
+    def test_an_alias_alone(self, store, receiver):
+        model = Model(tied=True)
+        target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        del target["embed.weight"]
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                nn.init.normal_(model.embed.weight)
+                sender.send(model)
+                assert receiver.load_into(target) == version
+                assert torch.equal(target["head.weight"], model.embed.weight)
+
+    def test_again_and_again(self, store, receiver):
+        model, target = Model(tied=True), Model(tied=False)
+        with WeightSender(store, checksum=True) as sender:
+            for _ in range(3):
+                nn.init.normal_(model.embed.weight)
+                sender.send(model)
+                receiver.load_into(target)
+                assert_same_state(target, model)
+
+
+class TestSharedMemory:
+    """Targets that cannot hold what several tensors of the store hold."""
+
+    @pytest.mark.parametrize("loads_before", [0, 2])
+    @pytest.mark.parametrize("partial", [False, True])
+    def test_an_untied_module_into_a_tied_one(self, store, receiver, partial, loads_before):
+        untied, tied, before = Model(), Model(tied=True), Model()
+        expected = tied.state_dict()["embed.weight"].clone()
+        with WeightSender(store, checksum=True) as sender:
+            for _ in range(loads_before):  # names, shapes and dtypes were right before
+                sender.send(untied)
+                receiver.load_into(before, partial=partial)
+            sender.send(untied)
+            with pytest.raises(WeightsMismatchError, match=r"'embed\.weight' and 'head\.weight'"):
+                receiver.load_into(tied, partial=partial)
+            assert torch.equal(tied.embed.weight, expected)
+            assert receiver.load_into(untied) == loads_before + 1
+
+    def test_of_equal_values_the_same_is_right(self, store, receiver):
+        untied, tied = Model(), Model(tied=True)
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                nn.init.normal_(untied.embed.weight)
+                untied.head.weight.data.copy_(untied.embed.weight)
+                sender.send(untied)
+                assert receiver.load_into(tied) == version
+                assert_same_state(tied, untied)
+            untied.head.weight.data[3, 1] += 1
+            sender.send(untied)
+            with pytest.raises(WeightsMismatchError, match="different values"):
+                receiver.load_into(tied)
+            assert torch.equal(tied.embed.weight, untied.embed.weight)
+
+    def test_a_target_like_one_before_whose_tensors_overlap(self, store, receiver):
+        memory = torch.zeros(12)
+        targets = [
+            {"a": torch.zeros(4), "b": torch.zeros(4)},
+            {"a": memory[0:4], "b": memory[4:8]},
+            {"a": memory[0:4], "b": memory[3:7]},
+        ]
+        with WeightSender(store, checksum=True) as sender:
+            for version, target in enumerate(targets, 1):
+                sender.send({"a": torch.full((4,), 1.0 * version), "b": torch.zeros(4)})
+                if version < 3:
+                    assert receiver.load_into(target) == version
+                    assert target["a"].tolist() == [version] * 4
+                    continue
+                with pytest.raises(WeightsMismatchError, match="overlap in memory"):
+                    receiver.load_into(target)
+        assert memory[:4].tolist() == [2] * 4
+
+    def test_over_a_network(self, monkeypatch, store):
+        monkeypatch.setenv("DBUFFER_MOUNT", "network")
+        tied = Model(tied=True)
+        expected = tied.embed.weight.clone()
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(Model())
+            with pytest.raises(WeightsMismatchError, match=r"'head\.weight' are one tensor"):
+                receiver.load_into(tied)
+        assert torch.equal(tied.embed.weight, expected)
+
+    def test_by_torchrls_loader(self, store):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(Model())
+            with receiver.open() as snapshot:
+                staged = StagedVersion.of(snapshot, VersionInfo())
+                with pytest.raises(WeightsMismatchError, match="different values"):
+                    staged.load(Model(tied=True), ForwardGuard(), Matcher())
+                match, *_ = staged._plan(Model(), Matcher())
+                match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
+                with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
+                    snapshot.fill(match)
+
+    OVERLAPS = (
+        ("shifted", lambda m: {"a": m[0:4], "b": m[2:6]}),
+        ("the last element", lambda m: {"a": m[0:4], "b": m[3:7]}),
+        ("strided", lambda m: {"a": m[0:8:2], "b": m[4:8]}),
+        ("another order", lambda m: {"a": m[0:8].view(4, 2).t()[0], "b": m[0:16:4]}),
+        ("other bytes", lambda m: {"a": m[0:4], "b": m.view(torch.uint8)[2:18].view(m.dtype)}),
+    )
+
+    @pytest.mark.parametrize("make", [o[1] for o in OVERLAPS], ids=[o[0] for o in OVERLAPS])
+    @pytest.mark.parametrize("published_as_one", [False, True])
+    def test_memory_in_common(self, load, make, published_as_one):
+        memory = torch.zeros(24).half()
+        weights = {"a": torch.ones(4).half(), "b": torch.ones(4).half()}
+        if published_as_one:
+            weights["b"] = weights["a"]
+        with pytest.raises(WeightsMismatchError, match=r"'[ab]' and '[ab]' of the target overlap"):
+            load(weights, make(memory))
+        assert not memory.any()
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda m: {"a": m[:, 0], "b": m[:, 1]},
+            lambda m: {"a": m.view(-1)[0:8:2], "b": m.view(-1)[1:8:2]},
+            lambda m: {"a": m[0], "b": m[1]},
+            lambda m: {"a": m[:2, :2].reshape(-1), "b": m[2]},
+        ],
+        ids=["columns", "every second", "rows", "copy"],
+    )
+    def test_neighbours_in_one_memory_are_filled(self, load, make):
+        target = make(torch.zeros(4, 4))
+        weights = {"a": torch.arange(4.0), "b": torch.arange(4.0) + 9}
+        assert load(weights, target) == 1
+        assert all(torch.equal(target[name], weights[name]) for name in weights)
+
+
+class Copying(nn.Linear):
+    """Saves copies, as what gathers or converts its weights does."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in destination.items():
+            destination[name] = tensor.detach().clone()
+
+
+class Half(nn.Linear):
+    """Saves a view of its own memory."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.weight.detach()[:1]
+
+
+class Scaled(nn.Linear):
+    """Has a scale that is neither parameter nor buffer."""
+
+    def __init__(self, extra):
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+class TestOutOfReach:
+    """What would be filled in vain is refused, and the rest is not touched."""
+
+    def refused(self, load, weights, target, message):
+        linears = [m for m in [target] if isinstance(m, nn.Module)]
+        before = [p.detach().clone() for m in linears for p in m.parameters()]
+        with pytest.raises(WeightsMismatchError, match=message):
+            load(weights, target)
+        after = [p for m in linears for p in m.parameters()]
+        assert all(map(torch.equal, before, after))
+
+    def test_a_modules_copies(self, load):
+        self.refused(
+            load,
+            nn.Linear(2, 2),
+            Copying(2, 2),
+            "'weight' of the target is recomputed at each access",
+        )
+
+    def test_a_modules_copies_after_another_module(self, store):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in (1, 2, 3):
+                sender.send(nn.Linear(2, 2))
+                if version < 3:
+                    assert receiver.load_into(nn.Linear(2, 2)) == version
+                    continue
+                with pytest.raises(WeightsMismatchError, match="recomputed at each access"):
+                    receiver.load_into(Copying(2, 2))
+
+    def test_a_view_of_a_modules_parameter_is_filled(self, load):
+        target = Half(2, 2)
+        assert load({"weight": torch.full((1, 2), 7.0)}, target) == 1
+        assert target.weight[0].tolist() == [7, 7]
+        assert load(target, Half(2, 2)) == 2
+
+    def test_extra_state_that_is_a_tensor(self, load):
+        model = nn.Sequential(Scaled(torch.tensor([3.0])))
+        target = nn.Sequential(Scaled(torch.tensor([1.0])))
+        self.refused(load, model, target, r"'0\._extra_state'.*set_extra_state")
+
+    def test_extra_state_that_is_none(self, load):
+        model, target = Scaled(torch.ones(1)), Scaled({"scale": 3})
+        weights = {n: t for n, t in model.state_dict().items() if n != "_extra_state"}
+        self.refused(load, weights, target, "'_extra_state' of the target is a dict")
+        assert load(weights, Scaled(None)) == 2
+
+    def test_a_quantised_module(self, load):
+        target = quantised()
+        weights = {n: t for n, t in target.state_dict().items() if isinstance(t, torch.Tensor)}
+        self.refused(load, weights, target, "'0._packed_params.dtype' of the target is a dtype")
+
+    def test_a_lazy_stack(self, load):
+        members = [TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.zeros(2)})]
+        for target in (lazy_stack(members), TensorDict({"in": lazy_stack(members)})):
+            self.refused(
+                load,
+                target.clone().contiguous(),
+                target,
+                "w' of the target is recomputed at each access",
+            )
+        assert not members[0]["w"].any()
+
+    def test_a_lazy_stack_of_unlike_members(self, load):
+        target = lazy_stack([TensorDict({"w": torch.zeros(2)}), TensorDict({"v": torch.zeros(2)})])
+        self.refused(load, {"w": torch.ones(2, 2)}, target, "members differ in 'v', 'w'")
+
+    def test_a_part_of_a_tensordict_by_a_mask(self, load):
+        whole = TensorDict({"w": torch.zeros(4, 2)}, [4])
+        target = whole._get_sub_tensordict(torch.tensor([True, False, True, False]))
+        self.refused(load, {"w": torch.ones(2, 2)}, target, "recomputed at each access")
+
+    def test_a_mapping_that_makes_its_tensors(self, load):
+        class Made(Mapping):
+            def __getitem__(self, name):
+                return torch.zeros(3)
+
+            def __iter__(self):
+                return iter(["w"])
+
+            def __len__(self):
+                return 1
+
+        self.refused(
+            load, {"w": torch.ones(3)}, Made(), "'w' of the target is recomputed at each access"
+        )
+
+    def test_a_tensor_made_of_others(self, load):
+        target = {"w": TwoTensor(torch.zeros(3), torch.zeros(3))}
+        self.refused(load, {"w": torch.ones(3)}, target, "composed of other tensors")
+
+    def test_by_torchrls_loader(self, store):
+        members = [TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.zeros(2)})]
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send({"w": torch.ones(2, 2)})
+            with receiver.open() as snapshot:
+                staged = StagedVersion.of(snapshot, VersionInfo())
+        with pytest.raises(WeightsMismatchError, match="recomputed at each access"):
+            staged.load(lazy_stack(members), ForwardGuard(), Matcher())
+
+
+class TestStrictness:
+    """A target that does not fit is left as it was, and a good one can be loaded after."""
+
+    @staticmethod
+    def change(name, make):
+        def apply(target):
+            target[name] = make(target[name])
+
+        return apply
+
+    CHANGES = (
+        ("a name is missing", lambda target: target.pop("b"), "no b bfloat16"),
+        ("a name is left over", lambda target: target.update(c=torch.ones(1)), "'c'"),
+        ("a number is left over", lambda target: target.update(c=3), "'c'"),
+        ("a shape", change("a.w", torch.t), r"a\.w float32\[3, 2\]"),
+        ("a shape of as many", change("a.w", torch.flatten), r"a\.w float32\[6\]"),
+        (
+            "a shape to broadcast to",
+            change("a.n", lambda t: t.expand(3).clone()),
+            r"a\.n int64\[3\]",
+        ),
+        ("a shape with a one", change("b", lambda t: t[None]), r"b bfloat16\[1, 5\]"),
+        ("a dtype", change("b", torch.Tensor.half), r"b float16\[5\]"),
+        ("a wider dtype", change("b", torch.Tensor.float), r"b float32\[5\]"),
+        ("no tensor", change("b", torch.Tensor.tolist), "'b' of the target is a list"),
+        ("meta", change("b", lambda t: torch.empty_like(t, device="meta")), "meta"),
+        ("expanded", change("b", lambda t: t[:1].expand(5)), "expanded"),
+        (
+            "overlapping",
+            change("a.w", lambda t: torch.zeros(4).as_strided((2, 3), (1, 1))),
+            r"a\.w",
+        ),
+        ("sparse", change("b", lambda t: torch.zeros(5).bfloat16().to_sparse()), "'?b'?"),
+        ("another name", lambda target: target.update(d=target.pop("b")), "no b bfloat16.*'d'"),
+    )
+
+    @pytest.mark.parametrize("loads_before", [0, 1, 2])
+    @pytest.mark.parametrize(
+        ("change", "message"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES]
+    )
+    def test_nothing_is_touched(self, sender, store, change, message, loads_before):
+        good = {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
+        with WeightReceiver(store) as receiver:
+            for version in range(1, loads_before + 1):
+                sender.send(weights_of(version))
+                assert receiver.load_into(good) == version
+            sender.send(weights_of(9))
+            target = {name: tensor.clone() for name, tensor in good.items()}
+            change(target)
+            plain = {
+                name: bits(tensor)
+                for name, tensor in target.items()
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+                if not tensor.is_meta
+            }
+            with pytest.raises(WeightsMismatchError, match=message):
+                receiver.load_into(target)
+            assert all(bits(target[name]) == data for name, data in plain.items())
+            assert receiver.load_into(good) == loads_before + 1
+            assert torch.equal(good["a.w"], weights_of(9)["a.w"])
+
+    def test_a_module_of_another_size(self, sender, store):
+        sender.send(nn.Linear(3, 4))
+        with WeightReceiver(store) as receiver:
+            for target in (nn.Linear(4, 3), nn.Linear(3, 4, bias=False), nn.ReLU(), {}):
+                with pytest.raises(WeightsMismatchError):
+                    receiver.load_into(target)
+            assert receiver.load_into(nn.Linear(3, 4)) == 1
+
+    def test_a_new_layout_must_fit_again(self, sender, store):
+        target = {"w": torch.zeros(3), "x": torch.zeros(2)}
+        with WeightReceiver(store) as receiver:
+            for _ in range(3):
+                sender.send({"w": torch.ones(3), "x": torch.ones(2)})
+                receiver.load_into(target)
+            sender.send({"w": torch.ones(2), "x": torch.ones(3)})
+            with pytest.raises(WeightsMismatchError, match=r"w float32\[2\]"):
+                receiver.load_into(target)
+            assert target["x"].tolist() == [1, 1]
+
+    def test_all_differences_are_listed_up_to_a_few(self, sender, store):
+        sender.send({f"layers.{n}": torch.ones(2) for n in range(20)})
+        with WeightReceiver(store) as receiver:
+            target = {f"layers.{n}": torch.ones(2) for n in range(20)}
+            target["layers.3"], target["layers.7"] = torch.ones(3), torch.ones(2, 2)
+            with pytest.raises(WeightsMismatchError) as caught:
+                receiver.load_into(target)
+            assert "layers.3 float32[3]" in str(caught.value)
+            assert "layers.7 float32[2, 2]" in str(caught.value)
+            with pytest.raises(WeightsMismatchError, match="and 12 more"):
+                receiver.load_into({})
+
+    @pytest.mark.parametrize("target", [None, 3, [torch.ones(1)], torch.ones(1), "path"], ids=repr)
+    def test_what_is_no_target(self, sender, store, target):
+        sender.send(weights_of(1))
+        with WeightReceiver(store) as receiver:
+            with pytest.raises(OptionError, match="cannot load into"):
+                receiver.load_into(target)
+            assert receiver.load_into(list) == 1

@@ -1,0 +1,236 @@
+"""What travels between a follower and an engine's ranks, and the object that answers there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dbuffer
+from dbuffer.errors import (
+    EngineBrokenError,
+    EngineBusyError,
+    EngineUpdateError,
+    OptionError,
+    UnsupportedError,
+)
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.messages import (
+    RankAnswer,
+    RankRequest,
+    as_answer,
+    decode_answer,
+    encode_answer,
+    worst_of,
+)
+from dbuffer.integrations.engine.rank_channel import RankChannel
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.store.buffer import DoubleBuffer
+from tests.engine.test_follower import Model, Rank
+from tests.support.patterns import SMALL
+
+OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
+REQUESTS = [
+    RankRequest("begin", options=OPTIONS),
+    RankRequest("begin", options=OPTIONS, if_idle=True),
+    RankRequest("update", update=UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16)),
+    RankRequest(
+        "check", tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ()))
+    ),
+    RankRequest("forget"),
+    RankRequest("awake"),
+    RankRequest("end"),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.call)
+def test_requests_survive_json(request_: RankRequest) -> None:
+    assert RankRequest.parse(json.loads(json.dumps(request_.as_json()))) == request_
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        None,
+        [],
+        "begin",
+        {},
+        {"call": "begin"},
+        {"call": "begin", "options": None, "if_idle": False},
+        {"call": "begin", "options": {"store": "/s"}, "if_idle": "false"},
+        {"call": "end", "more": 1},
+        {"call": "another"},
+        {"call": ["end"]},
+        {"call": "update", "update": None},
+        {"call": "update", "update": {"at_least": 0}},
+        {"call": "begin", "options": {}, "if_idle": False},
+    ],
+    ids=repr,
+)
+def test_what_is_no_request_is_refused(values: Any) -> None:
+    with pytest.raises(OptionError):
+        RankRequest.parse(values)
+
+
+ERRORS = [
+    dbuffer.WeightsMismatchError("a"),
+    OptionError("b"),
+    UnsupportedError("c"),
+    EngineBusyError("d"),
+    EngineUpdateError("e"),
+    EngineBrokenError("f"),
+]
+"""Answers of ranks, from least to worst."""
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_answers_survive_json(error: dbuffer.DBufferError) -> None:
+    answer = decode_answer(json.loads(json.dumps(encode_answer(as_answer(error)))))
+    assert (type(answer), str(answer)) == (type(error), str(error))
+    assert decode_answer(json.loads(json.dumps(encode_answer(None)))) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [None, [], "done", {"error": "EngineUpdateError"}, {"error": "OSError", "problem": "a"}],
+    ids=repr,
+)
+def test_what_is_no_answer_is_an_error(values: Any) -> None:
+    with pytest.raises(EngineUpdateError, match="no answer of this version of dbuffer"):
+        decode_answer(values)
+
+
+def test_the_worst_answer_counts() -> None:
+    for less, more in itertools.pairwise([None, *ERRORS]):
+        assert worst_of([None, more, less]) is more
+    refused = EngineUpdateError("refused")
+    assert worst_of([refused, EngineUpdateError("another")]) is refused
+
+
+def test_no_answer_at_all_is_not_taken_for_done() -> None:
+    with pytest.raises(EngineUpdateError, match="no rank of the engine has answered"):
+        worst_of([])
+
+
+class OneRank:
+    """A rank that is asked directly."""
+
+    def __init__(self, store: Path) -> None:
+        self.model = Model()
+        self.endpoint = RankEndpoint()
+        self.options = EngineOptions(
+            store=str(store), timeout_s=5, poll_interval_s=0.05, plan=False
+        )
+
+    def ask(self, request: RankRequest) -> RankAnswer:
+        return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
+
+    def begin(self, **more: Any) -> RankReceiver:
+        assert self.ask(RankRequest("begin", options=self.options, **more)) is None
+        assert self.endpoint.receiver is not None
+        return self.endpoint.receiver
+
+
+@pytest.fixture
+def rank(store: Path) -> Iterator[OneRank]:
+    made = OneRank(store)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        yield made
+    made.endpoint.end()
+
+
+def test_a_model_keeps_its_endpoint() -> None:
+    model, other = Model(), Model()
+    assert RankEndpoint.of(model) is RankEndpoint.of(model)
+    assert RankEndpoint.of(model) is not RankEndpoint.of(other)
+
+
+def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRank) -> None:
+    first = rank.begin(if_idle=True)
+    assert rank.begin(if_idle=True) is first
+    second = rank.begin()
+    assert second is not first
+    for changed in ({"timeout_s": 6}, {"engine_id": "another"}, {"instance_id": "another"}):
+        rank.options = replace(rank.options, **changed)
+        before, second = second, rank.begin(if_idle=True)
+        assert second is not before, "whoever asks would not find it under the name that it has"
+
+
+def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
+    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
+    rank.begin()
+    assert rank.ask(RankRequest("end")) is None
+    assert rank.ask(RankRequest("end")) is None
+    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnsupportedError("for good"), UnsupportedError),
+        (dbuffer.StoreAccessError("for a moment"), EngineUpdateError),
+    ],
+    ids=repr,
+)
+def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    rank.begin()
+    assert rank.ask(RankRequest("update", update=UpdateRequest(at_least=1))) is None
+    rank.ask(RankRequest("end"))
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rank, "make_check", fail)
+        answer = rank.ask(RankRequest("begin", options=rank.options))
+    assert (type(answer), rank.endpoint.receiver) == (kind, None)
+    assert str(error) in str(answer)
+    rank.begin()
+    record = DoubleBuffer(rank.options.store).receiver("engine")
+    assert record is not None
+    assert record.applied_version == 1
+
+
+def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:
+    fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
+    assert rank.ask(RankRequest("check", tensors=fitting)) is None
+    answer = rank.ask(RankRequest("check", tensors=(TensorSpec("another", "float32", (1,)),)))
+    assert isinstance(answer, dbuffer.WeightsMismatchError)
+    assert "another" in str(answer)
+
+
+def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError("a bug")
+
+    answer = capture_answer(
+        lambda: rank.endpoint.do(RankRequest("begin", options=rank.options), fail)
+    )
+    assert isinstance(answer, EngineUpdateError)
+    assert str(answer) == "ZeroDivisionError: a bug"
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["follow", "do not"])
+def test_a_rank_begins_again_where_another_must(
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """A rank that began alone would wait for those that follow already."""
+    first = rank.begin(if_idle=True)
+    gather = RankChannel.gather
+
+    def gather_with_another(self: RankChannel, mine: Any, **more: Any) -> list[Any]:
+        found = gather(self, mine, **more)
+        return [*found, others] if isinstance(mine, bool) else found
+
+    monkeypatch.setattr(RankChannel, "gather", gather_with_another)
+    assert (rank.begin(if_idle=True) is first) == others

@@ -1,0 +1,370 @@
+"""What each rank of an engine stages, once its switches are copies alone: its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbuffer
+from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.meta_model import MetaModel
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.rank_channel import RankChannel
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import preload
+from tests.support.worlds import Coordinator, World
+
+preload("dbuffer.integrations.engine.rank_receiver")
+
+SIZE = 4
+NUM_LAYERS = 3
+WIDTH = 64
+TIMEOUT_S = 20.0
+DTYPE = torch.bfloat16
+
+
+def rows(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    parameter.data.copy_(loaded.narrow(0, rank * len(parameter), len(parameter)))
+
+
+def columns(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    width = parameter.shape[1]
+    parameter.data.copy_(loaded.narrow(1, rank * width, width))
+
+
+def all_of_it(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    parameter.data.copy_(loaded)
+
+
+class Model(nn.Module):
+    """A rank's part of layers as tensor parallelism has them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        kinds = {
+            "up": (rows, (4 * WIDTH // SIZE, WIDTH)),
+            "down": (columns, (WIDTH, 4 * WIDTH // SIZE)),
+            "norm": (all_of_it, (WIDTH,)),
+        }
+        for layer in range(NUM_LAYERS):
+            for kind, (loader, shape) in kinds.items():
+                parameter = nn.Parameter(torch.ones(shape, dtype=DTYPE), requires_grad=False)
+                parameter.weight_loader = self.of_this_rank(loader)  # type: ignore[attr-defined]
+                self.register_parameter(f"{kind}_{layer}", parameter)
+        self.num_loads = 0
+        self.checkpoint: dict[str, torch.Tensor] = {}
+
+    def of_this_rank(self, loader: Callable[..., None]) -> Callable[..., None]:
+        return lambda parameter, loaded: loader(parameter, loaded, self.rank)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter = self.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
+
+    # What swaps weights in.
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
+        self.num_loads += 1  # two for a switch that proves the plan
+        self.load_weights(tensors)
+
+    def load_checkpoint(self) -> None:
+        self.load_weights(self.checkpoint.items())
+
+    def refuse_to_serve(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def serve_again(self) -> None:
+        """It has never stopped."""
+
+
+class Watched(MetaModel):  # type: ignore[no-untyped-call]
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
+
+    def require_complete(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.require_whole(name, parameter, 1)
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of an engine that is ours."""
+
+    ranks: RankChannel
+    module: Model
+    on_device: bool = False
+    instance_id: str = "instance"
+    not_weights: tuple[str, ...] = ("num_loads", "_dbuffer_endpoint")
+    packing: Any = None
+    wrapper: Any = None
+    is_pipeline_stage: bool = False
+
+    def engine_id(self, options: EngineOptions) -> str:
+        return options.engine_id or "engine"
+
+    def make_model(self, before: Any) -> Model:
+        return before or self.module
+
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        with torch.device("meta"):
+            return ShapeCheck(Watched(Model(self.ranks.rank)))
+
+
+_engine: list[tuple[Rank, RankReceiver]] = []
+
+
+def start(rank: int, store: Path, staging: str) -> None:
+    mine = Rank(RankChannel.of(Coordinator()), Model(rank))
+    options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
+    endpoint = RankEndpoint()
+    endpoint.begin(lambda: mine, options)
+    assert endpoint.receiver is not None
+    _engine.append((mine, endpoint.receiver))
+
+
+def parameters(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
+    module = _engine[-1][0].module
+    return module.num_loads, {name: p.clone() for name, p in module.named_parameters()}
+
+
+def update(rank: int, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Switch; how often it was loaded so far, and what it has now."""
+    _engine[-1][1].update(UpdateRequest(at_least=version))
+    return parameters(rank)
+
+
+def update_after_moving(
+    rank: int, version: int
+) -> tuple[list[str], tuple[int, dict[str, torch.Tensor]]]:
+    """The same, when something else moved a parameter after it was staged; and what was logged."""
+    mine, receiver = _engine[-1]
+    receiver._stager.take(version, timeout_s=TIMEOUT_S)
+    receiver._stager.release()
+    mine.module.get_parameter("norm_0").data = torch.full((WIDTH,), 9, dtype=DTYPE)
+    messages = listen(logging.WARNING)
+    return messages, update(rank, version)
+
+
+def close(rank: int) -> None:
+    _engine[-1][1].close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, SIZE) as world:
+        yield world
+
+
+def weights(seed: int, *, norms: float = 1.0, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
+    """A model's, whole."""
+    random = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {}
+    for layer in range(NUM_LAYERS):
+        made[f"up_{layer}"] = torch.randn(4 * WIDTH, WIDTH, generator=random).to(dtype)
+        made[f"down_{layer}"] = torch.randn(WIDTH, 4 * WIDTH, generator=random).to(dtype)
+        made[f"norm_{layer}"] = torch.full((WIDTH,), norms, dtype=dtype)
+    return made
+
+
+def require_right(found: list[Any], published: dict[str, torch.Tensor]) -> list[int]:
+    """All ranks have their part of it; how often each was loaded."""
+    for rank, (_, has) in enumerate(found):
+        right = Model(rank)
+        right.load_weights(published.items())
+        assert all(torch.equal(has[name], p) for name, p in right.named_parameters())
+    return [num_loads for num_loads, _ in found]
+
+
+def staged_bytes(store: Path) -> int:
+    """Of the newest version, by what the ranks say in the store."""
+    records = [DoubleBuffer(store).receiver(f"engine.rank-{rank}") for rank in range(SIZE)]
+    return sum(int(record.stats["staged_bytes"]) for record in records if record is not None)
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+def test_a_rank_stages_its_part_when_that_is_proven_to_do(
+    staging: str, dtype: torch.dtype, world: World, store: Path
+) -> None:
+    model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in range(1, 6):
+            before = staged_bytes(store)
+            sender.send(published := weights(version, dtype=dtype))
+            assert require_right(world.run(update, version), published) == [2] * SIZE
+            if version > 1:
+                assert staged_bytes(store) - before < 1.02 * model_bytes
+        # Norms never changed before.
+        sender.send(published := weights(6, norms=2.0, dtype=dtype))
+        assert require_right(world.run(update, 6), published) == [2] * SIZE
+    world.run(close)
+
+
+def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> dict[str, Any]:
+    """Two versions, of which the first is reloaded twice, and the second copied; the second."""
+    world.run(start, sender.store, staging)
+    for version in (1, 2):
+        sender.send(published := weights(version))
+        assert require_right(world.run(update, version), published) == [2] * SIZE
+    return published
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_what_was_staged_for_another_model_is_staged_anew(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        prove_the_plan(world, sender, staging)
+        sender.send(published := weights(3))
+        logged, found = zip(*world.run(update_after_moving, 3), strict=True)
+        # Where all of it was staged, nothing is read again.
+        assert [any("reads version 3 again" in line for line in lines) for lines in logged] == [
+            staging == "copy"
+        ] * SIZE
+        assert require_right(list(found), published) == [4] * SIZE
+    world.run(close)
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_a_tensor_of_two_names_is_staged_under_both(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in range(1, 4):
+            published = weights(version, norms=float(version))
+            published["norm_1"] = published["norm_0"]
+            sender.send(published)
+            assert require_right(world.run(update, version), published) == [2] * SIZE
+    world.run(close)
+
+
+def fail_next_switch(rank: int) -> None:
+    """Let one rank's next switch by copies end half-way."""
+    apply = PreparedSwitch.apply
+    if rank != 1:
+        return
+
+    def fail(switch: PreparedSwitch, *_: Any) -> None:
+        PreparedSwitch.apply = apply  # type: ignore[method-assign]
+        copies = [copy for of_one in switch.copies.values() for copy in of_one]
+        for target, source in copies[: len(copies) // 2]:
+            target.copy_(source)
+        raise RuntimeError("the bus is on fire")
+
+    PreparedSwitch.apply = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        published = prove_the_plan(world, sender, staging)
+        world.run(fail_next_switch)
+        sender.send(weights(3))
+        world.begin(update, 3)
+        for rank in range(SIZE):
+            outcome = world.outcome(rank)
+            assert outcome.kind == "EngineUpdateError"
+            assert "rank 1: RuntimeError: the bus is on fire" in outcome.message
+            assert "went back" in outcome.message
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"engine .* version 3: .* on fire"):
+            sender.wait_applied(3, receivers=["engine"], timeout_s=60)
+        require_right(world.run(parameters), published)
+        sender.send(published := weights(4))
+        # The rank that failed was reloaded to go back, which proved its plan anew.
+        failed = world.run(parameters)[1][0]
+        assert require_right(world.run(update, 4), published) == [2, failed, 2, 2]
+        sender.wait_applied(4, receivers=["engine"], timeout_s=0)
+    world.run(close)
+
+
+def start_on_checkpoint(rank: int, store: Path, checkpoint: dict[str, torch.Tensor]) -> None:
+    start(rank, store, "auto")
+    module = _engine[-1][0].module
+    module.checkpoint = checkpoint
+    module.load_checkpoint()
+
+
+def fail_loads(rank: int) -> None:
+    """Let each load of one rank fail, until it is mended."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the bus is on fire")
+
+    if rank == 1:
+        _engine[-1][0].module.load = fail  # type: ignore[method-assign]
+
+
+def mend_loads(rank: int) -> None:
+    if rank == 1:
+        del _engine[-1][0].module.load
+
+
+def test_a_delta_is_not_patched_upon_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks have loaded a version, and all load the checkpoint again, as one could not."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")  # where a delta is known to its readers
+    first = weights(1)
+    checkpoint = {name: tensor.clone() for name, tensor in first.items()}
+    checkpoint["up_0"][3, 5] += 1
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["up_1"][7, 9] += 1
+    with World(tmp_path, SIZE) as world, dbuffer.WeightSender(tmp_path / "s", delta=True) as sender:
+        world.run(start_on_checkpoint, sender.store, checkpoint)
+        world.run(fail_loads)
+        sender.send(first)
+        world.begin(update, 1)
+        for rank in range(SIZE):
+            assert "all ranks went back" in world.outcome(rank).message
+        require_right(world.run(parameters), checkpoint)
+        world.run(mend_loads)
+        sender.send(second)
+        require_right(world.run(update, 2), second)
+        world.run(close)
+
+
+def start_and_listen(rank: int, store: Path) -> list[str]:
+    """Start, and what was logged of it."""
+    messages = listen(logging.INFO)
+    start(rank, store, "auto")
+    return messages
+
+
+def listen(level: int) -> list[str]:
+    """Collect what this process logs from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dbuffer")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return messages
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_ranks_that_each_read_a_network_are_told_of_a_local_copy(
+    mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    with World(tmp_path, SIZE) as world:
+        told = world.run(start_and_listen, tmp_path / "store")
+        world.run(close)
+    assert [any("local_store" in line for line in lines) for lines in told] == [
+        mount == "network" and rank == 0 for rank in range(SIZE)
+    ]

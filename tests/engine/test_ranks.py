@@ -1,0 +1,398 @@
+"""Ranks of an engine that are stopped, or dead; and two engines of one name. No engine but ours."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+import dbuffer
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts
+from dbuffer.integrations.engine.rank_channel import RankChannel
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child, preload
+from tests.support.patterns import SMALL
+from tests.support.waiting import until
+from tests.support.worlds import Coordinator, Failure, World
+
+preload("dbuffer.integrations.engine.rank_receiver")
+
+SIZE = 3
+BAD = 1
+TIMEOUT_S = 3.0
+SOON_S = 20.0
+NAME = "engine"
+UNFIT = "unfit"
+"""A tensor that one of the ranks has no place for."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, SIZE) as world:
+        yield world
+
+
+def ranks() -> RankChannel:
+    return RankChannel.of(Coordinator(), timeout_s=TIMEOUT_S)
+
+
+def gather(rank: int, answer: Any = None, *, begins: bool = True) -> list[Any]:
+    return ranks().gather((rank, answer), begins=begins)
+
+
+def gather_stopped(rank: int) -> list[Any]:
+    ranks().gather("meet", begins=True)
+    if rank == BAD:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ranks().gather("step")
+    return ranks().gather("another")
+
+
+@pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
+def test_everyone_hears_everyone(world: World, size: int) -> None:
+    for _ in range(3):
+        answers = [[rank, "x" * size] for rank in range(SIZE)]
+        assert world.run(gather, "x" * size) == [answers] * SIZE
+    uneven = world.run(gather_uneven, size)
+    assert uneven == [["y" * size * rank for rank in range(SIZE)]] * SIZE
+
+
+def gather_uneven(rank: int, size: int) -> list[Any]:
+    return ranks().gather("y" * size * rank)
+
+
+def gather_in_a_new_group(rank: int, rendezvous: Path) -> tuple[int, int]:
+    """Threads and descriptors of this process after the ranks met in another process group."""
+    distributed.destroy_process_group()
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=SIZE
+    )
+    gather(rank)
+    until("the earlier group's threads end", lambda: _num_rank_threads() == 2 * (SIZE - 1))
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def _num_rank_threads() -> int:
+    return sum("rank-" in thread.name for thread in threading.enumerate())
+
+
+def test_connections_of_an_earlier_process_group_are_closed(world: World, tmp_path: Path) -> None:
+    world.run(gather)
+    first, *_, last = (
+        world.run(gather_in_a_new_group, tmp_path / f"group-{number}") for number in range(4)
+    )
+    assert last == first
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world: World) -> None:
+    started = time.monotonic()
+    world.begin(gather_stopped)
+    for rank in range(SIZE):
+        if rank == BAD:
+            continue
+        outcome = world.outcome(rank)
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "RankFailedError"
+        pid = world.ranks[BAD].pid
+        assert f"rank {BAD} (process {pid} on " in outcome.message
+        assert f"did not answer within {TIMEOUT_S:g} s: it is stopped (SIGSTOP)" in outcome.message
+        assert outcome.message.count("process") == 1, "the others are named, too"
+    assert time.monotonic() - started < SOON_S
+    world.ranks[BAD].signal(signal.SIGCONT)
+    # It hears what they said before they gave it up, and then no more.
+    assert "did not answer" in world.outcome(BAD).message
+    answers = [[rank, "again"] for rank in range(SIZE)]
+    assert world.run(gather, "again") == [answers] * SIZE
+
+
+def test_a_rank_that_is_dead_is_named_at_once(world: World) -> None:
+    assert len(world.run(gather)) == SIZE
+    world.begin(die_in_gather)
+    world.ranks[BAD].wait()
+    for rank in range(SIZE):
+        if rank != BAD:
+            started = time.monotonic()
+            outcome = world.outcome(rank)
+            assert outcome.kind == "RankFailedError"
+            assert f"rank {BAD} (process " in outcome.message
+            assert "it has ended" in outcome.message
+            assert time.monotonic() - started < 10 * TIMEOUT_S
+
+
+def die_in_gather(rank: int) -> list[Any]:
+    if rank == BAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gather(rank)
+
+
+# ---------------------------------------------------------------------------------------------
+# An engine that is ours
+
+
+class Model:
+    """A model that is a dictionary."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.refuses: str | None = None
+        self.on_load: Callable[[], None] = lambda: None
+        self.num_loads = 0
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
+        self.num_loads += 1
+        self.weights = {name: t.clone() for name, t in tensors if name != UNFIT}
+        self.on_load()
+
+    def load_checkpoint(self) -> None:
+        self.weights = {}
+
+    def refuse_to_serve(self, reason: str) -> None:
+        self.refuses = reason
+
+    def serve_again(self) -> None:
+        self.refuses = None
+
+    @property
+    def version(self) -> int | None:
+        return SMALL.version_of(self.weights) if self.weights else None
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of an engine that is ours."""
+
+    ranks: Any
+    instance_id: str
+    model: Model = dataclasses.field(default_factory=Model)
+    on_device: bool = False
+    not_weights: tuple[str, ...] = ()
+    packing: Any = None
+    wrapper: Any = None
+    is_pipeline_stage: bool = False
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return torch.nn.Module()
+
+    def engine_id(self, options: EngineOptions) -> str:
+        return options.engine_id or NAME
+
+    def make_model(self, before: Any) -> Model:
+        return before or self.model
+
+    def make_check(self, *, partial: bool) -> Any:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:
+            names = frozenset(spec.name for spec in specs)
+            if self.ranks.rank == BAD and UNFIT in names:
+                raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
+            return LoadTrace({}, names)
+
+        return check
+
+
+@dataclasses.dataclass
+class _State:
+    rank: Rank
+    receiver: RankReceiver
+
+
+_state: list[_State] = []
+
+
+def start(rank: int, store: Path) -> None:
+    mine = Rank(ranks(), "instance")
+    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
+    endpoint = RankEndpoint()
+    endpoint.begin(lambda: mine, options)  # type: ignore[arg-type,return-value]
+    receiver = endpoint.receiver
+    assert receiver is not None
+    receiver.ranks.timeout_s = TIMEOUT_S
+    _state.append(_State(mine, receiver))
+
+
+def update(rank: int, version: int, stop_at: str = "") -> int | None:
+    state = _state[-1]
+    model = state.rank.model
+    # Everyone has it ready, so that what takes time is what the test is about.
+    state.receiver._stager.take(version, timeout_s=SOON_S)
+    state.receiver._stager.release()
+    model.on_load = lambda: None
+    if rank == BAD and stop_at == "prepare":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == BAD and stop_at == "load":
+        model.on_load = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    state.receiver.update(UpdateRequest(at_least=version))
+    return model.version
+
+
+def look(rank: int) -> tuple[int | None, bool]:
+    return _state[-1].rank.model.version, _state[-1].rank.model.refuses is not None
+
+
+@pytest.mark.parametrize(("stop_at", "mended_by"), [("prepare", 3), ("load", 3), ("load", 2)])
+def test_an_engine_with_a_stopped_rank_refuses_and_is_mended_by_an_update(
+    world: World, store: Path, stop_at: str, mended_by: int
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        world.run(start, store)
+        assert world.run(update, 1) == [1] * SIZE
+        sender.send(SMALL.weights(2))
+        world.begin(update, 2, stop_at)
+        for rank in range(SIZE):
+            if rank != BAD:
+                outcome = world.outcome(rank)
+                assert outcome.kind == "EngineBrokenError"
+                assert f"rank {BAD} (process {world.ranks[BAD].pid}" in outcome.message
+        with pytest.raises(dbuffer.ReceiverFailedError, match=f"rank {BAD} .*stopped"):
+            sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
+        world.ranks[BAD].signal(signal.SIGCONT)
+        world.outcome(BAD)
+        for rank, (version, refuses) in enumerate(world.run(look)):
+            # All tokens need all ranks: one that refuses is enough.
+            assert refuses or rank == BAD, version
+        if mended_by == 3:
+            sender.send(SMALL.weights(3))
+        assert world.run(update, mended_by) == [mended_by] * SIZE
+        assert world.run(look) == [(mended_by, False)] * SIZE
+        sender.wait_applied(mended_by, receivers=[NAME], timeout_s=SOON_S)
+
+
+def try_update(rank: int, version: int, fail_at: str, is_alone: bool) -> Any:
+    """What became of an update that one rank cannot do; with what it has, and what was done to it.
+
+    A rank that is alone hears nobody: what holds the ranks together is switched off.
+    """
+    model, receiver = _state[-1].rank.model, _state[-1].receiver
+    if is_alone:
+        receiver.ranks.gather = lambda answer, **_: [answer]  # type: ignore[method-assign]
+    model.num_loads, attempts = 0, 0
+
+    def fail_once() -> None:
+        nonlocal attempts
+        attempts += 1
+        if rank == BAD and fail_at == "load" and attempts == 1:
+            raise RuntimeError("this load fails")
+
+    model.on_load = fail_once
+    error = None
+    try:
+        receiver.update(UpdateRequest(at_least=version))
+    except dbuffer.DBufferError as raised:
+        error = type(raised).__name__
+    finally:
+        if is_alone:
+            del receiver.ranks.gather
+    return error, model.version, model.num_loads
+
+
+@pytest.mark.parametrize("fail_at", ["prepare", "load"])
+def test_what_one_rank_cannot_do_is_done_to_none(world: World, store: Path, fail_at: str) -> None:
+    """By the weights of each rank, not by what the error says of them."""
+    unfit = {UNFIT: torch.zeros(1)} if fail_at == "prepare" else {}
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        world.run(start, store)
+        assert world.run(update, 1) == [1] * SIZE
+        sender.send(SMALL.weights(2) | unfit)
+        # In the load each takes the new version and the old one again; before it, nobody does.
+        loads = {"prepare": 0, "load": 2}[fail_at]
+        failed = ("EngineUpdateError", 1, loads)
+        assert world.run(try_update, 2, fail_at, False) == [failed] * SIZE
+        # The same with nothing that holds them together: the test would see it.
+        apart = world.run(try_update, 2, fail_at, True)
+        assert [version for _, version, _ in apart] == [1 if r == BAD else 2 for r in range(SIZE)]
+        sender.send(SMALL.weights(3))
+        assert world.run(update, 3) == [3] * SIZE
+
+
+# ---------------------------------------------------------------------------------------------
+# Two engines of one name
+
+
+class LoneEngine(Engine):
+    """An engine of one rank in this process, as a follower sees one."""
+
+    def __init__(self, instance_id: str) -> None:
+        alone = type("Alone", (), {"rank_in_group": 0, "world_size": 1, "cpu_group": None})
+        self.rank = Rank(RankChannel(alone), instance_id)
+        self.endpoint = RankEndpoint()
+        self.reported = "start"
+
+    def close(self) -> None:
+        self.endpoint.end()
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
+
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        return [capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))]
+
+    def pause(self, mode: str) -> None: ...
+
+    def weight_version(self) -> str:
+        return self.reported
+
+    def set_weight_version(self, version: str) -> None:
+        self.reported = version
+
+
+def replica(connection: Connection, store: Path, instance_id: str) -> None:
+    """An engine with its follower: tell what it serves, says, and is called, when asked."""
+    engine = LoneEngine(instance_id)
+    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
+    with contextlib.closing(Follower(engine, options)) as follower:
+        follower.start()
+        connection.send((engine.rank.model.version, follower.applied, follower.engine_id))
+        while connection.recv() is not None:
+            follower.sync()
+            said = follower.applied, engine.reported
+            connection.send((engine.rank.model.version, *said, follower.engine_id))
+
+
+def test_two_engines_of_one_name_each_serve_what_they_say(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        with Child(replica, store, "first") as first:
+            assert first.receive() == (None, None, NAME)
+            first.send(1)
+            assert first.receive() == (1, 1, "1", NAME)
+            with Child(replica, store, "second") as second:
+                assert second.receive() == (None, None, NAME), "what it has, it has from another"
+                for version in (1, 2):
+                    if version > 1:
+                        sender.send(SMALL.weights(version))
+                        with pytest.raises(dbuffer.WaitTimeoutError):
+                            sender.wait_applied(version, receivers=[NAME], timeout_s=0)
+                    for child in (first, second):
+                        child.send(version)
+                        assert child.receive() == (version, version, str(version), NAME)
+                    sender.wait_applied(version, receivers=2, timeout_s=SOON_S)
+                    sender.wait_applied(version, receivers=[NAME], timeout_s=SOON_S)
+            first.signal(signal.SIGKILL)
+            first.wait()
+        with Child(replica, store, "third") as third:
+            assert third.receive() == (None, None, NAME)
+            third.send(2)
+            assert third.receive() == (2, 2, "2", NAME)
+    assert DoubleBuffer(store).receiver(NAME).applied_version == 2

@@ -1,0 +1,1 @@
+"""Tests with the systems that dbuffer plugs into: a folder for each."""

@@ -1,0 +1,959 @@
+"""The bridge without an engine: its settings, its store, whom it notifies and whom it waits for.
+
+What follows here in an engine's place are real receivers in processes and threads of their own;
+with a real vLLM: `test_atropos`, and the example.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbuffer
+from dbuffer.integrations.atropos import (
+    BridgeConfig,
+    VLLMWeightBridge,
+    create_bridge_from_training_config,
+    permute_for_rotary,
+)
+from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
+from tests.support.children import Child, free_port
+from tests.support.slurm_job import be_in_job
+from tests.support.waiting import TIMEOUT_S
+
+SOON_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGDIR", PATH_VARIABLE, "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Follower:
+    """Applies each version of a store, in a thread, and acknowledges it as an engine does."""
+
+    def __init__(self, store: Path, name: str = "vllm-here") -> None:
+        self._stop = threading.Event()
+        self.versions: list[int] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._receiver = dbuffer.WeightReceiver(store, receiver_id=name, poll_interval_s=0.05)
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        for snapshot in self._receiver.follow(stop_event=self._stop):
+            self.tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+            self.versions.append(snapshot.version)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(TIMEOUT_S)
+        self._receiver.close()
+
+
+class BridgeHTTP:
+    """Routes on a port of their own, each with its code or its body, and what they were asked."""
+
+    def __init__(self, routes: Mapping[str, int | dict[str, Any]], port: int = 0) -> None:
+        self.calls: list[tuple[str, str, Any]] = []
+        """All but those for its health and a pause, which come when a bridge begins."""
+        self.health: list[tuple[str, str, Any]] = []
+        calls, health = self.calls, self.health
+
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                path = self.path.partition("?")[0]
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                kept = health if path in ("/health", "/is_paused") else calls
+                kept.append((self.command, path, json.loads(body) if body else None))
+                found = routes.get(f"{self.command} {path}", 404)
+                answer = json.dumps(found if isinstance(found, dict) else {}).encode()
+                self.send_response(200 if isinstance(found, dict) else found)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_GET = do_POST = _answer  # noqa: N815 - the library's names
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(TIMEOUT_S)
+
+
+WITH_ROUTES = {"POST /bridge/notify_update": 200}
+
+
+@contextlib.contextmanager
+def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Iterator[Any]:
+    """A server with such routes; one that follows the store, or else does nothing."""
+    with contextlib.ExitStack() as stack:
+        http = stack.enter_context(contextlib.closing(BridgeHTTP(routes)))
+        follower = None
+        if follows:
+            follower = stack.enter_context(contextlib.closing(Follower(store)))
+        yield SimpleNamespace(http=http, url=http.url, follower=follower)
+
+
+def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
+    return BridgeConfig(**{"vllm_api_url": url, "device": "cpu", "timeout_seconds": 30.0, **more})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers.utils import logging as transformers_logging
+
+    from tests.support.engines.tiny_models import save_model
+
+    transformers_logging.disable_progress_bar()
+    return save_model("tied-qwen2", 3, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("health", [200, 503, None])
+def test_initialize_warns_of_a_server_that_is_not_healthy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, health: int | None
+) -> None:
+    with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
+        url = server.url if health else "http://127.0.0.1:9"
+        with VLLMWeightBridge(config_for(url), store=tmp_path / "store"):
+            asked = [path for _, path, _ in server.http.health]
+            assert asked.count("/health") == bool(health)
+    told = [message for message in caplog.messages if f"the server at {url}" in message]
+    says = {200: [], 503: ["answers /health with 503"], None: ["does not answer"]}[health]
+    assert len(told) == len(says)
+    assert all(text in message for text, message in zip(says, told, strict=True))
+
+
+# Settings
+
+
+def test_mode_is_local_without_inference_nodes() -> None:
+    assert BridgeConfig().is_local_mode
+    assert not BridgeConfig(num_inference_nodes=1).is_local_mode
+
+
+def test_settings_come_from_a_training_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SimpleNamespace(
+        model_name="m",
+        device="cpu",
+        trainer_rank=1,
+        world_size=2,
+        init_method="tcp://a:1",
+        num_inference_nodes=3,
+        vllm_port=9007,
+        lr=1e-5,
+    )
+    monkeypatch.setenv("LOGDIR", "/logs")
+    assert BridgeConfig.from_training_config(given) == BridgeConfig(
+        trainer_rank=1,
+        world_size=2,
+        init_method="tcp://a:1",
+        num_inference_nodes=3,
+        model_name="m",
+        device="cpu",
+        log_dir="/logs",
+        vllm_api_url="http://localhost:9007",
+    )
+    least = SimpleNamespace(model_name="m", device="cpu", single_copy=False)
+    assert BridgeConfig.from_training_config(least) == BridgeConfig(
+        model_name="m", device="cpu", log_dir="/logs"
+    )
+
+
+@pytest.mark.parametrize("name", ["single_copy", "use_cuda_ipc"])
+def test_shared_gpu_memory_is_refused_with_what_to_do(name: str) -> None:
+    given = SimpleNamespace(model_name="m", device="cpu", **{name: True})
+    with pytest.raises(dbuffer.UnsupportedError, match="notify_update"):
+        BridgeConfig.from_training_config(given)
+    with pytest.raises(NotImplementedError, match="no GPU memory"):
+        BridgeConfig(use_cuda_ipc=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"trainer_rank": 1},
+        {"trainer_rank": -1},
+        {"world_size": 0},
+        {"num_inference_nodes": -1},
+        {"timeout_seconds": 0},
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(dbuffer.OptionError, match=next(iter(wrong))):
+        BridgeConfig(**wrong)
+
+
+def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"dbuffer-atropos-{os.getuid()}"
+    assert VLLMWeightBridge(config_for("http://localhost:9001")).store == Path(
+        f"/dev/shm/{name}-9001"
+    )
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert VLLMWeightBridge(config_for("http://h")).store == Path(f"/dev/shm/{name}-job77-80")
+
+
+def test_store_of_several_nodes_is_in_the_directory_that_all_see() -> None:
+    several = config_for(num_inference_nodes=1, log_dir="/shared/logs")
+    assert VLLMWeightBridge(several).store == Path("/shared/logs/dbuffer-atropos")
+    with pytest.raises(dbuffer.OptionError, match="log_dir"):
+        VLLMWeightBridge(config_for(num_inference_nodes=1))
+
+
+def test_directory_of_the_environment_counts_however_the_configuration_was_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    assert config_for().log_dir is None
+    assert config_for(log_dir="/other").directory == "/other"
+    assert VLLMWeightBridge(config_for(num_inference_nodes=1)).store == tmp_path / "dbuffer-atropos"
+    write_mapping(tmp_path, {"0.weight": to("first.w")})
+    with VLLMWeightBridge(config_for(), store=tmp_path / "store") as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(tmp_path / "store")
+
+
+def test_mapping_in_the_working_directory_is_the_default(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mapping(tmp_path, {"0.weight": to("first.w")})
+    with VLLMWeightBridge(config_for(), store=store) as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
+# What is published
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Module:
+    model = model or small()
+    bridge.attach_to_vllm_weights(dict(model.named_parameters()))
+    return model
+
+
+def stored(store: Path) -> dict[str, torch.Tensor]:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=0) as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> None:
+    with VLLMWeightBridge(config_for(), store=store) as bridge:
+        model = attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        with torch.no_grad():
+            model[0].weight.fill_(5)
+        assert not torch.equal(stored(store)["0.weight"], model[0].weight)
+        bridge.broadcast_weights_to_inference()
+        found = stored(store)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in model.named_parameters()
+    }
+
+
+def test_bridge_publishes_what_changed(store: Path) -> None:
+    trained = {"a": torch.zeros(10_000)}
+    with VLLMWeightBridge(config_for(), store=store, delta=True) as bridge:
+        bridge.attach_to_vllm_weights(trained)
+        for version in (1, 2):
+            trained["a"][version] = version
+            bridge.broadcast_weights_to_inference()
+        assert len(list((store / "deltas").iterdir())) == 1
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert torch.equal(snapshot.tensors["a"], trained["a"])
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_model_that_is_made_lives_in_the_store(
+    store: Path, checkpoint: Path, caplog: Any, tmp_path: Path, delta: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = config_for(model_name=str(checkpoint))
+    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
+        model = bridge.get_trainable_model()
+        assert bridge.get_trainable_model() is model
+        assert model.training
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert isinstance(bridge._sender, dbuffer.ResidentModel)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(3):
+            model(torch.arange(4)[None]).logits.sum().backward()
+            optimizer.step()
+            bridge.broadcast_weights_to_inference()
+            found = stored(store)
+            assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+        with pytest.raises(dbuffer.OptionError, match="get_trainable_model"):
+            attached(bridge)
+        # As Atropos' trainer does now and then.
+        model.save_pretrained(tmp_path)
+        saved = type(model).from_pretrained(tmp_path)
+        assert all(torch.equal(p, saved.get_parameter(n)) for n, p in model.named_parameters())
+        assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+    assert "ordinary model" not in caplog.text
+
+
+@pytest.mark.parametrize("under", ["names of parameters", "all names"])
+def test_model_of_a_trainer_that_goes_on_is_what_it_attached(
+    store: Path, checkpoint: Path, caplog: Any, under: str
+) -> None:
+    """In the order of Atropos' documents: attach, then the model."""
+    caplog.set_level(logging.INFO)
+    from tests.support.engines.tiny_models import make_model
+
+    resumed = make_model("tied-qwen2", seed=7).bfloat16()
+    given: Any = dict(resumed.named_parameters())
+    if under == "all names":
+        given = resumed.state_dict()
+    assert ("lm_head.weight" in given) == (under == "all names")
+    config = config_for(model_name=str(checkpoint))
+    with VLLMWeightBridge(config, store=store) as bridge:
+        bridge.attach_to_vllm_weights(given)
+        assert bridge.shared_state_dict is given
+        model = bridge.get_trainable_model()
+        assert model.training
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        expected = dict(resumed.named_parameters())
+        assert dict(model.named_parameters()).keys() == expected.keys()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad
+            assert parameter.dtype == torch.bfloat16
+            assert parameter.data_ptr() == expected[name].data_ptr(), "no copy: they are one"
+        assert "tensors that were attached" in caplog.text
+        model(torch.arange(4)[None]).logits.sum().backward()
+        torch.optim.SGD(model.parameters(), 0.5).step()
+        bridge.broadcast_weights_to_inference()
+        found = stored(store)
+    assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: x.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda x: x.update(other=torch.ones(1)), "other is not one of its tensors"),
+        (lambda x: x.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\], not \[64\]"),
+        (
+            lambda x: x.update({"lm_head.weight": x["lm_head.weight"] + 1}),
+            "lm_head.weight are one tensor of the model, and differ",
+        ),
+    ],
+)
+def test_what_is_attached_must_be_the_model(
+    store: Path, checkpoint: Path, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    from tests.support.engines.tiny_models import make_model
+
+    given = dict(make_model("tied-qwen2", seed=7).state_dict())
+    change(given)
+    with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
+        bridge.attach_to_vllm_weights(given)
+        with pytest.raises(dbuffer.OptionError, match=problem):
+            bridge.get_trainable_model()
+
+
+def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
+    store: Path, checkpoint: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    caplog.set_level(logging.INFO)
+    with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
+        model = bridge.get_trainable_model()
+        assert "ordinary model, copied at each update: " in caplog.text
+        assert "mount" in caplog.text
+        bridge.broadcast_weights_to_inference()
+        found = stored(store)
+        assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+
+
+def test_bridge_that_is_not_open_says_so(store: Path) -> None:
+    bridge = VLLMWeightBridge(config_for(), store=store)
+    for call in (
+        bridge.notify_update,
+        bridge.broadcast_weights_to_inference,
+        bridge.barrier,
+        bridge.get_trainable_model,
+    ):
+        with pytest.raises(dbuffer.NotReadyError, match="initialize"):
+            call()
+    bridge.cleanup()
+    assert not store.exists()
+
+
+def test_bridge_with_nothing_to_publish_says_so(store: Path) -> None:
+    with VLLMWeightBridge(config_for(), store=store) as bridge:
+        with pytest.raises(dbuffer.NotReadyError, match="get_trainable_model"):
+            bridge.notify_update()
+        bridge.barrier()
+
+
+def test_bridge_can_be_opened_again_and_versions_go_on(store: Path) -> None:
+    bridge = VLLMWeightBridge(config_for(), store=store)
+    for version in (1, 2):
+        bridge.initialize()
+        bridge.initialize()
+        with pytest.raises(dbuffer.StoreBusyError):
+            VLLMWeightBridge(config_for(), store=store).initialize()
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        bridge.cleanup()
+        bridge.cleanup()
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert (snapshot.version, snapshot.metadata) == (version, {"update_count": version})
+
+
+def test_bridge_is_made_and_opened_from_a_training_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    be_in_job(monkeypatch, tmp_path)
+    write_mapping(tmp_path, {})
+    given = SimpleNamespace(model_name="m", device="cpu", num_inference_nodes=2)
+    bridge = create_bridge_from_training_config(given)
+    try:
+        assert bridge.inference_nodes == ["n2", "n3"]
+        assert bridge.store == tmp_path / "dbuffer-atropos"
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        assert len(stored(bridge.store)) == 4
+    finally:
+        bridge.cleanup()
+
+
+# Local mode
+
+
+def test_server_with_bridge_routes_is_notified_and_waited_for(store: Path) -> None:
+    with running(store, WITH_ROUTES) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            model = attached(bridge)
+            for count in (1, 2, 3):
+                with torch.no_grad():
+                    model[0].weight.fill_(count)
+                began = time.time()
+                bridge.notify_update()
+                assert server.follower.tensors["0.weight"].unique().tolist() == [count]
+                method, path, body = server.http.calls[-1]
+                assert (method, path) == ("POST", "/bridge/notify_update")
+                assert began - 1 < body.pop("timestamp") < time.time() + 1
+                assert body == {"update_count": count, "trainer_rank": 0}
+            bridge.barrier()
+        assert len(server.http.calls) == 3
+
+
+def test_broadcast_and_barrier_are_an_update_too(store: Path) -> None:
+    """Also the first one, before any notify_update()."""
+    with running(store, WITH_ROUTES) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            for version in (1, 2):
+                bridge.broadcast_weights_to_inference()
+                bridge.barrier()
+                assert server.follower.versions[-1] == version
+                assert [body["update_count"] for _, _, body in server.http.calls][-1] == version
+                bridge.barrier()  # which finds that it is served already
+            assert len(server.http.calls) == 2
+
+
+@pytest.mark.parametrize("code", [404, 405])
+def test_server_without_routes_that_follows_by_itself_is_waited_for(store: Path, code: int) -> None:
+    with running(store, {"POST /bridge/notify_update": code}) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            for version in (1, 2):
+                bridge.notify_update()
+                assert server.follower.versions[-1] == version
+
+
+@pytest.mark.parametrize("routes", [WITH_ROUTES, {}], ids=["with routes", "without"])
+def test_server_that_follows_nothing_is_not_waited_for_ever(
+    store: Path, routes: dict[str, int]
+) -> None:
+    with running(store, routes, follows=False) as server:
+        config = config_for(server.url, timeout_seconds=SOON_S)
+        with VLLMWeightBridge(config, store=store) as bridge:
+            attached(bridge)
+            with pytest.raises(TimeoutError, match="FollowStore") as caught:
+                bridge.notify_update()
+            assert str(store) in str(caught.value)
+            assert server.url in str(caught.value)
+            with pytest.raises(dbuffer.WaitTimeoutError, match=server.url):
+                bridge.barrier()
+        assert len(stored(store)) == 4, "it is published all the same"
+
+
+def test_server_that_cannot_load_from_a_store_is_told_at_once(store: Path) -> None:
+    """What a stock vLLM in development mode says of itself that was started with no flag for us."""
+    parallel = {"world_size": 1, "worker_extension_cls": "", "data_parallel_size": 1}
+    said = {"instance_id": "a", "parallel_config": parallel, "weight_transfer_config": None}
+    said["additional_config"] = {}
+    routes = {"GET /server_info": {"vllm_config": said}, "GET /is_paused": {"is_paused": False}}
+    with running(store, routes, follows=False) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            began = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(NotImplementedError, match="worker-extension-cls"):
+                    bridge.notify_update()
+            assert time.monotonic() - began < bridge.config.timeout_seconds
+
+
+def test_server_that_is_paused_and_cannot_be_driven_is_logged(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was somebody else who paused it, for a bridge cannot."""
+    routes = {"GET /is_paused": {"is_paused": True}, "GET /server_info": 404}
+    with running(store, routes, follows=False) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store):
+            pass
+    assert f"the server at {server.url} is paused, and stays so" in caplog.text
+
+
+def test_error_of_the_server_is_raised(store: Path) -> None:
+    with running(store, {"POST /bridge/notify_update": 500}) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            with pytest.raises(dbuffer.EngineUpdateError, match=r"/bridge/notify_update: 500"):
+                bridge.notify_update()
+
+
+def test_server_that_is_not_there_is_told_in_time(store: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with VLLMWeightBridge(config_for(url, timeout_seconds=SOON_S), store=store) as bridge:
+        attached(bridge)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match=url):
+            bridge.notify_update()
+        assert time.monotonic() - began < 10 * SOON_S
+
+
+def test_server_that_comes_late_is_waited_for(store: Path) -> None:
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+
+        def come() -> None:
+            stack.enter_context(contextlib.closing(BridgeHTTP(WITH_ROUTES, port)))
+            stack.enter_context(contextlib.closing(Follower(store)))
+
+        config = config_for(f"http://127.0.0.1:{port}")
+        with VLLMWeightBridge(config, store=store) as bridge:
+            attached(bridge)
+            timer = threading.Timer(SOON_S, come)
+            timer.start()
+            try:
+                bridge.notify_update()
+            finally:
+                timer.join()
+
+
+# Several nodes
+
+
+def node(connection: Connection, store: Path, name: str) -> None:
+    """What an inference node does: an engine that follows the store on the shared filesystem."""
+    with dbuffer.WeightReceiver(
+        store, receiver_id=f"vllm-{name}", poll_interval_s=0.05
+    ) as receiver:
+        connection.send("ready")
+        for snapshot in receiver.follow():
+            connection.send((snapshot.version, snapshot.tensors["0.weight"].unique().tolist()))
+
+
+def train_under_slurm(connection: Connection, log_dir: Path) -> None:
+    config = BridgeConfig(num_inference_nodes=2, device="cpu", log_dir=str(log_dir))
+    with VLLMWeightBridge(config) as bridge:
+        model = attached(bridge)
+        connection.send(bridge.inference_nodes)
+        while (order := connection.recv()) is not None:
+            value, bridge.config.timeout_seconds = order
+            with torch.no_grad():
+                model[0].weight.fill_(value)
+            try:
+                if value % 2:
+                    bridge.broadcast_weights_to_inference()
+                    bridge.barrier()
+                else:
+                    bridge.notify_update()
+            except dbuffer.WaitTimeoutError as error:
+                connection.send(str(error))
+            else:
+                connection.send(value)
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_engines_of_all_inference_nodes_are_waited_for(
+    tmp_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    be_in_job(monkeypatch, tmp_path, "trainer,gpu[08-09]", ("trainer", "gpu08", "gpu09"))
+    store = tmp_path / "dbuffer-atropos"
+    write_mapping(tmp_path, {})
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(Child(train_under_slurm, tmp_path))
+        assert trainer.receive() == ["gpu08", "gpu09"]
+        nodes = [stack.enter_context(Child(node, store, name)) for name in ("gpu08", "gpu09")]
+        for child in nodes:
+            assert child.receive() == "ready"
+        for value in (1, 2, 3):
+            trainer.send((value, TIMEOUT_S))
+            assert trainer.receive() == value
+            for child in nodes:
+                assert child.receive() == (value, [value])
+        # One of them dies: the other does not stand for both.
+        nodes[1].signal(signal.SIGKILL)
+        nodes[1].wait()
+        for value in (4, 5):
+            # Long enough for the one that lives, on a busy machine too.
+            trainer.send((value, 6 * SOON_S))
+            problem = trainer.receive()
+            assert "1 of 2 receivers applied version" in problem
+            assert "vllm-gpu09 has ended at 3" in problem
+            assert "engines are expected on gpu08, gpu09" in problem
+        # And comes back.
+        again = stack.enter_context(Child(node, store, "gpu09"))
+        assert again.receive() == "ready"
+        assert again.receive() == (5, [5])
+        trainer.send((6, TIMEOUT_S))
+        assert trainer.receive() == 6
+        trainer.send(None)
+        assert trainer.wait() == 0
+
+
+def test_bridge_outside_of_a_job_opens_nothing(tmp_path: Path) -> None:
+    config = config_for(num_inference_nodes=1, log_dir=str(tmp_path))
+    with pytest.raises(dbuffer.NotReadyError, match="SLURM_JOB_NODELIST"):
+        VLLMWeightBridge(config).initialize()
+    assert list(tmp_path.iterdir()) == []
+
+
+# A trainer of several processes
+
+
+def rank(
+    connection: Connection,
+    number: int,
+    meeting: Path,
+    store: Path,
+    url: str,
+    timeout_s: float,
+    delta: bool = False,
+) -> None:
+    config = BridgeConfig(
+        trainer_rank=number,
+        world_size=2,
+        init_method=f"file://{meeting}",
+        device="cpu",
+        vllm_api_url=url,
+        timeout_seconds=TIMEOUT_S,
+    )
+    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
+        model = attached(bridge)
+        config.timeout_seconds = timeout_s
+        for value in (1, 2):
+            with torch.no_grad():
+                model[0].weight[0].fill_(value)
+            try:
+                bridge.notify_update()
+            except dbuffer.DBufferError as error:
+                connection.send(type(error).__name__)
+            else:
+                connection.send(value)
+    connection.send(torch.distributed.is_initialized())
+
+
+@pytest.mark.parametrize(("follows", "delta"), [(True, False), (True, True), (False, False)])
+def test_all_ranks_publish_and_hear_of_it_together(
+    store: Path, tmp_path: Path, follows: bool, delta: bool
+) -> None:
+    with running(store, WITH_ROUTES, follows=follows) as server, contextlib.ExitStack() as stack:
+        timeout_s = TIMEOUT_S if follows else SOON_S
+        told = tmp_path / "meeting", store, server.url, timeout_s, delta
+        ranks = [stack.enter_context(Child(rank, number, *told)) for number in (0, 1)]
+        for value in (1, 2):
+            expected = value if follows else "WaitTimeoutError"
+            assert [child.receive() for child in ranks] == [expected] * 2
+        assert [child.receive() for child in ranks] == [False, False]
+        assert [child.wait() for child in ranks] == [0, 0]
+        assert [body["update_count"] for _, _, body in server.http.calls] == [1, 2]
+    assert len(list(store.glob("deltas/*"))) == delta
+
+
+def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path) -> None:
+    with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
+        told = tmp_path / "meeting", store, server.url, TIMEOUT_S
+        first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not server.http.calls:
+            assert time.monotonic() < deadline, "the server was not told"
+            time.sleep(0.01)
+        first.signal(signal.SIGKILL)
+        assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
+
+
+# The parameter mapping
+
+
+def write_mapping(directory: Path, entries: dict[str, Any]) -> Path:
+    path = directory / MAPPING_FILE
+    path.write_text(json.dumps({"model": "m", "tp_degree": 1, "param_mappings": entries}))
+    return path
+
+
+def to(name: str, **more: Any) -> dict[str, Any]:
+    return {"vllm_name": name, "shape": [1], "dtype": "torch.float32", **more}
+
+
+@pytest.fixture
+def publish_with(store: Path, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor]]:
+    """What is in the store after a publish with such entries in the mapping."""
+
+    def publish(entries: dict[str, Any], model: nn.Module | None = None) -> Any:
+        write_mapping(tmp_path, entries)
+        config = config_for(log_dir=str(tmp_path))
+        with VLLMWeightBridge(config, store=store) as bridge:
+            attached(bridge, model)
+            bridge.broadcast_weights_to_inference()
+        return stored(store)
+
+    return publish
+
+
+def test_names_are_those_of_the_mapping(publish_with: Any) -> None:
+    found = publish_with({"0.weight": to("first.w"), "1.bias": to("1.bias")})
+    assert sorted(found) == ["0.bias", "1.bias", "1.weight", "first.w"]
+
+
+def test_what_the_servers_call_their_own_is_passed_over(publish_with: Any) -> None:
+    """Atropos' patched server writes its own names, fused ones among them, each to itself."""
+    found = publish_with({"model.qkv_proj.weight": to("model.qkv_proj.weight")})
+    assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None:
+    found = publish_with({"0.weight": to("qkv"), "1.weight": to("qkv"), "0.bias": to("b")})
+    assert sorted(found) == ["0.weight", "1.bias", "1.weight", "b"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"2.weight": to("w")}, "does not have"),
+        ({"2.weight": to("2.weight", needs_permute=True)}, "does not have"),
+        ({"0.weight": to("1.weight")}, "several tensors the same name"),
+        ({"0.weight": {"name": "w"}}, "vllm_name"),
+    ],
+)
+def test_mapping_for_another_model_is_refused_before_anything_is_written(
+    publish_with: Any,
+    store: Path,
+    entries: dict[str, Any],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dbuffer.integrations.atropos.mapping._SETTLE_S", 0.1)
+    with pytest.raises(dbuffer.OptionError, match=problem) as caught:
+        publish_with(entries)
+    assert MAPPING_FILE in str(caught.value)
+    with dbuffer.WeightReceiver(store) as receiver:
+        assert receiver.wait_for_version(timeout_s=0) is None
+
+
+def test_mapping_is_waited_for_while_it_is_written(tmp_path: Path) -> None:
+    path = write_mapping(tmp_path, {"0.weight": to("w")})
+    whole = path.read_text()
+    path.write_text(whole[:40])
+    timer = threading.Timer(0.3, path.write_text, [whole])
+    timer.start()
+    mapping = ParameterMapping.find(str(tmp_path))
+    timer.join()
+    assert mapping is not None
+    assert mapping.names("0.weight") == "w"
+
+
+@contextlib.contextmanager
+def written_soon(directory: Path, entries: dict[str, Any]) -> Iterator[None]:
+    timer = threading.Timer(SOON_S, write_mapping, [directory, entries])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_mapping_that_comes_late_is_waited_for(
+    store: Path, tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_in_job(monkeypatch, tmp_path)
+    config = config_for(log_dir=str(tmp_path), num_inference_nodes=nodes)
+    with written_soon(tmp_path, {"0.weight": to("first.w")}):
+        with VLLMWeightBridge(config, store=store) as bridge:
+            assert bridge.param_mappings.keys() == {"0.weight"}
+            assert bridge.name_conversions == {"first.w": ["0.weight"]}
+            attached(bridge)
+            bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
+def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_in_job(monkeypatch, tmp_path)
+    log_dir = tmp_path / "logs"
+    log_dir.mkdir()
+    config = config_for(log_dir=str(log_dir), num_inference_nodes=1, timeout_seconds=SOON_S)
+    with pytest.raises(RuntimeError, match="was not written within") as caught:
+        VLLMWeightBridge(config).initialize()
+    assert str(log_dir / MAPPING_FILE) in str(caught.value)
+    assert list(log_dir.iterdir()) == []
+
+
+def test_mapping_that_is_named_and_does_not_come_is_named(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
+    with pytest.raises(dbuffer.NotReadyError, match=r"names\.json was not written"):
+        VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
+
+
+def test_local_mode_goes_on_without_a_mapping_and_says_so(
+    store: Path, tmp_path: Path, caplog: Any
+) -> None:
+    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
+    with VLLMWeightBridge(config, store=store) as bridge:
+        _, waiting, without = (record.getMessage() for record in caplog.records)
+        assert waiting.startswith("waiting up to 0.5 s for ")
+        assert str(tmp_path / MAPPING_FILE) in waiting
+        assert str(tmp_path / MAPPING_FILE) in without
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        # One that comes now, and would have changed something, stops the next update.
+        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
+            bridge.broadcast_weights_to_inference()
+        assert bridge._update_count == 1
+        bridge.cleanup()
+        bridge.initialize()
+        bridge.broadcast_weights_to_inference()
+        assert "first.w" in stored(store)
+
+
+def test_late_mapping_that_changes_nothing_hinders_nobody(store: Path, tmp_path: Path) -> None:
+    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
+    with VLLMWeightBridge(config, store=store) as bridge:
+        attached(bridge)
+        write_mapping(tmp_path, {"0.weight": to("0.weight"), "theirs": to("theirs")})
+        bridge.broadcast_weights_to_inference()
+    assert len(stored(store)) == 4
+
+
+def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
+    store: Path, tmp_path: Path
+) -> None:
+    """Atropos' server writes an empty one first, also when it starts again."""
+    write_mapping(tmp_path, {})
+    with VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store) as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
+            bridge.broadcast_weights_to_inference()
+        bridge.cleanup()
+        bridge.initialize()
+        for entries in ({}, {"0.weight": to("first.w")}):
+            bridge.broadcast_weights_to_inference()
+            write_mapping(tmp_path, entries)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
+def test_nobody_waits_for_the_mapping_of_a_stock_server(store: Path, tmp_path: Path) -> None:
+    with running(store, {"GET /version": {"version": "0.32.0"}}) as server:
+        config = config_for(server.url, log_dir=str(tmp_path), timeout_seconds=TIMEOUT_S)
+        began = time.monotonic()
+        with VLLMWeightBridge(config, store=store):
+            assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_mapping_is_checked_against_what_was_attached_before(store: Path, tmp_path: Path) -> None:
+    write_mapping(tmp_path, {"2.weight": to("w")})
+    bridge = VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store)
+    attached(bridge)
+    with pytest.raises(dbuffer.OptionError, match="does not have"):
+        bridge.initialize()
+    assert not store.exists()
+
+
+def test_mapping_is_found_where_atropos_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ParameterMapping.find(None) is None
+    assert ParameterMapping.find(str(tmp_path)) is None
+    (tmp_path / "other").mkdir()
+    path = write_mapping(tmp_path / "other", {"a": to("b")})
+    monkeypatch.setenv(PATH_VARIABLE, str(path))
+    found = ParameterMapping.find(str(tmp_path))
+    assert found is not None
+    assert found.names("a") == "b"
+
+
+def test_rotary_layouts_are_changed_where_the_mapping_says_so(
+    store: Path, tmp_path: Path, checkpoint: Path, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    layer = "model.layers.0.self_attn"
+    permuted = {f"{layer}.q_proj.weight": 2, f"{layer}.k_proj.weight": 2, f"{layer}.q_proj.bias": 2}
+    write_mapping(tmp_path, {name: to(name, needs_permute=True) for name in permuted})
+    config = config_for(log_dir=str(tmp_path), model_name=str(checkpoint))
+    with VLLMWeightBridge(config, store=store) as bridge:
+        model = bridge.get_trainable_model()
+        assert "another layout" in caplog.text
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)  # biases are all the same at first
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        bridge.broadcast_weights_to_inference()
+        found = stored(store)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        heads = permuted.get(name)
+        expected = permute_for_rotary(parameter.detach(), heads) if heads else parameter
+        assert torch.equal(found[name], expected)
+        assert torch.equal(found[name], parameter) == (heads is None)
+
+
+def test_only_queries_and_keys_have_rotary_layouts() -> None:
+    entries = {"v_proj.weight": to("v_proj.weight", needs_permute=True)}
+    mapping = ParameterMapping(Path("m"), {"param_mappings": entries})
+    with pytest.raises(dbuffer.OptionError, match="v_proj"):
+        mapping.permute({}, 2, 2)

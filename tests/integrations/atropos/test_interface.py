@@ -1,0 +1,149 @@
+"""Names and parameters, next to those of Atropos' ``example_trainer/vllm_weight_bridge.py``.
+
+The tables are what that file has, as of its revision 533f0bf2 (December 2025), the last with all of
+the bridge's calls; what is about process groups is left out, since none is joined here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.integrations import atropos
+from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge, slurm
+from tests.support.slurm_job import be_in_job, be_in_no_job
+
+CONFIG_FIELDS = {
+    "trainer_rank": 0,
+    "world_size": 1,
+    "init_method": "env://",
+    "num_inference_nodes": 0,
+    "model_name": "",
+    "device": "cuda",
+    "timeout_seconds": 300.0,
+    "log_dir": None,
+    "vllm_api_url": "http://localhost:9001",
+    "use_cuda_ipc": False,
+    "num_gpus_per_node": torch.cuda.device_count(),
+}
+"""In their order: they may be given by position."""
+
+BRIDGE_METHODS = {
+    "__init__": ["self", "config"],
+    "initialize": ["self"],
+    "attach_to_vllm_weights": ["self", "vllm_state_dict"],
+    "get_trainable_model": ["self"],
+    "broadcast_weights_to_inference": ["self"],
+    "notify_update": ["self"],
+    "barrier": ["self"],
+    "cleanup": ["self"],
+}
+BRIDGE_ATTRIBUTES = {
+    "config": BridgeConfig,
+    "device": torch.device,
+    "nccl_group": type(None),
+    "gloo_group": type(None),
+    "param_mappings": dict,
+    "name_conversions": dict,
+    "shared_state_dict": dict,
+}
+FUNCTIONS = {
+    "create_bridge_from_training_config": ["config"],
+    "get_inference_urls": ["num_inference_nodes"],
+    "get_local_hostname": [],
+    "get_name_conversions": ["param_mappings"],
+    "permute_for_rotary": ["w", "n_heads"],
+    "permute_for_rotary_1d": ["w", "n_heads"],
+}
+RUNTIME_ERRORS: dict[str, Callable[[VLLMWeightBridge], object]] = {
+    "publishing before initialize()": lambda b: b.broadcast_weights_to_inference(),
+    "a model before initialize()": lambda b: b.get_trainable_model(),
+    "nodes outside of a job": lambda b: b.initialize(),
+}
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Those that may be given by position: by keyword only, we may have more."""
+    found = inspect.signature(function).parameters.values()
+    return [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name: str) -> None:
+    assert name in atropos.__all__
+    assert parameters_of(getattr(atropos, name)) == FUNCTIONS[name]
+
+
+@pytest.mark.parametrize("name", BRIDGE_METHODS)
+def test_method_of_the_bridge(name: str) -> None:
+    assert parameters_of(getattr(VLLMWeightBridge, name)) == BRIDGE_METHODS[name]
+
+
+@pytest.mark.parametrize("name", BRIDGE_ATTRIBUTES)
+def test_attribute_of_the_bridge(tmp_path: Path, name: str) -> None:
+    bridge = VLLMWeightBridge(BridgeConfig(device="cpu"), store=tmp_path / "store")
+    assert isinstance(getattr(bridge, name), BRIDGE_ATTRIBUTES[name])
+
+
+def test_fields_of_the_configuration() -> None:
+    assert [one.name for one in dataclasses.fields(BridgeConfig)] == list(CONFIG_FIELDS)
+    assert dataclasses.asdict(BridgeConfig()) == CONFIG_FIELDS
+    given = 1, 2, "tcp://a:1", 3, "m", "cpu", 5.0, "/logs", "http://a:1", False, 8
+    assert dataclasses.astuple(BridgeConfig(*given)) == given
+
+
+@pytest.mark.parametrize("name", RUNTIME_ERRORS)
+def test_what_is_a_runtime_error_there(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_in_no_job(monkeypatch)
+    config = BridgeConfig(num_inference_nodes=1, device="cpu", log_dir=str(tmp_path))
+    with pytest.raises(RuntimeError) as caught:
+        RUNTIME_ERRORS[name](VLLMWeightBridge(config, store=tmp_path / "store"))
+    assert isinstance(caught.value, dbuffer.DBufferError)
+
+
+def test_places_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_in_job(monkeypatch, tmp_path)
+    assert atropos.get_inference_urls(2) == ("n1:26756", "n1:26757", "n2:26758", ["n2", "n3"])
+    here = "localhost:26756", "localhost:26757", "localhost:26758", ["localhost"]
+    assert atropos.get_inference_urls(0) == here
+    assert atropos.get_inference_urls(-1) == (None, None, None, None)
+    all_nodes = ["n1", "n2", "n3"]
+    for more in (3, 4, 100):
+        found = atropos.get_inference_urls(more)
+        assert found == ("n1:26756", "n1:26757", "n1:26758", all_nodes), "as a slice has it"
+    be_in_no_job(monkeypatch)
+    assert atropos.get_inference_urls(2) == (None, None, None, None)
+
+
+def test_names_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = os.uname().nodename
+    assert name in atropos.get_local_hostname()
+    hosts = tmp_path / "hosts"
+    monkeypatch.setattr(slurm, "_HOSTS_FILE", hosts)
+    hosts.write_text(
+        f"127.0.1.1 {name}\n# 10.0.0.1 {name}\n10.0.0.2 other\n10.0.0.3 x {name} # y\n"
+    )
+    assert atropos.get_local_hostname() == ["10.0.0.3", "x", name]
+    hosts.unlink()
+    assert atropos.get_local_hostname()[-1] == name
+
+
+def test_names_that_a_mapping_converts() -> None:
+    mappings = {"q": {"vllm_name": "qkv"}, "k": {"vllm_name": "qkv"}, "norm": {"shape": [1]}}
+    assert atropos.get_name_conversions(mappings) == {"qkv": ["q", "k"], "norm": ["norm"]}
+
+
+def test_biases_have_a_function_of_their_own() -> None:
+    rows = torch.arange(8)
+    expected = atropos.permute_for_rotary(rows, n_heads=2)
+    assert torch.equal(atropos.permute_for_rotary_1d(rows, n_heads=2), expected)

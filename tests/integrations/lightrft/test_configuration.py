@@ -1,0 +1,331 @@
+"""What LightRFT's strategy says: read right, or refused before anything is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbuffer
+from dbuffer.integrations import default_store
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.lightrft import BroadcastManager, manager
+from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
+from dbuffer.integrations.lightrft.engines import engines_of_rank
+from dbuffer.receive.stager import Stager
+from tests.support.lightrft_parts import Actor, strategy_for
+from tests.support.waiting import TIMEOUT_S
+from tests.support.worlds import World
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 2) as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    ("name", "of_sglang"),
+    [
+        ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.language_model.lm_head.weight", "lm_head.weight"),
+        ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
+        ("model.vision_tower.encoder.norm.weight", "vision_tower.encoder.norm.weight"),
+        ("model.audio_tower.conv1.weight", "audio_tower.conv1.weight"),
+        ("model.image_newline", "image_newline"),
+        ("language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("visual.merger.mlp.0.weight", "visual.merger.mlp.0.weight"),
+        # A language model's own are right as they are.
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_names_for_sglang(name: str, of_sglang: str) -> None:
+    assert SGLANG_NAMES(name) == of_sglang
+
+
+def test_names_of_a_real_vision_language_model_become_sglangs() -> None:
+    names = [name for name, _ in tiny_vision_language_model().named_parameters()]
+    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {
+        "visual",
+        "language_model",
+    }
+    mapped = [SGLANG_NAMES(name) for name in names]
+    assert len(set(mapped)) == len(names)
+    first = {name.split(".")[0] for name in mapped}
+    assert first == {"visual", "model", "lm_head"}
+    below_model = {name.split(".")[1] for name in mapped if name.startswith("model.")}
+    assert below_model == {"embed_tokens", "layers", "norm"}
+
+
+def tiny_vision_language_model() -> nn.Module:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
+    with torch.device("meta"):
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        return Qwen2_5_VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [
+        ("fsdp2 bf16", torch.bfloat16),
+        ("fsdp2", torch.float16),
+        ("zero-3 bf16", torch.bfloat16),
+        ("zero-1", None),
+    ],
+)
+def test_dtype_is_lightrfts(trainer: str, dtype: torch.dtype | None) -> None:
+    assert Configuration.of(strategy_for(trainer)).dtype is dtype
+
+
+def test_only_sglang_has_other_names() -> None:
+    assert Configuration.of(strategy_for("fsdp2")).rename is None
+    assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
+
+
+def test_names_of_a_trainer_of_text_only_stay() -> None:
+    strategy = strategy_for("fsdp2", "sglang")
+    strategy.args.text_only = True
+    assert Configuration.of(strategy).rename is None
+    strategy.args.text_only = False
+    assert Configuration.of(strategy).rename is SGLANG_NAMES
+
+
+def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default() -> None:
+    strategy = strategy_for("fsdp2 bf16")
+    del strategy.args.bf16
+    assert Configuration.of(strategy).dtype is torch.bfloat16
+    strategy.config = SimpleNamespace(bf16=False)
+    assert Configuration.of(strategy).dtype is torch.float16
+    silent = SimpleNamespace(engine_type="vllm", args=None)
+    expected = Configuration.of(strategy_for("zero-2 bf16"))
+    assert Configuration.of(silent) == expected
+
+
+def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
+    default_store._SHARED_MEMORY = place
+    strategy = strategy_for(trainer, engine_type)
+    actor = Actor(MODELS[model]())
+    with pytest.raises(NotImplementedError) as caught:
+        BroadcastManager(actor, strategy, "http://127.0.0.1:1")
+    assert isinstance(caught.value, dbuffer.DBufferError)
+    return str(caught.value)
+
+
+def plain() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module: nn.Module = fully_shard(plain())
+    return module
+
+
+def flattened() -> nn.Module:
+    """By the first FSDP."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(plain(), device_id=torch.device("cpu"))
+
+
+def wrapped() -> nn.Module:
+    """As DeepSpeed's engine has its module; a data-parallel one too."""
+    return nn.parallel.DistributedDataParallel(plain())
+
+
+def pipeline() -> nn.Module:
+    model = wrapped()
+    model.is_pipe_parallel = True
+    return model
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["0"])
+    return nn.parallel.DistributedDataParallel(get_peft_model(nn.Sequential(plain()), config))
+
+
+def adapted_and_sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module: nn.Module = fully_shard(adapted().module)
+    return module
+
+
+MODELS = {
+    "plain": plain,
+    "sharded": sharded,
+    "flattened": flattened,
+    "wrapped": wrapped,
+    "pipeline": pipeline,
+    "adapted": adapted,
+    "adapted, sharded": adapted_and_sharded,
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine_type", "model", "why"),
+    [
+        ("fsdp2", "tgi", "sharded", "'tgi'"),
+        ("zero-4", "vllm", "wrapped", "zero_stage 4"),
+        ("fsdp2", "vllm", "plain", "fully_shard"),
+        ("fsdp2", "vllm", "flattened", "fully_shard"),
+        ("zero-1", "vllm", "plain", "not a DeepSpeed engine"),
+        ("zero-1", "vllm", "pipeline", "pipeline"),
+        ("zero-3", "vllm", "adapted", "lora_A"),
+        ("fsdp2", "sglang", "adapted, sharded", "lora_A"),
+    ],
+)
+def test_what_is_not_known_is_refused_on_all_ranks(
+    world: World, tmp_path: Path, trainer: str, engine_type: str, model: str, why: str
+) -> None:
+    for message in world.run(refuse, tmp_path, trainer, engine_type, model):
+        assert why in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(rank: int, place: Path, engines: list[Any]) -> str:
+    default_store._SHARED_MEMORY = place
+    with pytest.raises(dbuffer.DBufferError) as caught:
+        BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), engines[rank])
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("engines", "kind"),
+    [
+        ([None, None], "OptionError"),
+        ([None, 5], "UnsupportedError"),
+        (["http://127.0.0.1:1"] * 2, "EngineUnreachableError"),
+    ],
+)
+def test_no_usable_engine_is_an_error_on_all_ranks_and_publishes_nothing(
+    world: World, tmp_path: Path, engines: list[Any], kind: str
+) -> None:
+    assert world.run(fail, tmp_path, engines) == [kind] * 2
+    assert list(tmp_path.glob("*/CURRENT")) == []
+
+
+class SGLangWrapper:
+    """The attributes by which LightRFT's wrapper round SGLang's engine is known."""
+
+    tp_group_cpu = "a group"
+
+    def __init__(self, tp_rank: int) -> None:
+        self._tp_rank = tp_rank
+        self._engine = ["the engine", tp_rank]
+
+
+def test_engines_that_a_rank_has_to_do_with() -> None:
+    assert engines_of_rank("http://a", 0) == ["http://a"]
+    assert engines_of_rank("http://a", 1) == []
+    assert engines_of_rank([5, "http://a", None], 0) == [5, "http://a"]
+    assert engines_of_rank([5, "http://a", None], 1) == [5]
+    assert engines_of_rank(SGLangWrapper(0), 3) == [["the engine", 0]]
+    assert engines_of_rank(SGLangWrapper(1), 0) == []
+
+
+def hold(rank: int, place: Path) -> str:
+    """Make a manager, with an engine that nobody looks at, and keep it."""
+    held["manager"] = followed_by_a_stand_in(place)
+    return str(held["manager"].store)
+
+
+def followed_by_a_stand_in(place: Path) -> BroadcastManager:
+    default_store._SHARED_MEMORY = place
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "start_follower", lambda engine_type, *rest: StandIn(*rest))
+        return BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), "an engine")
+
+
+def let_go(rank: int) -> bool:
+    held.pop("manager").close()
+    return True
+
+
+held: dict[str, BroadcastManager] = {}
+
+
+def test_ranks_share_a_store_in_shared_memory_that_stays(world: World, tmp_path: Path) -> None:
+    first, second = world.run(hold, tmp_path)
+    assert first == second
+    assert Path(first).parent == tmp_path
+    assert Path(first).name.startswith(f"dbuffer-lightrft-{os.getuid()}-")
+    world.run(let_go)
+    assert Path(first).is_dir()
+    assert world.run(hold, tmp_path) == [first, first], "as after a restart"
+    world.run(let_go)
+
+
+class StandIn:
+    """What follows in an engine's place: a real stager, as each of an engine's ranks has one."""
+
+    def __init__(self, engine: Any, api_key: str | None, options: EngineOptions) -> None:
+        self._stager = Stager(
+            dbuffer.WeightReceiver(options.store, receiver_id=f"stand-in-{os.getpid()}")
+        )
+
+    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
+        self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)
+        self._stager.release(applied=at_least)
+
+    def stop_workers(self) -> None:
+        self._stager.close()
+
+    def close(self) -> None:
+        pass
+
+
+def end_without_close(place: Path) -> None:
+    """A program that ends as most do: nothing is closed, and the engine goes on to its last."""
+    meeting = f"file://{place / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    manager = held["manager"] = followed_by_a_stand_in(place)
+    manager.broadcast_to_engine()
+    print(manager.store)
+
+
+def test_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_dir()
+    assert done.stderr == ""
+
+
+if __name__ == "__main__":
+    end_without_close(Path(sys.argv[1]))

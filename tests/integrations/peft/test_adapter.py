@@ -1,0 +1,319 @@
+"""Adapters by themselves: published, loaded into other peft models, saved for engines."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from tests.support.children import Child
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from dbuffer.integrations.peft import (  # noqa: E402
+    adapter_metadata,
+    adapter_weights,
+    load_adapter,
+    merged_weights,
+    save_adapter,
+    send_adapter,
+)
+from tests.integrations.peft.test_merged import bits, everything_in, make, reference, train  # noqa: E402
+from tests.support.engines.tiny_models import make_model  # noqa: E402
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(**more: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": TARGETS} | more)
+
+
+def model_of(seed: int, **more: Any) -> Any:
+    """The same base model with an adapter of its own; only that is what the seed decides."""
+    model = make("qwen3", lora(**more))
+    train(model, seed)
+    return model
+
+
+@pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with dbuffer.WeightReceiver(store) as receiver:
+        yield receiver
+
+
+def files_of_peft(model: Any, directory: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """What peft itself saves."""
+    from safetensors.torch import load_file
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(directory, save_embedding_layers=False)
+    return (
+        bits(load_file(directory / "adapter_model.safetensors")),
+        json.loads((directory / "adapter_config.json").read_text()),
+    )
+
+
+class TestSending:
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {},
+            {"use_dora": True},
+            {"modules_to_save": ["lm_head"]},
+            {"trainable_token_indices": [3]},
+        ],
+        ids=str,
+    )
+    def test_tensors_and_configuration_are_those_that_peft_saves(
+        self, sender: Any, receiver: Any, tmp_path: Path, more: dict[str, Any]
+    ) -> None:
+        model = model_of(1, **more)
+        before = everything_in(model)
+        publication = send_adapter(sender, model, metadata={"step": 7})
+        assert everything_in(model) == before
+        tensors, config = files_of_peft(model, tmp_path)
+        with receiver.open() as snapshot:
+            assert snapshot.version == publication.version
+            assert bits(snapshot.tensors) == tensors
+            assert snapshot.metadata["step"] == 7
+            found = snapshot.metadata["adapter_config"]
+        # Where there is no task type peft notes the class of the base model, for its AutoPeftModel.
+        found["auto_mapping"] = config["auto_mapping"]
+        sets = {"target_modules", "modules_to_save"}
+        assert found.keys() == config.keys()
+        for key in found.keys() - sets:
+            assert found[key] == config[key], key
+        for key in sets:
+            assert found[key] == (config[key] and sorted(config[key])), key
+        assert (found["r"], found["lora_alpha"]) == (4, 16)
+
+    def test_into_the_same_files(self, store: Path, sender: Any) -> None:
+        model = model_of(1)
+        files = []
+        for step in range(4):
+            train(model, step)
+            send_adapter(sender, model)
+            files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
+        assert files[1] == files[2] == files[3]
+
+    def test_one_of_several(self, sender: Any, receiver: Any) -> None:
+        model = model_of(1)
+        model.add_adapter("other", lora(r=2))
+        send_adapter(sender, model, adapter="other")
+        with receiver.open() as snapshot:
+            assert snapshot.metadata["adapter_config"]["r"] == 2
+            assert {min(spec.shape) for spec in snapshot.specs} == {2}
+            assert not [name for name in snapshot.tensors if "other" in name]
+
+    @pytest.mark.parametrize(
+        ("make_it", "match"),
+        [
+            (lambda: (torch.nn.Linear(2, 2), "default"), "a Linear has no adapter 'default'"),
+            (lambda: (model_of(1), "other"), "has no adapter 'other'; it has 'default'"),
+            (lambda: (model_of(1, init_lora_weights="pissa"), "default"), "merged_weights"),
+        ],
+    )
+    def test_refused(self, sender: Any, make_it: Callable[[], tuple[Any, str]], match: str) -> None:
+        model, adapter = make_it()
+        with pytest.raises(dbuffer.InvalidWeightsError, match=match):
+            send_adapter(sender, model, adapter=adapter)
+
+    def test_metadata_of_that_name_is_refused(self, sender: Any) -> None:
+        with pytest.raises(dbuffer.InvalidWeightsError, match="adapter_config"):
+            send_adapter(sender, model_of(1), metadata={"adapter_config": {}})
+
+
+def answer_as_another_process(connection: Any, store: Path) -> None:
+    """Load each version when told to, and say what the model would be, merged."""
+    model = model_of(2)
+    with dbuffer.WeightReceiver(store) as receiver:
+        while connection.recv() is not None:
+            connection.send((load_adapter(receiver, model), bits(reference(model))))
+
+
+class TestLoading:
+    def test_into_a_model_of_another_process(self, store: Path, sender: Any) -> None:
+        model = model_of(1)
+        with Child(answer_as_another_process, store) as child:
+            for version in (1, 2):
+                train(model, version)
+                send_adapter(sender, model)
+                child.send("load")
+                assert child.receive() == (version, bits(reference(model)))
+            child.send("load")
+            assert child.receive() == (None, bits(reference(model)))
+            sender.wait_applied(2, timeout_s=10)
+
+    def test_under_another_name(self, sender: Any, receiver: Any) -> None:
+        source, target = model_of(1), model_of(2)
+        target.add_adapter("other", lora())
+        before = bits(adapter_weights(target))
+        send_adapter(sender, source)
+        load_adapter(receiver, target, adapter="other")
+        assert bits(adapter_weights(target, "other")) == bits(adapter_weights(source))
+        assert bits(adapter_weights(target)) == before
+
+    @pytest.mark.parametrize(
+        ("more", "difference"),
+        [
+            ({"r": 8}, "r is 4 in the store and 8 here"),
+            ({"lora_alpha": 8}, "lora_alpha is 16 in the store and 8 here"),
+            ({"use_rslora": True}, "use_rslora is False in the store and True here"),
+            ({"target_modules": ["q_proj"]}, "target_modules is "),
+        ],
+    )
+    def test_another_configuration_is_refused(
+        self, sender: Any, receiver: Any, more: dict[str, Any], difference: str
+    ) -> None:
+        target = model_of(2, **more)
+        before = everything_in(target)
+        send_adapter(sender, model_of(1))
+        with pytest.raises(dbuffer.WeightsMismatchError, match=difference):
+            load_adapter(receiver, target)
+        assert everything_in(target) == before
+
+    def test_what_means_nothing_for_the_tensors_may_differ(
+        self, sender: Any, receiver: Any
+    ) -> None:
+        send_adapter(sender, model_of(1, lora_dropout=0.1))
+        assert load_adapter(receiver, model_of(2, task_type="CAUSAL_LM")) == 1
+
+    def test_a_merged_one_is_refused(self, sender: Any, receiver: Any) -> None:
+        target = model_of(2)
+        send_adapter(sender, model_of(1))
+        target.merge_adapter()
+        with pytest.raises(dbuffer.InvalidWeightsError, match="unmerge_adapter"):
+            load_adapter(receiver, target)
+
+    def test_other_dtypes_are_refused(self, store: Path, receiver: Any) -> None:
+        target = model_of(2)
+        before = everything_in(target)
+        with dbuffer.WeightSender(store, dtype=torch.bfloat16) as sender:
+            send_adapter(sender, model_of(1))
+        with pytest.raises(dbuffer.WeightsMismatchError, match="bfloat16"):
+            load_adapter(receiver, target)
+        assert everything_in(target) == before
+
+
+class TestNeitherForTheOther:
+    @pytest.mark.parametrize("partial", [False, True])
+    def test_who_expects_a_model_refuses_an_adapter(
+        self, sender: Any, receiver: Any, partial: bool
+    ) -> None:
+        model, seen = make_model("qwen3", 0), []
+        before = bits(dict(model.state_dict()))
+        send_adapter(sender, model_of(1))
+        for target in (model, dict(model.state_dict()), lambda pairs: seen.append(pairs)):
+            with pytest.raises(dbuffer.WeightsMismatchError, match="holds an adapter, not a mod"):
+                receiver.load_into(target, partial=partial)
+        assert bits(dict(model.state_dict())) == before
+        assert not seen
+
+    def test_who_expects_an_adapter_refuses_a_model(
+        self, sender: Any, receiver: Any, tmp_path: Path
+    ) -> None:
+        model = model_of(1)
+        before = everything_in(model)
+        # Whatever it is called: these are an adapter's tensors, but nobody said so.
+        for weights in (merged_weights(model), adapter_weights(model)):
+            sender.send(weights)
+            with pytest.raises(dbuffer.WeightsMismatchError, match="holds a model, not an adapter"):
+                load_adapter(receiver, model)
+            with pytest.raises(dbuffer.WeightsMismatchError, match="holds a model, not an adapter"):
+                save_adapter(receiver, tmp_path / "saved")
+        assert everything_in(model) == before
+        assert list((tmp_path / "saved").iterdir()) == []
+
+
+class TestSaving:
+    def test_peft_reads_it(self, sender: Any, receiver: Any, tmp_path: Path) -> None:
+        model = model_of(1)
+        send_adapter(sender, model)
+        saved = save_adapter(receiver, tmp_path)
+        assert saved.path.parent == tmp_path
+        assert saved.version == 1
+        found = peft.PeftModel.from_pretrained(make_model("qwen3", 0), saved.path)
+        assert bits(reference(found)) == bits(reference(model))
+        sender.wait_applied(1, timeout_s=10)
+
+    def test_each_version_has_a_directory_and_two_stay(
+        self, sender: Any, receiver: Any, tmp_path: Path
+    ) -> None:
+        model, saved = model_of(1), []
+        for step in range(4):
+            train(model, step)
+            send_adapter(sender, model)
+            saved.append(save_adapter(receiver, tmp_path))
+        assert len({one.path for one in saved} | {one.number for one in saved}) == 8
+        assert sorted(tmp_path.iterdir()) == sorted(one.path for one in saved[-2:])
+
+    def test_one_that_is_there_is_not_written_again(
+        self, sender: Any, receiver: Any, tmp_path: Path
+    ) -> None:
+        send_adapter(sender, model_of(1))
+        first = save_adapter(receiver, tmp_path)
+        files = {path: path.stat().st_ino for path in first.path.iterdir()}
+        assert save_adapter(receiver, tmp_path) == first
+        assert {path: path.stat().st_ino for path in first.path.iterdir()} == files
+
+    def test_a_store_that_took_the_place_of_another(
+        self, store: Path, tmp_path: Path, receiver: Any
+    ) -> None:
+        """Version 1 of the new store is not taken for version 1 of the old one, nor for older."""
+        import shutil
+
+        found = []
+        for seed in (1, 2):
+            with dbuffer.WeightSender(store) as sender:
+                for _ in range(3 if seed == 1 else 1):
+                    send_adapter(sender, model_of(seed))
+                    with dbuffer.WeightReceiver(store) as reader:
+                        found.append(save_adapter(reader, tmp_path))
+            shutil.rmtree(store)
+        first, last = found[0], found[-1]
+        assert first.version == last.version == 1
+        assert first.path != last.path
+        assert first.number != last.number
+        assert last.path.is_dir()
+        saved = peft.PeftModel.from_pretrained(make_model("qwen3", 0), last.path)
+        assert bits(reference(saved)) == bits(reference(model_of(2)))
+
+    def test_one_that_was_overwritten_meanwhile_is_not_saved(
+        self, store: Path, receiver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from safetensors import torch as safetensors_torch
+
+        model = model_of(1)
+        with dbuffer.WeightSender(store, reader_timeout_s=0.0) as sender:
+            send_adapter(sender, model)
+            save_file = safetensors_torch.save_file
+
+            def save_slowly(*args: Any) -> None:
+                save_file(*args)
+                for _ in range(2):
+                    send_adapter(sender, model)
+
+            monkeypatch.setattr(safetensors_torch, "save_file", save_slowly)
+            with pytest.raises(dbuffer.SnapshotEvictedError):
+                save_adapter(receiver, tmp_path)
+            assert list(tmp_path.iterdir()) == []
+            monkeypatch.undo()
+            assert save_adapter(receiver, tmp_path).version == 3
+
+    def test_nothing_published(self, receiver: Any, tmp_path: Path) -> None:
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            save_adapter(receiver, tmp_path, timeout_s=0.01)
+
+
+def test_metadata_is_always_the_same() -> None:
+    one, other = adapter_metadata(model_of(1)), adapter_metadata(model_of(2))
+    assert one == other
+    assert json.loads(json.dumps(one)) == one

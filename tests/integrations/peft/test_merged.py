@@ -1,0 +1,379 @@
+"""A peft model published as the model that it acts as, which is what peft itself would merge."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+
+from dbuffer.integrations.peft import merged_weights  # noqa: E402
+from tests.support.engines.tiny_models import make_model  # noqa: E402
+
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+METHODS: dict[str, Any] = {
+    "lora": peft.LoraConfig(r=4, target_modules=LINEAR),
+    "lora, rank-stabilised, ranks by layer": peft.LoraConfig(
+        r=4, target_modules=LINEAR, use_rslora=True, rank_pattern={"v_proj": 2}
+    ),
+    "dora": peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
+    "lora on the embedding": peft.LoraConfig(r=4, target_modules=[*LINEAR, "embed_tokens"]),
+    "lora on embedding and head": peft.LoraConfig(
+        r=4, target_modules=["q_proj", "embed_tokens", "lm_head"]
+    ),
+    "head trained whole": peft.LoraConfig(r=4, target_modules=LINEAR, modules_to_save=["lm_head"]),
+    "some tokens": peft.LoraConfig(r=4, target_modules=LINEAR, trainable_token_indices=[1, 2]),
+    "ia3": peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "loha": peft.LoHaConfig(r=4, target_modules=LINEAR),
+    "lokr": peft.LoKrConfig(r=4, target_modules=LINEAR),
+    "oft": peft.OFTConfig(oft_block_size=4, r=0, target_modules=LINEAR),
+    "vera": peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    "norms": peft.LNTuningConfig(target_modules=["norm"]),
+}
+FAMILIES = ("qwen3", "tied-qwen2")
+CASES = [(family, method) for family in FAMILIES for method in METHODS]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
+]
+
+
+def make(family: str, config: Any, seed: int = 0) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(make_model(family, seed), copy.deepcopy(config))
+    train(model, seed)
+    return model
+
+
+def train(model: Any, seed: int) -> None:
+    """Let every trainable tensor be something else than what it began with."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def reference(model: Any, adapters: list[str] | None = None) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = copy.deepcopy(model).merge_and_unload(adapter_names=adapters)
+    return dict(merged.state_dict())
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
+
+
+def everything_in(model: Any) -> dict[str, Any]:
+    """All that publishing could change: bytes, places, names, which adapters are merged."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    layers = {
+        name: (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    return {
+        "bits": bits(tensors),
+        "places": {name: tensor.data_ptr() for name, tensor in tensors.items()},
+        "gradients": {name: tensor.requires_grad for name, tensor in tensors.items()},
+        "names": list(model.state_dict()),
+        "modules": {name: id(module) for name, module in model.named_modules()},
+        "layers": layers,
+        "configuration": repr(model.peft_config),
+    }
+
+
+def received(store: Path) -> dict[str, torch.Tensor]:
+    """All tensors under all their names, in memory of their own."""
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+        return tensors | {alias: tensors[name] for alias, name in snapshot.aliases.items()}
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_what_arrives_is_what_peft_would_merge(
+    store: Path, sender: dbuffer.WeightSender, family: str, method: str
+) -> None:
+    model = make(family, METHODS[method])
+    expected, before = reference(model), everything_in(model)
+    weights = merged_weights(model)
+    sender.send(weights)
+    assert list(weights) == list(expected)
+    assert bits(received(store)) == bits(expected)
+    assert everything_in(model) == before
+    base = make_model(family, 0).state_dict()
+    assert list(expected) == list(base)
+    assert bits(expected) != bits(base)
+    # What is tied in the merged model is stored once.
+    is_tied = (
+        expected["lm_head.weight"].data_ptr() == expected["model.embed_tokens.weight"].data_ptr()
+    )
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.aliases == (
+            {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+        )
+    assert is_tied == (family == "tied-qwen2" and method != "head trained whole")
+
+
+def test_experts_that_are_one_parameter(store: Path, sender: dbuffer.WeightSender) -> None:
+    model = make(
+        "qwen3-moe",
+        peft.LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ),
+    )
+    sender.send(merged_weights(model))
+    assert bits(received(store)) == bits(reference(model))
+
+
+def test_bias_of_lora(store: Path, sender: dbuffer.WeightSender) -> None:
+    model = make("tied-qwen2", peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
+    sender.send(merged_weights(model))
+    name = "model.layers.0.self_attn.q_proj.bias"
+    assert bits(received(store)) == bits(reference(model))
+    assert not torch.equal(received(store)[name], make_model("tied-qwen2", 0).state_dict()[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(store: Path, sender: dbuffer.WeightSender, dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = make_model("qwen3", 0).to(dtype)
+        model = peft.get_peft_model(base, METHODS["lora"])
+    train(model, 0)
+    sender.send(merged_weights(model))
+    assert bits(received(store)) == bits(reference(model))
+
+
+class TestSeveralAdapters:
+    @pytest.fixture
+    def model(self) -> Any:
+        model = make("qwen3", peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"]))
+        model.base_model.set_adapter(["default", "other"])
+        train(model, 3)
+        return model
+
+    def test_all_that_are_active(self, store: Path, sender: Any, model: Any) -> None:
+        sender.send(merged_weights(model))
+        assert bits(received(store)) == bits(reference(model))
+        assert bits(reference(model)) != bits(reference(model, ["default"]))
+
+    @pytest.mark.parametrize("adapters", [["default"], ["other"], ["other", "default"]])
+    def test_those_that_are_named(
+        self, store: Path, sender: Any, model: Any, adapters: list[str]
+    ) -> None:
+        model.set_adapter("default")
+        sender.send(merged_weights(model, adapters))
+        assert bits(received(store)) == bits(reference(model, adapters))
+
+    def test_some_are_merged_already(self, store: Path, sender: Any, model: Any) -> None:
+        expected = reference(model)
+        model.merge_adapter(["default"])
+        before = everything_in(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft says that it adds to those
+            sender.send(merged_weights(model))
+        assert everything_in(model) == before
+        assert bits(received(store)) == bits(expected)
+
+    def test_one_that_is_merged_and_not_asked_for_is_refused(self, sender: Any, model: Any) -> None:
+        model.merge_adapter(["default"])
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'default' merged into it"):
+            merged_weights(model, ["other"])
+
+    def test_switched_since_is_refused(self, store: Path, sender: Any, model: Any) -> None:
+        weights = merged_weights(model)
+        model.set_adapter("default")
+        with pytest.raises(dbuffer.InvalidWeightsError, match="call it again"):
+            sender.send(weights)
+        sender.send(merged_weights(model))
+        assert bits(received(store)) == bits(reference(model, ["default"]))
+
+
+class TestPublishing:
+    def test_each_publish_merges_anew_into_the_same_files(
+        self, store: Path, sender: dbuffer.WeightSender
+    ) -> None:
+        model = make("tied-qwen2", METHODS["lora on the embedding"])
+        weights = merged_weights(model)
+        files = []
+        for step in range(4):
+            train(model, step)
+            sender.send(weights if step % 2 else merged_weights(model))
+            assert bits(received(store)) == bits(reference(model))
+            files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
+        assert files[1] == files[2] == files[3]
+        assert len(files[1]) == 2
+
+    def test_a_failure_half_way_leaves_model_and_store_alone(
+        self, store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = make("qwen3", METHODS["lora"])
+        sender.send(merged_weights(model))
+        first, before = received(store), everything_in(model)
+        train(model, 7)
+        before = everything_in(model)
+        weights = merged_weights(model)
+        from peft.tuners.lora.layer import Linear
+
+        merge, calls = Linear.merge, []
+
+        def fail(layer: Any, *args: Any, **kwargs: Any) -> None:
+            merge(layer, *args, **kwargs)
+            calls.append(layer)
+            if len(calls) == 3:
+                raise ValueError("NaNs detected")
+
+        monkeypatch.setattr(Linear, "merge", fail)
+        with pytest.raises(ValueError, match="NaNs"):
+            sender.send(weights)
+        monkeypatch.undo()
+        assert everything_in(model) == before
+        assert bits(received(store)) == bits(first)
+        sender.send(weights)
+        assert bits(received(store)) == bits(reference(model))
+
+    def test_renamed_and_cast(self, store: Path) -> None:
+        model = make("qwen3", METHODS["lora"])
+        with dbuffer.WeightSender(
+            store, dtype=torch.bfloat16, rename=lambda name: f"x.{name}"
+        ) as sender:
+            sender.send(merged_weights(model))
+        expected = {f"x.{name}": tensor.bfloat16() for name, tensor in reference(model).items()}
+        assert bits(received(store)) == bits(expected)
+
+    def test_into_a_model_of_another_process(
+        self, store: Path, sender: dbuffer.WeightSender
+    ) -> None:
+        model = make("tied-qwen2", METHODS["lora"])
+        sender.send(merged_weights(model))
+        target = make_model("tied-qwen2", 5)
+        with dbuffer.WeightReceiver(store) as receiver:
+            assert receiver.load_into(target) == 1
+        assert bits(dict(target.state_dict())) == bits(reference(model))
+
+
+UNDER_A_LIMIT = r"""
+import copy, resource, sys
+import torch, peft
+from torch import nn
+import dbuffer
+from dbuffer.integrations.peft import merged_weights
+
+MORE_BYTES = 64 << 20
+
+def limit_memory():
+    # Private memory only: what is mapped from the store's files does not count.
+    [used_kb] = [int(line.split()[1]) for line in open("/proc/self/status") if "VmData" in line]
+    limit = (used_kb << 10) + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+torch.set_num_threads(1)
+model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(32)])
+model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=r"\d+"))
+with dbuffer.WeightSender(sys.argv[1], num_threads=1) as sender:
+    def publish():
+        sender.send(merged_weights(model))
+    for _ in range(3):  # threads, buffers and caches are there then
+        publish()
+    limit_memory()
+    publish()
+    print("published", flush=True)
+    try:
+        copy.deepcopy(model).merge_and_unload()
+    except (MemoryError, RuntimeError) as error:
+        print("no copy:", error)
+"""
+
+
+@pytest.mark.slow
+def test_no_second_copy_of_the_model(store: Path) -> None:
+    """Of 32 layers of 4 MiB one or two are there twice; a copy of the model would be 128 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, str(store)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    published, no_copy = done.stdout.splitlines()
+    assert published == "published"
+    assert "memory" in no_copy  # so the limit refuses one
+
+
+class TestRefused:
+    def refuse(self, model: Any, match: str, adapters: Any = None) -> None:
+        before = everything_in(model) if isinstance(model, peft.PeftModel) else None
+        with pytest.raises(dbuffer.InvalidWeightsError, match=match):
+            merged_weights(model, adapters)
+        assert before is None or everything_in(model) == before
+
+    def test_no_peft_model(self) -> None:
+        self.refuse(torch.nn.Linear(2, 2), "a Linear has no adapters")
+
+    def test_nothing_that_changes_weights(self) -> None:
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        self.refuse(make("qwen3", config), "has no adapters that can be merged")
+
+    @pytest.mark.parametrize("adapters", [["missing"], "default", []])
+    def test_unknown_adapters(self, adapters: Any) -> None:
+        self.refuse(make("qwen3", METHODS["lora"]), r"use names from 'default'", adapters)
+
+    def test_disabled(self) -> None:
+        model = make("qwen3", METHODS["lora"])
+        with model.disable_adapter():
+            self.refuse(model, "are disabled")
+
+    def test_what_peft_cannot_merge(self) -> None:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
+        self.refuse(make("qwen3", config), "peft cannot merge .* has no bias")
+
+    def test_quantised(self) -> None:
+        model = make("qwen3", METHODS["lora"])
+        model.get_base_model().quantization_method = "bitsandbytes"
+        self.refuse(model, "the base model is quantised")
+
+    def test_tensors_that_are_more_than_tensors(self) -> None:
+        class Packed(torch.nn.Parameter):
+            pass
+
+        model = make("qwen3", METHODS["lora"])
+        layer = model.get_base_model().model.layers[0].mlp.up_proj
+        layer.weight = Packed(layer.weight.data, requires_grad=False)
+        self.refuse(model, "up_proj.weight' is a Packed, quantised or sharded")
+
+    def test_state_that_is_no_tensor(self) -> None:
+        model = make("qwen3", METHODS["lora"])
+        norm = model.get_base_model().model.norm
+        norm.register_state_dict_post_hook(
+            lambda _, state, prefix, __: state.update({f"{prefix}scales": (1, 2)})
+        )
+        self.refuse(model, r"would be lost: 'model\.norm\.scales' \(tuple\)")
+
+    def test_trained_whole_for_another_adapter(self) -> None:
+        model = make("qwen3", METHODS["head trained whole"])
+        model.add_adapter("other", METHODS["lora"])
+        self.refuse(model, "lm_head is trained whole, for 'default'", ["other"])

@@ -1,0 +1,271 @@
+"""The SGLang adapter against what is on record of SGLang's interface, without an SGLang.
+
+``tests/support/sglang_cpu/sglang_interface.json`` was read out of SGLang's sources by the script
+beside it; where an SGLang is installed for tests, it must still say the same. What answers here
+only checks that it is asked in a way that the record allows.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import dbuffer
+from dbuffer import NameMap
+from dbuffer.integrations.engine.engine_options import UpdateRequest
+from dbuffer.integrations.engine.messages import RankRequest
+from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
+from dbuffer.integrations.sglang.commands import from_tensors, to_tensors
+from tests.support import ROOT
+from tests.support.engines.sglang_engines import PYTHON, WHOLE
+
+SCRIPT = ROOT / "tests" / "support" / "sglang_cpu" / "record_interface.py"
+RECORD = json.loads(SCRIPT.with_name("sglang_interface.json").read_text())
+INFO = {
+    "custom_weight_loader": [LOADER],
+    "dp_size": 1,
+    "pp_size": 1,
+    "tp_size": 2,
+    "speculative_algorithm": None,
+    "random_seed": 1,
+    "startup_time": {"load_weight": 0.1},
+}
+REQUEST_OF = {
+    "/begin_weight_update": "BeginWeightUpdateReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+    "/end_weight_update": "EndWeightUpdateReqInput",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+}
+
+
+class Recorded:
+    """Answers as an SGLang server whose ranks do nothing, whatever the record allows."""
+
+    def __init__(self) -> None:
+        self.info = dict(INFO)
+        self.version = "default"
+        self.asked: list[tuple[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        assert RECORD["routes"][path] == f"app.{request.method.lower()}"
+        body = json.loads(request.content) if request.content else None
+        self.asked.append((path, body))
+        if path in REQUEST_OF:
+            require_fields(RECORD["requests"][REQUEST_OF[path]], body)
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        answers = {"/server_info": self.info, "/model_info": {"weight_version": self.version}}
+        return httpx.Response(200, json=answers.get(path, {"success": True, "message": ""}))
+
+
+def require_fields(fields: dict[str, str], body: dict[str, Any]) -> None:
+    """All fields are known, their values are allowed, and none without a default is missing."""
+    for name, value in body.items():
+        annotation = fields[name].split(" = ")[0]
+        if annotation.startswith("Literal"):
+            assert repr(value) in annotation
+        else:
+            kind = {"bool": bool, "int": int, "str": str, "list": list}[type(value).__name__]
+            assert kind.__name__ in annotation.lower()
+    assert {name for name, text in fields.items() if " = " not in text} <= set(body)
+
+
+@pytest.fixture
+def server() -> Recorded:
+    return Recorded()
+
+
+@pytest.fixture
+def engine(server: Recorded) -> Iterator[ServerEngine]:
+    engine = ServerEngine("http://engine:30000", NameMap().prefix("a.", "b."))
+    engine.close()
+    engine._client = httpx.Client(
+        base_url="http://engine:30000", transport=httpx.MockTransport(server)
+    )
+    yield engine
+    engine.close()
+
+
+class RecordedEngine:
+    """An ``sglang.Engine`` that takes what the record allows, and does nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.loop = self
+        self.tokenizer_manager = self
+
+    def is_running(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        arguments = RECORD["functions"][f"Engine.{name}"]
+        scope: dict[str, Any] = {}
+        # Without annotations: they name what is not here.
+        tree = f"from __future__ import annotations\ndef recorded({arguments}): ..."
+        exec(tree, scope)
+        signature = inspect.signature(scope["recorded"])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.asked.append((name, dict(signature.bind(self, *args, **kwargs).arguments)))
+            return {
+                "get_server_info": INFO,
+                "get_model_info": {"weight_version": "default"},
+            }.get(name, (True, "Success"))
+
+        return call
+
+
+@pytest.mark.skipif(not WHOLE.is_file(), reason=f"there is no {PYTHON}")
+def test_record_is_that_of_the_sglang_that_is_installed() -> None:
+    code = (
+        "import importlib.util, json, pathlib, record_interface as r;"
+        "place = pathlib.Path(importlib.util.find_spec('sglang').origin).parent;"
+        "print(json.dumps(r.interface(place)))"
+    )
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {k: v for k, v in RECORD.items() if k != "version"}
+
+
+def test_record_has_all_that_was_looked_for() -> None:
+    for kind in ("functions", "requests", "routes"):
+        assert all(found is not None for found in RECORD[kind].values())
+
+
+def test_server_is_switched_in_calls_that_are_on_record(
+    server: Recorded, engine: ServerEngine, tmp_path: Path
+) -> None:
+    assert engine.facts().num_ranks == 2
+    assert not engine.is_paused()
+    options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
+    engine.do(RankRequest("begin", options=options))
+    server.asked.clear()
+    engine.pause("keep")
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
+    engine.set_weight_version("1")
+    engine.resume()
+    assert engine.weight_version() == "1"
+    assert [path for path, _ in server.asked] == [
+        "/pause_generation",
+        *("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"),
+        *("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"),
+        "/update_weight_version",
+        "/continue_generation",
+        "/model_info",
+    ]
+
+
+def test_nothing_is_loaded_before_the_caches_were_flushed(
+    server: Recorded, engine: ServerEngine
+) -> None:
+    engine.pause("keep")
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
+    updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
+    assert [body["flush_cache"] for body in updates] == [True, False]
+    assert [request_in(body) for body in updates] == [
+        None,
+        RankRequest("update", update=UpdateRequest(at_least=1)),
+    ]
+
+
+def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: ServerEngine) -> None:
+    engine.facts()
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=7)))
+    [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
+    assert len(body["serialized_named_tensors"]) == 2
+    assert len(body["serialized_named_tensors"][0]) < 2000
+    assert request_in(body) == RankRequest("update", update=UpdateRequest(at_least=7))
+    _, there = command_in(body)
+    assert there is not None
+    assert there("a.x") == "b.x"
+
+
+def test_label_is_changed_without_ending_requests(server: Recorded, engine: ServerEngine) -> None:
+    engine.set_weight_version("3")
+    assert server.asked[-1][1] == {"new_version": "3", "abort_all_requests": False}
+
+
+def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) -> None:
+    recorded = RecordedEngine()
+    engine = OfflineEngine(recorded)
+    assert engine.facts().num_ranks == 2
+    options = EngineOptions(store=str(tmp_path / "s"), engine_id="engine")
+    engine.do(RankRequest("begin", options=options))
+    engine.pause("keep")
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
+    assert engine.weight_version() == "default"
+    updates = [a for name, a in recorded.asked if name == "update_weights_from_tensor"]
+    assert [update["load_format"] for update in updates] == [LOADER] * 3
+    assert [update["flush_cache"] for update in updates] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"custom_weight_loader": []}, f"--custom-weight-loader {LOADER}"),
+        ({"custom_weight_loader": None}, "not started for dbuffer"),
+        ({"dp_size": 2}, "dp_size above 1"),
+        ({"pp_size": 2}, "pp_size above 1"),
+        ({"speculative_algorithm": "EAGLE"}, "draft model"),
+    ],
+)
+def test_engine_that_cannot_follow_is_refused(
+    server: Recorded, engine: ServerEngine, changed: dict[str, Any], says: str
+) -> None:
+    server.info.update(changed)
+    with pytest.raises(dbuffer.UnsupportedError, match=says.replace("-", ".")):
+        engine.facts()
+
+
+def test_engine_that_was_started_again_is_another_one(
+    server: Recorded, engine: ServerEngine
+) -> None:
+    before = engine.facts().instance_id
+    assert engine.facts().instance_id == before
+    server.info["startup_time"] = {"load_weight": 0.2}
+    assert engine.facts().instance_id != before
+
+
+def test_rules_reach_the_ranks_as_they_are() -> None:
+    names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
+    _, there = from_tensors(pickle.loads(pickle.dumps(to_tensors(None, names))))
+    assert there is not None
+    assert there.rules == names.rules
+
+
+@pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])
+def test_loader_says_whose_it_is(tensors: Any) -> None:
+    with pytest.raises(dbuffer.OptionError, match="not a command of dbuffer"):
+        from_tensors(tensors)
+
+
+def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(dbuffer.OptionError, match="invalid pause 'wait'"):
+        follow("http://engine", tmp_path, pause="wait")  # type: ignore[arg-type]
+    with pytest.raises(dbuffer.OptionError, match="rename is a function"):
+        follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
+    with pytest.raises(dbuffer.OptionError, match="cannot read names"):
+        follow("http://engine", tmp_path, rename=tmp_path / "none")
+    with pytest.raises(dbuffer.UnsupportedError, match="not an engine of SGLang"):
+        follow(object(), tmp_path)
+
+
+def request_in(body: dict[str, Any]) -> RankRequest | None:
+    return command_in(body)[0]
+
+
+def command_in(body: dict[str, Any]) -> tuple[RankRequest | None, NameMap | None]:
+    return from_tensors(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))

@@ -1,0 +1,203 @@
+"""An SGLang server that follows a store: driven in the background, and by `dbuffer follow-server`.
+
+The follower runs in this process, which has no SGLang. The model reveals its version: an answer's
+tokens say from which weights each of them came, and a token of two versions' weights is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.integrations.sglang import ServerEngine, follow
+from tests.support import ROOT
+from tests.support.children import free_port
+from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server, wait_for
+from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of
+from tests.support.soak import IN_SOAKS_ALONE
+
+pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
+
+LOADER_FLAG = ["--custom-weight-loader", "dbuffer.integrations.sglang.load_from_store"]
+LONG = list(range(1, 60))
+START = 100
+"""The version whose weights are in the checkpoint."""
+
+
+class World:
+    """A server, its store, and the trainer's end of it; the tests use them one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.next_version = 1
+        self.store = path / "store"
+        self.checkpoint = save_revealing(START, path)
+        self.port = free_port()
+        self.sender = dbuffer.WeightSender(self.store, dtype=torch.bfloat16)
+        self.server = self.start()
+
+    def start(self, *flags: str) -> Server:
+        log = self.path / "server.log"
+        server = Server(self.checkpoint, log, *(flags or LOADER_FLAG), port=self.port)
+        try:
+            server.wait_ready()
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+    def publish(self) -> int:
+        """Weights that reveal the version that they are published as."""
+        version = self.next_version
+        self.next_version += 1
+        return self.sender.send(revealing_weights(version), version=version).version
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("server"))
+    yield world
+    world.server.kill()
+    world.sender.close()
+
+
+def test_server_answers_from_each_version_and_says_so(world: World) -> None:
+    assert world.server.generate(LONG)["output_ids"] == [token_of(START)] * 12
+    with follow(world.server.url, world.store, engine_id="engine") as follower:
+        for _ in range(3):
+            version = world.publish()
+            follower.wait_applied(version)
+            world.sender.wait_applied(version, receivers=["engine"], timeout_s=WAIT_S)
+            # Twice: the first answer fills the cache again, and the second is out of it.
+            for _ in range(2):
+                answer = world.server.generate(LONG)
+                assert answer["output_ids"] == [token_of(version)] * 12
+                assert answer["meta_info"]["weight_version"] == str(version)
+            assert answer["meta_info"]["cached_tokens"] > 50
+
+
+def test_tokens_of_requests_in_flight_are_of_the_version_that_is_said(world: World) -> None:
+    answers: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(world.server.generate(LONG, tokens=100))
+
+    with (
+        follow(world.server.url, world.store, engine_id="engine") as follower,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        asking = [pool.submit(ask) for _ in range(3)]
+        for _ in range(12):
+            follower.wait_applied(world.publish())
+        stop.set()
+        for future in asking:
+            future.result(WAIT_S)
+    spans = [span for answer in answers for span in answer["meta_info"]["weight_versions"]]
+    assert len({span["version"] for span in spans}) > 5
+    assert any(len(answer["meta_info"]["weight_versions"]) > 1 for answer in answers)
+    for answer in answers:
+        for span in answer["meta_info"]["weight_versions"]:
+            tokens = answer["output_ids"][span["start"] : span["end"]]
+            assert set(tokens) == {token_of(int(span["version"]))}
+
+
+def test_aborted_requests_have_tokens_of_one_version(world: World) -> None:
+    with (
+        follow(world.server.url, world.store, pause="abort", engine_id="engine") as follower,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        before = follower.wait_applied(world.next_version - 1)
+        asked = pool.submit(world.server.generate, LONG, 190)
+        wait_for("it is generating", lambda: is_generating(world.server))
+        follower.wait_applied(world.publish())
+        answer = asked.result(WAIT_S)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert set(answer["output_ids"]) <= {token_of(before)}
+
+
+def test_misfit_pauses_nothing_and_the_next_version_is_followed(world: World) -> None:
+    with follow(world.server.url, world.store, engine_id="engine") as follower:
+        before = follower.wait_applied(world.next_version - 1)
+        bad = revealing_weights(world.next_version)
+        bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
+        world.sender.send(bad, version=world.next_version)
+        world.next_version += 1
+        wait_for("it is refused", lambda: follower.error is not None)
+        assert "model.norm.weight" in str(follower.error)
+        assert not world.server.is_paused()
+        assert world.server.generate(LONG)["output_ids"] == [token_of(before)] * 12
+        version = world.publish()
+        follower.wait_applied(version)
+        assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
+
+
+def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world: World) -> None:
+    client = world.server.client
+    assert client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+    assert client.post("/begin_weight_update", json={"selector": "draft"}).status_code == 200
+    with follow(world.server.url, world.store, engine_id="engine") as follower:
+        version = world.publish()
+        follower.wait_applied(version)
+        assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
+
+
+def test_command_line_follows_and_a_restarted_server_is_followed_again(world: World) -> None:
+    command = [sys.executable, "-m", "dbuffer", "follow-server", str(world.store)]
+    command += [world.server.url, "--engine", "sglang", "--json", "--count", "2"]
+    command += ["--receiver-id", "engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            first = world.publish()
+            assert json.loads(process.stdout.readline())["version"] == first
+            world.server.kill()
+            world.server = world.start()
+            assert json.loads(process.stdout.readline())["version"] == first
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    assert world.server.version() == str(first)
+    assert world.server.generate(LONG)["output_ids"] == [token_of(first)] * 12
+
+
+def test_restarted_trainer_goes_on(world: World) -> None:
+    with follow(world.server.url, world.store, engine_id="engine") as follower:
+        world.sender.close()
+        world.sender = dbuffer.WeightSender(world.store, dtype=torch.bfloat16)
+        version = world.publish()
+        follower.wait_applied(version)
+        assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
+
+
+def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_path: Path) -> None:
+    example = ROOT / "examples" / "sglang_server.py"
+    command = [sys.executable, str(example), str(world.checkpoint), world.server.url]
+    command.append(str(tmp_path / "store"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "".join(
+        f"step {step}: rollouts of version {step + 1}\n" for step in range(3)
+    )
+
+
+def test_engine_that_does_not_answer_is_unreachable() -> None:
+    engine = ServerEngine(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(dbuffer.EngineUnreachableError, match="does not answer"):
+        engine.facts()
+
+
+def is_generating(server: Server) -> bool:
+    loads = server.client.get("/server_info").json()["internal_states"][0]
+    return float(loads.get("last_gen_throughput") or 0) > 0

@@ -1,0 +1,1267 @@
+"""TorchRL's collectors on one machine, with a store as their weights' way to the workers.
+
+The first part asks of our scheme what TorchRL's own tests ask of its schemes, under the names that
+those tests have there. The second part is about what may go wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict.nn import TensorDictSequential
+
+from tests.support.children import Child
+from tests.support.torchrl_parts import (
+    TORN,
+    AwkwardModel,
+    BarePolicy,
+    BufferedPolicy,
+    ConstantPolicy,
+    DoubleBufferSyncScheme,
+    ProbeEnv,
+    SlowEnv,
+    StatefulPolicy,
+    TensorDict,
+    TensorDictModule,
+    ValuedEnv,
+    WholePolicy,
+    actions,
+    acts,
+    assert_same_state,
+    collecting,
+    constant_factory,
+    drain,
+    linear_policy,
+    nn,
+    start_method,
+    torch,
+    worker_state,
+)
+from tests.support.waiting import TIMEOUT_S
+
+# The import above silences what torchrl warns of when it is imported, and stays the first.
+# isort: split
+from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyMemmapStorage, ReplayBuffer
+from torchrl.envs import Compose, TransformedEnv, VecNormV2
+from torchrl.modules import SafeModule
+from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
+from torchrl.testing.modules import BiasModule, NonSerializableBiasModule
+from torchrl.weight_update import WeightStrategy
+
+import dbuffer
+from dbuffer.store.buffer import DoubleBuffer
+
+pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
+
+MULTI = pytest.mark.parametrize("collector_class", [MultiSyncCollector, MultiAsyncCollector])
+
+PATIENCE_S = 1.0
+"""For a scheme that is to run into its time-out."""
+
+
+@pytest.fixture(autouse=True)
+def forkserver() -> Iterator[None]:
+    """Workers that start in a moment; the tests that say so use TorchRL's default instead."""
+    with start_method("forkserver"):
+        yield
+
+
+@pytest.fixture
+def address(shm_path: Path) -> Path:
+    """Where a scheme's stores will be; nothing is there yet."""
+    return shm_path / "weights"
+
+
+@pytest.fixture
+def scheme(address: Path) -> DoubleBufferSyncScheme:
+    return DoubleBufferSyncScheme(address)
+
+
+def fill(module: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def settle(condition: Callable[[], bool], message: str) -> None:
+    """Wait until something becomes true that nobody announces."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.01)
+
+
+def come_to(collector: Any, value: float) -> None:
+    """Wait until all workers act by this number; a batch may begin with an older one."""
+    settle(
+        lambda: {action for row in actions(collector) for action in row} == {value},
+        f"the workers do not come to {value}",
+    )
+
+
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(TIMEOUT_S)
+
+
+# What TorchRL asks of a scheme.
+
+
+@MULTI
+def test_update_weights(scheme: DoubleBufferSyncScheme, collector_class: type) -> None:
+    num_actions = ContinuousActionVecMockEnv().action_spec.shape[-1]
+    policy = SafeModule(nn.LazyLinear(num_actions), in_keys=["observation"], out_keys=["action"])
+    policy(ContinuousActionVecMockEnv().reset())
+    devices = {"device": ["cpu"] * 3, "storing_device": ["cpu"] * 3}
+    with collecting(
+        policy,
+        scheme,
+        collector_class=collector_class,
+        env=ContinuousActionVecMockEnv,
+        num_workers=3,
+        **devices,
+    ) as collector:
+        for value in (None, 1.0, 2.0):
+            if value is not None:
+                fill(policy, value)
+                before = worker_state(collector, 0)
+                assert not torch.equal(before["module.weight"], policy.module.weight)
+                collector.update_policy_weights_()
+            for worker in range(3):
+                assert_same_state(worker_state(collector, worker), policy.state_dict())
+
+
+def test_update_weights_in_spawned_workers(scheme: DoubleBufferSyncScheme) -> None:
+    policy = ConstantPolicy(1.0)
+    with (
+        start_method(None),
+        collecting(policy, scheme, num_workers=1) as collector,
+    ):
+        assert acts(collector) == [1.0]
+        fill(policy, 2.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [2.0]
+
+
+@MULTI
+def test_workers_read_a_local_copy(address: Path, shm_path: Path, collector_class: type) -> None:
+    """Stores on a network mount are read once a node, by a mirror in one of the workers."""
+    local = shm_path / "local"
+    scheme = DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, scheme, collector_class=collector_class) as collector:
+        for value in (2.0, 3.0):
+            fill(policy, value)
+            collector.update_policy_weights_()  # returns when both have said so, in their copy
+            assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [value] * 2
+        collector.update_policy_weights_({"weight": torch.tensor(7.0)}, worker_ids=[1])
+        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [3.0, 7.0]
+        remote, copy = DoubleBuffer(address / "policy"), DoubleBuffer(local / "policy")
+        assert copy.pointer().version == remote.pointer().version
+        assert copy.manifest(copy.pointer().buffer).origin is not None
+        readers = {record.receiver: record for record in remote.receivers()}
+        assert readers.keys() >= {"worker-0", "worker-1"}
+        mirrors = [name for name in readers if name.startswith("mirror-")]
+        assert len(mirrors) == 1
+
+
+def _train_with_forked_workers(connection: Connection, address: Path) -> None:
+    scheme = DoubleBufferSyncScheme(address)
+    policy = ConstantPolicy(1.0)
+    with start_method("fork"), collecting(policy, scheme) as collector:
+        seen = [acts(collector)]
+        for value in (2.0, 3.0):
+            fill(policy, value)
+            collector.update_policy_weights_()
+            seen.append(acts(collector))
+        connection.send((seen, [process.pid for process in collector.procs]))
+        connection.recv()
+        os._exit(0)  # the workers live on
+
+
+def test_update_weights_in_forked_workers(address: Path) -> None:
+    """A fork inherits the trainer's end of the store, and neither uses it nor keeps it."""
+    with Child(_train_with_forked_workers, address) as child:
+        seen, workers = child.receive()
+        try:
+            assert seen == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+            with pytest.raises(dbuffer.StoreBusyError):
+                dbuffer.WeightSender(address / "policy")
+            child.send()
+            assert child.wait() == 0
+            dbuffer.WeightSender(address / "policy").close()
+        finally:
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+
+
+@MULTI
+def test_update_weights_shared_mem(scheme: DoubleBufferSyncScheme, collector_class: type) -> None:
+    """A scheme that was given the workers' weights one by one sends what they hold later."""
+    policy = ConstantPolicy(1.0)
+    weights = TensorDict.from_module(policy)
+    scheme.init_on_sender(params_map={0: weights, 1: weights})
+    with collecting(policy, scheme, collector_class=collector_class) as collector:
+        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [1.0, 1.0]
+        fill(policy, 2.0)
+        collector.update_policy_weights_()
+        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("give_weights", [True, False])
+@MULTI
+def test_param_sync(
+    scheme: DoubleBufferSyncScheme, collector_class: type, give_weights: bool
+) -> None:
+    policy = BufferedPolicy()
+    with collecting(policy, scheme, collector_class=collector_class, num_workers=1) as collector:
+        assert acts(collector) == [0.0]
+        policy.weight.data += 1
+        policy.buffer += 2
+        collector.update_policy_weights_(TensorDict.from_module(policy) if give_weights else None)
+        drain(collector)
+        assert acts(collector) == [3.0]
+
+
+@MULTI
+def test_multi_collector_bumps_on_update(
+    scheme: DoubleBufferSyncScheme, collector_class: type
+) -> None:
+    policy = ConstantPolicy(1.0)
+    with collecting(
+        policy, scheme, collector_class=collector_class, track_policy_version=True
+    ) as collector:
+
+        def version() -> set[int]:
+            return set(collector.next()["next", "policy_version"].flatten().tolist())
+
+        assert [version() for _ in range(4)] == [{0}] * 4
+        for expected in (1, 2):
+            collector.update_policy_weights_()
+            drain(collector)
+            assert [version() for _ in range(4)] == [{expected}] * 4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@MULTI
+def test_auto_wrap_modules(
+    scheme: DoubleBufferSyncScheme, collector_class: type, num_workers: int
+) -> None:
+    policy = BarePolicy(1.0)  # which only the workers wrap
+    with collecting(
+        policy, scheme, collector_class=collector_class, num_workers=num_workers
+    ) as collector:
+        assert (collector.next()["action"] == 1.0).all()
+        fill(policy, 0.0)
+        collector.update_policy_weights_()
+        drain(collector)
+        assert (collector.next()["action"] == 0).all()
+
+
+def test_policy_factory_update_weights(scheme: DoubleBufferSyncScheme) -> None:
+    """Initialised beforehand, with a model that nobody else holds."""
+    scheme.init_on_sender(model=linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
+    weights = TensorDict.from_module(linear_policy(2.0))
+    with collecting(None, scheme, policy_factory=linear_policy, device="cpu") as collector:
+        assert acts(collector) == [1.0, 1.0]
+        collector.update_policy_weights_(weights)
+        assert acts(collector) == [2.0, 2.0]
+        weights.data.zero_()
+        collector.update_policy_weights_(weights)
+        assert acts(collector) == [0.0, 0.0]
+
+
+@MULTI
+def test_nonserializable_policy_with_factory_and_weight_sync(
+    scheme: DoubleBufferSyncScheme, collector_class: type
+) -> None:
+    keys = {"in_keys": ["observation"], "out_keys": ["action"]}
+    bias = NonSerializableBiasModule(3.0)
+    with collecting(
+        TensorDictModule(bias, **keys),
+        scheme,
+        collector_class=collector_class,
+        policy_factory=lambda: TensorDictModule(BiasModule(0.0), **keys),
+    ) as collector:
+        assert (collector.next()["action"] == 3.0).all()
+        with torch.no_grad():
+            bias.bias.add_(1.0)
+        collector.update_policy_weights_()
+        drain(collector)
+        assert (collector.next()["action"] == 4.0).all()
+
+
+@MULTI
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_weight_update_after_device_cast(
+    scheme: DoubleBufferSyncScheme, collector_class: type, device: str
+) -> None:
+    """The worker's collector runs a copy of the policy that its scheme was given.
+
+    To PyTorch ``cpu`` and ``cpu:0`` are two devices, so that it copies here as it does for a GPU.
+    """
+    policy = linear_policy(1.0)
+    with collecting(
+        policy, scheme, collector_class=collector_class, policy_device=device
+    ) as collector:
+        assert (collector.next()["action"] == 1.0).all()
+        fill(policy, 0.0)
+        collector.update_policy_weights_()
+        drain(collector)
+        assert (collector.next()["action"] == 0.0).all()
+
+
+@pytest.mark.parametrize("total_frames", [-1, 1_000_000_000])
+@MULTI
+def test_start_update_policy(
+    scheme: DoubleBufferSyncScheme, collector_class: type, total_frames: int
+) -> None:
+    """Workers that run freely into a replay buffer take weights as they go."""
+    linear = nn.Linear(1, 1)
+    fill(linear, 5.0)
+    policy = nn.Sequential(linear)
+    policy = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    weights = TensorDict.from_module(policy).data.clone()
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(1000))
+    collector = collector_class(
+        [ProbeEnv] * 2,
+        policy,
+        replay_buffer=buffer,
+        total_frames=total_frames,
+        frames_per_batch=16,
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        collector.start()
+
+        def collects(value: float) -> bool:
+            return len(buffer) >= 16 and bool((buffer[-16:]["action"] == value).all())
+
+        settle(lambda: collects(5.0), "nothing is collected")
+        weights["module", "0", "bias"] += 1
+        collector.update_policy_weights_(weights)
+        settle(lambda: collects(6.0), "the workers go on as before")
+    finally:
+        collector.async_shutdown(timeout=10)
+        scheme.shutdown()
+
+
+def test_multi_collector_with_distinct_policy_factories(scheme: DoubleBufferSyncScheme) -> None:
+    factories = [constant_factory(value) for value in (0.0, 1.0, 2.0)]
+    with collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
+        assert acts(collector) == [0.0, 1.0, 2.0]
+
+
+def test_per_worker_weight_sync(scheme: DoubleBufferSyncScheme) -> None:
+    """With distinct factories, for one worker, for several, and for all of them again."""
+
+    def weights(value: float) -> TensorDict:
+        return TensorDict.from_module(ConstantPolicy(value)).data
+
+    factories = [constant_factory(value) for value in (0.0, 1.0, 2.0)]
+    with collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
+        assert acts(collector) == [0.0, 1.0, 2.0]
+        collector.update_policy_weights_({0: weights(10.0)})
+        assert acts(collector) == [10.0, 1.0, 2.0]
+        collector.update_policy_weights_({i: weights(100.0 * (i + 1)) for i in range(3)})
+        assert acts(collector) == [100.0, 200.0, 300.0]
+        collector.update_policy_weights_(weights(7.0))
+        assert acts(collector) == [7.0, 7.0, 7.0]
+        collector.update_policy_weights_({2: weights(8.0), 1: weights(9.0)})
+        assert acts(collector) == [7.0, 9.0, 8.0]
+
+
+def test_worker_ids(scheme: DoubleBufferSyncScheme) -> None:
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, scheme, num_workers=3) as collector:
+        fill(policy, 2.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        assert acts(collector) == [1.0, 2.0, 1.0]
+        fill(policy, 3.0)
+        collector.update_policy_weights_(worker_ids=0)
+        assert acts(collector) == [3.0, 2.0, 1.0]
+        fill(policy, 4.0)
+        collector.update_policy_weights_(worker_ids=(2, 1, 2))
+        assert acts(collector) == [3.0, 4.0, 4.0]
+        fill(policy, 5.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [5.0, 5.0, 5.0]
+        fill(policy, 6.0)
+        collector.update_policy_weights_(worker_ids=[])
+        assert acts(collector) == [5.0, 5.0, 5.0]
+        with pytest.raises(ValueError, match="3"):
+            collector.update_policy_weights_(worker_ids=[0, 3])
+        assert acts(collector) == [5.0, 5.0, 5.0]
+
+
+def test_weights_in_every_form(address: Path) -> None:
+    policy = linear_policy(0.0)
+    scheme = DoubleBufferSyncScheme(address, strategy="tensordict")
+    with collecting(policy, scheme) as collector:
+
+        def nested(value: float) -> TensorDict:
+            return TensorDict.from_module(linear_policy(value))
+
+        fill(policy.module, 0.0)
+        for value, weights in enumerate(
+            (
+                linear_policy(1.0),
+                nested(2.0),
+                nested(3.0).data.lock_(),
+                linear_policy(4.0).state_dict(),
+                dict(nested(5.0).flatten_keys(".").items()),
+                nested(6.0).flatten_keys("."),
+            ),
+            start=1,
+        ):
+            collector.update_policy_weights_(weights)
+            assert acts(collector) == [float(value)] * 2, type(weights)
+        collector.update_policy_weights_(policy=linear_policy(7.0))
+        assert acts(collector) == [7.0, 7.0]
+        collector.update_policy_weights_(weights=nested(8.0), model_id="policy")
+        assert acts(collector) == [8.0, 8.0]
+        collector.update_policy_weights_(weights_dict={"policy": nested(9.0)})
+        assert acts(collector) == [9.0, 9.0]
+
+
+def test_multisyncdatacollector_state_dict(address: Path) -> None:
+    policy = linear_policy(1.0)
+    with pytest.warns(UserWarning, match="experimental"):
+        scheme = DoubleBufferSyncScheme(address, strategy="state_dict")
+    with collecting(policy, scheme) as collector:
+        assert acts(collector) == [1.0, 1.0]
+        collector.update_policy_weights_(linear_policy(2.0).state_dict())
+        assert acts(collector) == [2.0, 2.0]
+        with torch.no_grad():
+            policy.module.bias.fill_(3.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [3.0, 3.0]
+
+
+def _normalised_env() -> TransformedEnv:
+    norm = VecNormV2(in_keys=["observation"], decay=0.9)
+    return TransformedEnv(ProbeEnv(), Compose(norm))
+
+
+def _frozen_env() -> TransformedEnv:
+    env = _normalised_env()
+    env.transform[0].freeze()
+    return env
+
+
+def test_multi_model_updates(address: Path) -> None:
+    """A policy and a network of the workers' environments; the trainer's collector has no env."""
+    policy = ConstantPolicy(1.0)
+    value = nn.Linear(1, 1, bias=False)
+    schemes = {
+        "policy": DoubleBufferSyncScheme(address),
+        "env.value_net": DoubleBufferSyncScheme(address),
+    }
+    with collecting(policy, schemes, env=ValuedEnv) as collector:
+        batch = collector.next()
+        assert (batch["action"] == 1.0).all()
+        assert (batch["next", "reward"] == 0.0).all()
+        fill(policy, 2.0)
+        fill(value, 5.0)
+        collector.update_policy_weights_(weights_dict={"policy": policy, "env.value_net": value})
+        batch = collector.next()
+        assert (batch["action"] == 2.0).all()
+        assert (batch["next", "reward"] == 5.0).all()
+        fill(value, 6.0)
+        collector.update_policy_weights_(value, model_id="env.value_net", worker_ids=[1])
+        assert collector.next()["next", "reward"].mean(dim=(1, 2)).tolist() == [5.0, 6.0]
+        with pytest.raises(KeyError, match="critic"):
+            collector.update_policy_weights_(value, model_id="critic")
+    assert len([path for path in address.iterdir() if "worker" not in path.name]) == 2
+
+
+def test_vecnorm_statistics(address: Path) -> None:
+    """A "model" that is extra state and nothing else."""
+    schemes = {
+        "policy": DoubleBufferSyncScheme(address),
+        "env.transform[0]": DoubleBufferSyncScheme(address),
+    }
+    trainer_env = _normalised_env()
+    trainer_env.rollout(3)
+    norm = trainer_env.transform[0]
+    expected = _frozen_env()
+    with collecting(ConstantPolicy(1.0), schemes, env=_frozen_env) as collector:
+        for mean in (2.0, 3.0):
+            state = norm.get_extra_state()
+            state["loc.-|-.observation"] = torch.full((1,), mean)
+            state["var.-|-.observation"] = torch.full((1,), mean**2 + 4.0)
+            norm.set_extra_state(state)
+            collector.update_policy_weights_(norm, model_id="env.transform[0]")
+            drain(collector)  # the first observation of a batch was made before
+            expected.transform[0].load_state_dict(norm.state_dict())
+            seen = collector.next()["observation"].unique().tolist()
+            assert seen == expected.reset()["observation"].tolist() != [0.0]
+
+
+def test_extra_state_travels(scheme: DoubleBufferSyncScheme) -> None:
+    policy = StatefulPolicy(1.0, offset=0.5)
+    with collecting(policy, scheme) as collector:
+        assert acts(collector) == [1.5, 1.5]
+        policy.offset = torch.tensor(0.25)
+        policy.names = ["c"]
+        collector.update_policy_weights_()
+        assert acts(collector) == [1.25, 1.25]
+        assert worker_state(collector, 1)["_extra_state"]["names"] == ["c"]
+        # And in TorchRL's form.
+        weights = WeightStrategy().extract_weights(policy)
+        weights["__extra_state__", "offset"] = torch.tensor(0.75)
+        collector.update_policy_weights_(weights)
+        assert acts(collector) == [1.75, 1.75]
+
+
+def test_extra_state_in_a_state_dict(address: Path) -> None:
+    """Of modules inside the policy, too."""
+    with pytest.warns(UserWarning, match="experimental"):
+        scheme = DoubleBufferSyncScheme(address, strategy="state_dict")
+    policy = TensorDictSequential(StatefulPolicy(1.0, offset=0.5))
+    with collecting(policy, scheme) as collector:
+        assert acts(collector) == [1.5, 1.5]
+        policy[0].offset = torch.tensor(0.25)
+        collector.update_policy_weights_()
+        assert acts(collector) == [1.25, 1.25]
+        policy[0].offset = torch.tensor(0.75)
+        collector.update_policy_weights_(policy.state_dict())
+        assert acts(collector) == [1.75, 1.75]
+
+
+def test_process_backend_with_weights(address: Path) -> None:
+    """An Evaluator makes its collector late, in a thread of its own."""
+    scheme = DoubleBufferSyncScheme(address)
+    evaluator = Evaluator(
+        ProbeEnv,
+        policy_factory=ConstantPolicy,
+        max_steps=5,
+        num_trajectories=1,
+        weight_sync_schemes={"policy": scheme},
+        metrics_fn=lambda batch: {"action": float(batch["action"].mean())},
+        collector_kwargs={"traj_format": "padded", "auto_register_policy_transforms": False},
+    )
+    try:
+        for value in (2.0, 3.0):
+            metrics = evaluator.evaluate(weights=ConstantPolicy(value), step=0)
+            assert metrics["eval/action"] == value
+        evaluator.trigger_eval(weights=ConstantPolicy(4.0), step=1)
+        assert evaluator.wait(timeout=TIMEOUT_S)["eval/action"] == 4.0
+    finally:
+        evaluator.shutdown()
+        scheme.shutdown()
+
+
+# Schemes by hand, without a collector on one side or on both.
+
+
+def _follow(connection: Connection, scheme: DoubleBufferSyncScheme, worker_idx: int) -> None:
+    """A worker that tells its weights whenever it is asked."""
+    model = ConstantPolicy(-5.0)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
+    scheme.connect(worker_idx=worker_idx)
+    connection.send(model.weight.item())
+    while connection.recv() is not None:
+        connection.send(model.weight.item())
+    scheme.shutdown()
+    connection.send("down")
+
+
+def ask(*workers: Child) -> list[float]:
+    for worker in workers:
+        worker.send("weight")
+    return [worker.receive() for worker in workers]
+
+
+def _sources(policy: ConstantPolicy) -> dict[str, dict[str, Any]]:
+    weights = TensorDict.from_module(policy)
+    return {
+        "weights": {"weights": weights, "devices": [torch.device("cpu")] * 2, "num_workers": 2},
+        "model": {"model": policy, "devices": ["cpu", "cpu"]},
+        "params_map": {"params_map": {0: weights, 1: weights}},
+        "device_map_fn": {
+            "weights": weights,
+            "device_map_fn": lambda worker, given: given.data + worker,
+            "num_workers": 2,
+        },
+    }
+
+
+@pytest.mark.parametrize("source", list(_sources(ConstantPolicy())))
+def test_mp_flow(scheme: DoubleBufferSyncScheme, source: str) -> None:
+    policy = ConstantPolicy(1.5)
+    named = {} if source == "params_map" else {"model_id": "policy"}
+    scheme.init_on_sender(**named, **_sources(policy)[source])
+    with Child(_follow, scheme, 0) as first, Child(_follow, scheme, 1) as second:
+        scheme.connect()
+        started = [first.receive(), second.receive()]
+        assert started == ([1.5, 2.5] if source == "device_map_fn" else [1.5, 1.5])
+        scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
+        assert ask(first, second) == [3.0, 3.0]
+        fill(policy, 4.0)
+        scheme.send()
+        assert ask(first, second) == ([4.0, 5.0] if source == "device_map_fn" else [4.0, 4.0])
+        for worker in (first, second):
+            worker.send(None)
+            assert worker.receive() == "down"
+            assert worker.wait() == 0
+    scheme.shutdown()
+
+
+def test_a_moments_trouble_does_not_end_a_workers_following(
+    scheme: DoubleBufferSyncScheme, address: Path
+) -> None:
+    policy = ConstantPolicy(1.5)
+    scheme.init_on_sender(model=policy, devices=["cpu"], model_id="policy")
+    with Child(_follow, scheme, 0) as worker:
+        scheme.connect()
+        assert worker.receive() == 1.5
+        store = DoubleBuffer(address / "policy")
+
+        def problem() -> str | None:
+            record = store.receiver("worker-0")
+            return None if record is None else record.problem
+
+        pointer = store.root / "CURRENT"
+        whole = pointer.read_bytes()
+        pointer.write_bytes(b"{")
+        settle(lambda: problem() is not None, "the worker told nobody")
+        pointer.write_bytes(whole)
+        settle(lambda: problem() is None, "it did not say that it was over")
+        scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
+        assert ask(worker) == [3.0]
+        worker.send(None)
+        assert worker.receive() == "down"
+    scheme.shutdown()
+
+
+def _receive_by_hand(connection: Connection, scheme: DoubleBufferSyncScheme) -> None:
+    model = ConstantPolicy(-5.0)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    scheme.connect(worker_idx=0)
+    connection.send(scheme.receive(timeout=0.001))
+    connection.recv()
+    scheme.receive(timeout=TIMEOUT_S)  # the background thread may have been faster
+    connection.send(model.weight.item())
+    scheme.shutdown()
+
+
+def test_receiver_receive_method(scheme: DoubleBufferSyncScheme) -> None:
+    scheme.sync = False
+    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    with Child(_receive_by_hand, scheme) as worker:
+        scheme.connect()
+        assert worker.receive() is None, "there was nothing new"
+        scheme.send(ConstantPolicy(2.0))
+        worker.send()
+        started = time.monotonic()
+        assert worker.receive() == 2.0
+        assert time.monotonic() - started < TIMEOUT_S / 2, "receive waited for what had come"
+        assert worker.wait() == 0
+    scheme.shutdown()
+
+
+def test_collector_receives(address: Path) -> None:
+    """`weight_recv_schemes` and `register_scheme_receiver` of a single collector."""
+    policy = ConstantPolicy(1.0)
+    sender = DoubleBufferSyncScheme(address)
+    sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    first, second = pickle.loads(pickle.dumps((sender, sender)))
+    sender.connect()
+    collector = Collector(
+        ProbeEnv,
+        ConstantPolicy(-5.0),
+        frames_per_batch=4,
+        total_frames=-1,
+        weight_recv_schemes={"policy": first},
+        worker_idx=0,
+        track_policy_version=True,
+        auto_register_policy_transforms=False,
+    )
+    try:
+
+        def next_batch() -> tuple[list[float], list[int]]:
+            """What was done, and by which version of the policy."""
+            batch = collector.next()
+            versions = batch["next", "policy_version"]
+            return batch["action"].unique().tolist(), versions.unique().tolist()
+
+        assert next_batch() == ([1.0], [0])
+        sender.send(ConstantPolicy(2.0))
+        assert next_batch() == ([2.0], [1])
+        collector.register_scheme_receiver({"policy": second})  # in the place of the first
+        assert next_batch()[0] == [2.0]
+        sender.send(ConstantPolicy(3.0))
+        assert next_batch()[0] == [3.0]
+        sender.sync = False
+        sender.send(ConstantPolicy(4.0))
+        collector.receive_weights()
+        assert next_batch()[0] == [4.0]
+    finally:
+        collector.shutdown()
+        for scheme in (first, second, sender):
+            scheme.shutdown()
+
+
+def test_multi_collector_receives(address: Path) -> None:
+    """What it receives, from its constructor on, it hands on to its own workers."""
+    sender = DoubleBufferSyncScheme(address)
+    sender.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    receiver = pickle.loads(pickle.dumps(sender))
+    sender.connect()
+    collector = MultiSyncCollector(
+        [ProbeEnv] * 2,
+        ConstantPolicy(-5.0),
+        frames_per_batch=8,
+        total_frames=-1,
+        cat_results="stack",
+        auto_register_policy_transforms=False,
+        weight_recv_schemes={"policy": receiver},
+        worker_idx=0,
+    )
+    try:
+        assert acts(collector) == [1.0, 1.0]
+        for value in (2.0, 3.0):
+            sender.send(ConstantPolicy(value))
+            assert acts(collector) == [value, value]
+    finally:
+        collector.shutdown()
+        receiver.shutdown()
+        sender.shutdown()
+
+
+def _follow_with(
+    connection: Connection, scheme: DoubleBufferSyncScheme, model: ConstantPolicy
+) -> None:
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    scheme.connect(worker_idx=0)
+    while connection.recv() is not None:
+        connection.send(model.weight.item())
+    scheme.shutdown()
+
+
+def test_a_model_that_came_by_shared_memory(scheme: DoubleBufferSyncScheme) -> None:
+    """What multiprocessing hands to a worker is the trainer's own memory, until someone copies.
+
+    A distributed collector's nodes get their policy so. Neither side may see the other's writes.
+    """
+    policy = ConstantPolicy(1.0)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    with Child(_follow_with, scheme, policy) as worker:
+        scheme.connect()
+        assert ask(worker) == [1.0]
+        assert policy.weight.is_shared(), "else this test is about nothing"
+        fill(policy, 2.0)
+        assert ask(worker) == [1.0], "the worker has weights that were never sent"
+        scheme.send(ConstantPolicy(3.0))
+        assert ask(worker) == [3.0]
+        assert policy.weight.item() == 2.0, "the worker wrote into the trainer's weights"
+        worker.send(None)
+        assert worker.wait() == 0
+    scheme.shutdown()
+
+
+def _follow_late(connection: Connection, address: Path, worker_idx: int) -> None:
+    _follow(connection, DoubleBufferSyncScheme(address), worker_idx)
+
+
+def test_a_late_worker_comes_to_the_newest_weights(
+    address: Path, scheme: DoubleBufferSyncScheme
+) -> None:
+    """It knows the address and nothing else, and follows from then on."""
+    scheme.sync = False
+    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=0)
+    scheme.connect()
+    scheme.send(ConstantPolicy(2.0))
+    with Child(_follow_late, address, 0) as worker:
+        assert worker.receive() == 2.0
+        scheme.send(ConstantPolicy(3.0))
+        settle(lambda: ask(worker) == [3.0], "the late worker does not follow")
+    scheme.shutdown()
+
+
+def _train_until_killed(connection: Connection, address: Path, first: float) -> None:
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(first), num_workers=1)
+    scheme.connect()
+    connection.send("published")
+    while True:
+        scheme.send(ConstantPolicy(connection.recv()))
+        connection.send("published")
+
+
+def test_a_trainer_that_was_killed_and_restarted_is_followed(address: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        trainer = stack.enter_context(Child(_train_until_killed, address, 1.0))
+        trainer.receive()
+        worker = stack.enter_context(Child(_follow_late, address, 0))
+        assert worker.receive() == 1.0
+        trainer.signal(signal.SIGKILL)
+        trainer.wait()
+        assert ask(worker) == [1.0]
+        successor = stack.enter_context(Child(_train_until_killed, address, 2.0))
+        successor.receive()
+        settle(lambda: ask(worker) == [2.0], "the restarted trainer is not followed")
+        successor.send(3.0)
+        successor.receive()
+        settle(lambda: ask(worker) == [3.0], "the restarted trainer is not followed")
+
+
+# What may go wrong.
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_no_forward_call_sees_weights_of_two_versions(address: Path, sync: bool) -> None:
+    """Guarantee 1 for a policy that runs: constant sends, slow forward calls."""
+    policy = WholePolicy(0.0)
+    scheme = DoubleBufferSyncScheme(address, sync=sync)
+    stop, failures = threading.Event(), []
+
+    def send(collector: Any) -> None:
+        mine = copy.deepcopy(policy)
+        value = 0.0
+        try:
+            while not stop.is_set():
+                value += 1.0
+                mine.say(value)
+                collector.update_policy_weights_(mine)
+        except BaseException as error:
+            failures.append(error)
+
+    with collecting(policy, scheme, frames=20) as collector:
+        thread = threading.Thread(target=send, args=(collector,))
+        thread.start()
+        try:
+            rows: list[list[float]] = [[], []]
+            deadline = time.monotonic() + 3.0
+            while time.monotonic() < deadline:
+                for row, new in zip(rows, actions(collector), strict=True):
+                    row.extend(new)
+        finally:
+            stop.set()
+            thread.join(TIMEOUT_S)
+        assert not failures, failures
+        for row in rows:
+            assert TORN not in row, "a forward call saw weights of two versions"
+            assert row == sorted(row), "a worker went back"
+            assert len(set(row)) > 10, "weights must come while the policy runs"
+
+
+def test_a_worker_that_was_killed(address: Path) -> None:
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address)
+    with collecting(policy, scheme) as collector:
+        kill(collector.procs[1])
+        fill(policy, 2.0)
+        started = time.monotonic()
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"worker-1.*ended"):
+            collector.update_policy_weights_()
+        assert time.monotonic() - started < 5.0, "nobody waits for the dead"
+        fill(policy, 3.0)
+        collector.update_policy_weights_(worker_ids=[0])
+        scheme.sync = False
+        fill(policy, 4.0)
+        collector.update_policy_weights_()
+        with dbuffer.WeightReceiver(address / "policy", receiver_id="test") as receiver:
+            with receiver.open() as snapshot:
+                assert float(snapshot.tensors["weight"]) == 4.0
+
+
+def test_a_worker_that_stands_still(address: Path) -> None:
+    """A stopped process costs the trainer its time-out, and catches up."""
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
+    with collecting(policy, scheme) as collector:
+        stopped = Path(f"/proc/{collector.procs[1].pid}/task")
+        os.kill(collector.procs[1].pid, signal.SIGSTOP)
+        try:
+            # Each of its threads stops when it runs next.
+            settle(
+                lambda: (
+                    {task.read_text().rpartition(")")[2][1] for task in stopped.glob("*/stat")}
+                    == {"T"}
+                ),
+                "the worker does not stop",
+            )
+            fill(policy, 2.0)
+            with pytest.raises(TimeoutError, match=r"worker-1"):
+                collector.update_policy_weights_()
+        finally:
+            os.kill(collector.procs[1].pid, signal.SIGCONT)
+        come_to(collector, 2.0)
+        fill(policy, 3.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [3.0, 3.0]
+
+
+def test_weights_that_do_not_fit(scheme: DoubleBufferSyncScheme) -> None:
+    """The error names worker and tensor, reaches `send`, and leaves the workers as they were."""
+    policy = StatefulPolicy(1.0, offset=0.0)
+    wrong: dict[str, Any] = {
+        "wieght": {"wieght": torch.tensor(2.0)},
+        "surplus": {"weight": torch.tensor(2.0), "surplus": torch.zeros(3)},
+        "weight": {"weight": torch.zeros(2)},
+        "float64": {"weight": torch.tensor(2.0, dtype=torch.float64)},
+    }
+    with collecting(policy, scheme) as collector:
+        for value, (name, weights) in enumerate(wrong.items()):
+            with pytest.raises(dbuffer.ReceiverFailedError, match=name) as caught:
+                collector.update_policy_weights_(weights)
+            assert "worker-" in str(caught.value)
+            assert acts(collector) == [1.0 + value] * 2
+            fill(policy, 2.0 + value)
+            collector.update_policy_weights_()
+            assert acts(collector) == [2.0 + value] * 2
+        # What a model's own code raises comes as late as it can, and is told as well.
+        policy.offset = torch.tensor(13.0)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="13 is not a number that I take"):
+            collector.update_policy_weights_()
+        policy.offset = torch.tensor(0.5)
+        collector.update_policy_weights_()
+        assert acts(collector) == [5.5, 5.5]
+
+
+class ReluctantPolicy(StatefulPolicy):
+    """Refuses a state now and then."""
+
+    refusals = 0
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise ValueError("not now")
+        super().set_extra_state(state)
+
+
+def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path) -> None:
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=StatefulPolicy(1.0), num_workers=1)
+    worker = pickle.loads(pickle.dumps(scheme))
+    model = ReluctantPolicy()
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    model.refusals = 1
+    scheme.send(StatefulPolicy(2.0, offset=0.5))
+    record = DoubleBuffer(address / "policy").receiver
+    settle(lambda: record("worker-0").applied_version == 2, "it was not tried again")
+    assert record("worker-0").problem is None
+    assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
+    model(TensorDict(batch_size=[]))  # it runs again
+    worker.shutdown()
+    scheme.shutdown()
+
+
+def test_first_weights_that_do_not_fit(address: Path) -> None:
+    scheme = DoubleBufferSyncScheme(address)
+    scheme.init_on_sender(model=nn.Linear(2, 1), devices=["cpu"], model_id="policy")
+    started = time.monotonic()
+    with (
+        pytest.raises(Exception, match=r"bias.*weight|weight.*bias"),
+        collecting(None, scheme, policy_factory=ConstantPolicy, num_workers=1),
+    ):
+        pass
+    assert time.monotonic() - started < 10.0, "the worker must say so, not wait"
+
+
+def test_weights_that_cannot_be_published(scheme: DoubleBufferSyncScheme) -> None:
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, scheme) as collector:
+        for weights in ({"weight": "two"}, {"weight": torch.zeros((), device="meta")}, 3):
+            with pytest.raises(dbuffer.InvalidWeightsError):
+                collector.update_policy_weights_(weights)
+        fill(policy, 2.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [2.0, 2.0]
+
+
+def test_sends_that_overtake_each_other(address: Path) -> None:
+    """Without waiting, all but the last may be skipped, and nobody goes back."""
+    policy = ConstantPolicy(0.0)
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    with collecting(policy, scheme) as collector:
+        rows: list[list[float]] = [[], []]
+        for step in range(1, 301):
+            fill(policy, float(step))
+            collector.update_policy_weights_(worker_ids=None if step % 3 else [step % 2])
+            if step % 20 == 0:
+                for row, new in zip(rows, actions(collector), strict=True):
+                    row.extend(new)
+        fill(policy, 1000.0)
+        collector.update_policy_weights_()
+        come_to(collector, 1000.0)
+        for row in rows:
+            assert row == sorted(row)
+
+
+def test_sends_from_two_threads(scheme: DoubleBufferSyncScheme) -> None:
+    """They take turns, and each returns when its weights, or later ones, are applied."""
+    with collecting(ConstantPolicy(0.0), scheme) as collector:
+
+        def send(values: range) -> None:
+            for value in values:
+                collector.update_policy_weights_(ConstantPolicy(float(value)))
+
+        with ThreadPoolExecutor(2) as threads:
+            sending = [threads.submit(send, range(first, 40, 2)) for first in (0, 1)]
+            for future in sending:
+                future.result(TIMEOUT_S)
+        rows = acts(collector)
+        assert rows[0] == rows[1] in (38.0, 39.0)
+
+
+def test_first_weights_that_never_come(address: Path) -> None:
+    scheme = DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
+    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    worker = pickle.loads(pickle.dumps(scheme))
+    model = ConstantPolicy(-5.0)
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    with pytest.raises(TimeoutError):
+        worker.connect(worker_idx=0)
+    scheme.connect()
+    worker.connect(worker_idx=0)  # again, when they are there
+    assert model.weight.item() == 1.0
+    worker.shutdown()
+    scheme.shutdown()
+
+
+def test_a_fast_trainer_and_a_slow_worker(address: Path) -> None:
+    policy = WholePolicy(0.0, numel=100, forward_s=0.1)
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    with collecting(policy, scheme, num_workers=1, frames=6) as collector:
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: (collector.next(), done.set()))
+        thread.start()
+        num_sends = 0
+        while not done.is_set():
+            num_sends += 1
+            policy.say(float(num_sends))
+            collector.update_policy_weights_()
+        thread.join()
+        assert num_sends > 50, "the trainer waited for its slow worker"
+        come_to(collector, float(num_sends))
+        # In step, from here on.
+        scheme.sync = True
+        for step in range(3):
+            policy.say(2000.0 + step)
+            collector.update_policy_weights_()
+            assert acts(collector) == [2000.0 + step]
+
+
+@pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
+def test_weights_of_an_earlier_run_are_not_used(address: Path, leftover: str) -> None:
+    """Not as first weights, and not when there are none yet."""
+    old = ConstantPolicy(7.0)
+    if leftover == "scheme":
+        with collecting(old, DoubleBufferSyncScheme(address)) as collector:
+            assert acts(collector) == [7.0, 7.0]
+            collector.update_policy_weights_(worker_ids=[1])
+    else:
+        name = "policy~worker-1" if leftover == "for one worker" else "policy"
+        address.mkdir(mode=0o700)
+        with dbuffer.WeightSender(address / name) as sender:
+            for _ in range(3):
+                weights = {"other": torch.zeros(5)} if leftover == "other layout" else old
+                sender.send(weights, metadata={"after_version": 9})
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, DoubleBufferSyncScheme(address)) as collector:
+        assert acts(collector) == [1.0, 1.0]
+        fill(policy, 2.0)
+        collector.update_policy_weights_(worker_ids=[1])
+        assert acts(collector) == [1.0, 2.0]
+        fill(policy, 3.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [3.0, 3.0]
+    factories = [constant_factory(4.0), constant_factory(5.0)]
+    with collecting(None, DoubleBufferSyncScheme(address), policy_factory=factories) as collector:
+        assert acts(collector) == [4.0, 5.0]
+
+
+def test_two_collectors_with_an_address_each(shm_path: Path) -> None:
+    policies = [ConstantPolicy(1.0), ConstantPolicy(2.0)]
+    schemes = [DoubleBufferSyncScheme(shm_path / name) for name in "ab"]
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(collecting(*pair)) for pair in zip(policies, schemes, strict=True)
+        )
+        assert [acts(first), acts(second)] == [[1.0, 1.0], [2.0, 2.0]]
+        fill(policies[0], 3.0)
+        first.update_policy_weights_()
+        assert [acts(first), acts(second)] == [[3.0, 3.0], [2.0, 2.0]]
+        fill(policies[1], 4.0)
+        second.update_policy_weights_()
+        assert [acts(first), acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
+
+
+def test_two_collectors_cannot_share_an_address(address: Path) -> None:
+    with collecting(ConstantPolicy(1.0), DoubleBufferSyncScheme(address)) as collector:
+        with (
+            pytest.raises(dbuffer.StoreBusyError),
+            collecting(ConstantPolicy(2.0), DoubleBufferSyncScheme(address)),
+        ):
+            pass
+        assert acts(collector) == [1.0, 1.0]
+        collector.update_policy_weights_(ConstantPolicy(3.0))
+        assert acts(collector) == [3.0, 3.0]
+
+
+def test_awkward_tensors(scheme: DoubleBufferSyncScheme) -> None:
+    """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
+    policy = AwkwardModel(1)
+    with collecting(policy, scheme) as collector:
+        for seed in (2, 3, 4):
+            for worker in range(2):
+                assert_same_state(worker_state(collector, worker), policy.state_dict())
+            policy.load_state_dict(AwkwardModel(seed).state_dict())
+            policy.unsaved.fill_(seed)
+            collector.update_policy_weights_(policy if seed == 3 else None)
+            expected = policy(torch.zeros(())).item()
+            assert acts(collector) == [expected, expected]
+
+
+def _count_storages(connection: Connection, scheme: DoubleBufferSyncScheme) -> None:
+    model = AwkwardModel(0)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    scheme.connect(worker_idx=0)
+    for _ in range(2):
+        connection.send(
+            {
+                "tied": model.tied.weight is model.tied_to.weight,
+                "parameters": [name for name, _ in model.named_parameters()],
+                "requires_grad": [p.requires_grad for p in model.parameters()],
+                "buffers": [name for name, _ in model.named_buffers()],
+            }
+        )
+        connection.recv()
+    scheme.shutdown()
+
+
+def test_a_model_keeps_its_kinds_of_tensors(scheme: DoubleBufferSyncScheme) -> None:
+    """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
+    policy = AwkwardModel(1)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    expected = {
+        "tied": True,
+        "parameters": [name for name, _ in policy.named_parameters()],
+        "requires_grad": [p.requires_grad for p in policy.parameters()],
+        "buffers": [name for name, _ in policy.named_buffers()],
+    }
+    with Child(_count_storages, scheme) as worker:
+        scheme.connect()
+        assert worker.receive() == expected
+        scheme.send(AwkwardModel(2))
+        worker.send()
+        assert worker.receive() == expected
+        worker.send()
+        assert worker.wait() == 0
+    scheme.shutdown()
+
+
+def test_a_policy_without_weights(scheme: DoubleBufferSyncScheme) -> None:
+    policy = TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["action"])
+    with collecting(policy, scheme) as collector:
+        assert acts(collector) == [0.0, 0.0]
+        collector.update_policy_weights_()
+        collector.update_policy_weights_(worker_ids=[1])
+        assert acts(collector) == [0.0, 0.0]
+
+
+def test_shutdown_twice_and_what_comes_after(address: Path) -> None:
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address)
+    scheme.shutdown()  # before anything
+    scheme = DoubleBufferSyncScheme(address)
+    with collecting(policy, scheme) as collector:
+        collector.shutdown()
+        scheme.shutdown()
+        scheme.shutdown()
+        with pytest.raises(RuntimeError):
+            scheme.send()
+    with collecting(policy, DoubleBufferSyncScheme(address)) as collector:
+        scheme.shutdown()  # has nothing to do with its successor
+        del scheme
+        fill(policy, 2.0)
+        collector.update_policy_weights_()
+        assert acts(collector) == [2.0, 2.0]
+
+
+def test_order_of_calls(scheme: DoubleBufferSyncScheme) -> None:
+    with pytest.raises(RuntimeError):
+        scheme.connect()
+    with pytest.raises(RuntimeError):
+        scheme.send()
+    with pytest.raises(RuntimeError):
+        scheme.receive()
+    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(), num_workers=0)
+    with pytest.raises(RuntimeError, match="connect"):
+        scheme.send()
+    scheme.connect()
+    with pytest.raises(RuntimeError, match="twice"):
+        scheme.connect()
+    scheme.shutdown()
+
+
+def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> None:
+    policy = ConstantPolicy()
+    weights = TensorDict.from_module(policy)
+    for more in ({"weights": weights}, {"model": policy}):
+        with pytest.raises(ValueError, match="params_map excludes"):
+            scheme.init_on_sender(params_map={0: weights}, **more)
+    with pytest.raises(ValueError, match="exclude each other"):
+        scheme.init_on_sender(model_id="policy", model=policy, weights=weights, num_workers=1)
+    assert not scheme.initialized_on_sender
+    scheme.init_on_sender(params_map={0: weights})
+    scheme.shutdown()
+
+
+def test_pickling_at_any_time(address: Path) -> None:
+    """A copy is a scheme that has not begun, and does not disturb the one that has."""
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
+    copies = [pickle.loads(pickle.dumps(scheme))]
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=0)
+    copies.append(pickle.loads(pickle.dumps(scheme)))
+    scheme.connect()
+    copies += [pickle.loads(pickle.dumps(scheme)), copy.deepcopy(scheme)]
+    copies.append(pickle.loads(pickle.dumps(copies[-1])))
+    for each in copies:
+        assert isinstance(each, DoubleBufferSyncScheme)
+        assert not each.initialized_on_sender
+        assert not each.synchronized_on_sender
+        assert (each.sync, each.timeout_s, each.num_threads) == (True, 30.0, 2)
+        each.shutdown()
+    copies.clear()
+    scheme.send()
+    scheme.shutdown()
+
+
+def test_nothing_is_left_behind(address: Path) -> None:
+    """No thread in the trainer, no process, no lock; and the stores are whole."""
+    threads = set(threading.enumerate())
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, DoubleBufferSyncScheme(address), env=SlowEnv) as collector:
+        processes = list(collector.procs)
+        collector.update_policy_weights_()
+        acts(collector)
+        started = time.monotonic()
+        collector.shutdown()
+        assert time.monotonic() - started < 5.0, "the workers must end by themselves"
+        assert all(process.exitcode == 0 for process in processes)
+    settle(lambda: set(threading.enumerate()) <= threads, "a thread is left")
+    with dbuffer.WeightSender(address / "policy") as sender:
+        sender.send(policy)
+    shutil.rmtree(address)

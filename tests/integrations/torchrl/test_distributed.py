@@ -1,0 +1,532 @@
+"""TorchRL's distributed collectors with a store as their weights' way to the nodes.
+
+Names are those of TorchRL's own tests where there is one. Process groups and RPC are of a whole
+process, so that each test trains in a process of its own; Ray's share one cluster.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.children import Child
+from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.torchrl_parts import (
+    ConstantPolicy,
+    DoubleBufferSyncScheme,
+    NodeEnv,
+    PidPolicy,
+    ProbeEnv,
+    TensorDict,
+    WholePolicy,
+    forkserver_address,
+    linear_policy,
+    start_method,
+    torch,
+    use_forkserver,
+)
+from tests.support.waiting import TIMEOUT_S, until
+
+# The import above silences what torchrl warns of when it is imported, and stays the first.
+# isort: split
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors.distributed import (
+    DistributedCollector,
+    DistributedSyncCollector,
+    RayCollector,
+    RPCCollector,
+)
+from torchrl.modules import RandomPolicy
+
+import dbuffer
+from tests.support import ROOT
+
+pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
+
+NODE_CLASSES = (Collector, MultiSyncCollector, MultiAsyncCollector)
+KIND_CLASSES = (DistributedCollector, RPCCollector)
+NODES = pytest.mark.parametrize("node", NODE_CLASSES, ids=lambda node: node.__name__)
+KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, ids=lambda kind: kind.__name__)
+FRAMES = 8
+
+Collected = list[list[float]]
+"""For each batch, what was done in it."""
+
+
+@pytest.fixture
+def address(shm_path: Path) -> Path:
+    """Where a scheme's stores will be; nothing is there yet."""
+    return shm_path / "weights"
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it in a process of its own, which must end, and return what it returns."""
+    with start_method("forkserver"), Child(_call, forkserver_address(), function, args) as child:
+        result, error = child.receive(2 * TIMEOUT_S)
+        assert error is None, error
+        assert child.wait() == 0
+    return result
+
+
+def _call(
+    connection: Connection, forkserver: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    use_forkserver(forkserver)
+    try:
+        connection.send((function(*args), None))
+    except BaseException:
+        error = traceback.format_exc()
+        for node in multiprocessing.active_children():
+            node.kill()
+        connection.send((None, error))
+        os._exit(1)  # collectors that failed may wait for ever
+
+
+def local(num_batches: int, **options: Any) -> dict[str, Any]:
+    """How to start nodes as processes of this machine, and for how long."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return {
+        "launcher": "mp",
+        "tcp_port": str(port),
+        "frames_per_batch": FRAMES,
+        "total_frames": FRAMES * num_batches,
+        "collector_kwargs": {"auto_register_policy_transforms": False},
+        **options,
+    }
+
+
+def actions(batch: Any) -> list[float]:
+    assert batch.numel() == FRAMES
+    values: list[float] = batch["action"].unique().tolist()
+    return values
+
+
+def end(collector: Any) -> None:
+    """Shut it down when its nodes have taken what they were told last.
+
+    TorchRL's nodes read an instruction and delete it then: one that comes in between is lost. If it
+    was the end, ``DistributedCollector.shutdown`` fails after ten seconds (seen).
+    """
+    if isinstance(collector, DistributedCollector):
+        for rank in range(1, collector.num_workers + 1):
+            told = [f"NODE_{rank}_in"]
+            until("it is taken", lambda told=told: not collector._store.check(told), TIMEOUT_S)
+    collector.shutdown()
+
+
+def records(address: Path) -> list[Any]:
+    """What the workers say of themselves in the policy's store."""
+    return list(dbuffer.store.buffer.DoubleBuffer(address / "policy").receivers())
+
+
+def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
+    until(f"process {pid} has ended", lambda: not Path(f"/proc/{pid}").exists(), timeout_s)
+
+
+def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
+    policy = RandomPolicy(ProbeEnv().action_spec)
+    collector = kind(
+        [NodeEnv()] * 2,
+        policy,
+        collector_class=node,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **local(4),
+    )
+    total = sum(batch.numel() for batch in collector)
+    end(collector)
+    return total
+
+
+@KINDS
+@NODES
+def test_distributed_collector_class(address: Path, kind: Any, node: Any) -> None:
+    """A policy without weights, on every kind of node."""
+    assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
+
+
+def _update_policy(
+    kind: Any, node: Any, sync: bool, with_factory: bool, address: Path
+) -> Collected:
+    policy = None if with_factory else ConstantPolicy(1.0)
+    source = ConstantPolicy(1.0) if with_factory else policy
+    # Of several nodes that collect at their own pace, some batches may have begun before.
+    num_nodes = 1 if node is MultiAsyncCollector else 2
+    collector = kind(
+        [NodeEnv()] * num_nodes,
+        policy,
+        policy_factory=ConstantPolicy if with_factory else None,
+        collector_class=node,
+        sync=sync,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        # Of workers that collect at their own pace, one may be late with what it began before.
+        **local(
+            40 if node is MultiAsyncCollector else 8,
+            num_workers_per_collector=1 if node is Collector else 2,
+        ),
+    )
+    seen = []
+    for batch in collector:
+        seen.append(actions(batch))
+        if len(seen) == 1:
+            source.weight.data.add_(1)
+            collector.update_policy_weights_(
+                TensorDict.from_module(source) if with_factory else None
+            )
+    end(collector)
+    return seen
+
+
+# Every pair of a kind, a node and a mode; in a soak every combination.
+WAYS = [
+    pytest.param(kind, node, sync, not sync, id=f"{kind.__name__}-{node.__name__}-{sync}")
+    for index, kind in enumerate(KIND_CLASSES)
+    for other, node in enumerate(NODE_CLASSES)
+    for sync in (False, True)
+    if is_soak() or sync == (index + other) % 2
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS)
+def test_distributed_collector_updatepolicy(
+    address: Path, kind: Any, node: Any, sync: bool, with_factory: bool
+) -> None:
+    """Down to the last worker: trainer, node, and the node's own workers."""
+    seen = in_child(_update_policy, kind, node, sync, with_factory, address)
+    assert seen[0] == [1.0]
+    assert seen[-2:] == [[2.0], [2.0]]
+    if sync and node is not MultiAsyncCollector:
+        assert seen[1] == [2.0], "the update came before the next batch was asked for"
+
+
+def _update_by_itself(sync: bool, address: Path) -> Collected:
+    policy = ConstantPolicy(1.0)
+    collector = DistributedCollector(
+        [NodeEnv()] * 2,
+        policy,
+        policy_factory=ConstantPolicy,
+        sync=sync,
+        update_interval=1,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **local(8),
+    )
+    seen = []
+    for batch in collector:
+        seen.append(actions(batch))
+        if len(seen) == 1:
+            policy.weight.data.add_(1)
+    end(collector)
+    return seen
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_update_interval(address: Path, sync: bool) -> None:
+    """The collector sends by itself, to all nodes or to the one whose batch it has."""
+    seen = in_child(_update_by_itself, sync, address)
+    assert seen[0] == [1.0]
+    assert seen[-2:] == [[2.0], [2.0]]
+
+
+class LateEnv(NodeEnv):
+    """Keeps its node waiting."""
+
+    def __call__(self) -> ProbeEnv:
+        if multiprocessing.parent_process().name != "MainProcess":
+            time.sleep(2.0)
+        return super().__call__()
+
+
+def _construct(address: Path) -> dict[str, int | None]:
+    collector = DistributedCollector(
+        [LateEnv()] * 2,
+        ConstantPolicy(1.0),
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address, sync=False)},
+        **local(2),
+    )
+    applied = {record.receiver: record.applied_version for record in records(address)}
+    for _ in collector:
+        pass
+    end(collector)
+    return applied
+
+
+def test_distributed_collector_waits_for_its_nodes(address: Path) -> None:
+    """Else it gives them ten seconds to be there, which some need to import what they run."""
+    assert in_child(_construct, address) == {"worker-0": 1, "worker-1": 1}
+
+
+def _update_one(kind: Any, address: Path) -> Collected:
+    policy = ConstantPolicy(1.0)
+    collector = kind(
+        [NodeEnv()] * 2,
+        policy,
+        sync=True,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **local(5),
+    )
+    seen = []
+    for worker_ids, batch in zip(([1], 0, [0, 1], None, None), collector, strict=True):
+        seen.append(batch["action"].flatten().tolist())
+        policy.weight.data.add_(1)
+        collector.update_policy_weights_(worker_ids=worker_ids)
+    end(collector)
+    return seen
+
+
+@KINDS
+def test_worker_ids(address: Path, kind: Any) -> None:
+    """Nodes are counted from 0, whatever their rank is."""
+    half = FRAMES // 2
+    seen = in_child(_update_one, kind, address)
+    # RPCCollector puts the batch of whoever is ready first in the first place.
+    if kind is RPCCollector:
+        seen = [sorted(row) for row in seen]
+    expected = [[1.0, 1.0], [1.0, 2.0], [3.0, 2.0], [4.0, 4.0], [5.0, 5.0]]
+    if kind is RPCCollector:
+        expected = [sorted(pair) for pair in expected]
+    assert seen == [[first] * half + [second] * half for first, second in expected]
+
+
+def _whole(kind: Any, node: Any, address: Path) -> Collected:
+    policy = WholePolicy(0.0, numel=50_000)
+    collector = kind(
+        [NodeEnv()] * 2,
+        policy,
+        collector_class=node,
+        sync=False,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address, sync=False)},
+        **local(40),
+    )
+    seen = []
+    for batch in collector:
+        seen.append(actions(batch))
+        policy.say(float(len(seen)))
+        collector.update_policy_weights_()
+    end(collector)
+    return seen
+
+
+@KINDS
+def test_no_forward_call_sees_weights_of_two_versions(address: Path, kind: Any) -> None:
+    seen = in_child(_whole, kind, Collector, address)
+    values = {value for row in seen for value in row}
+    assert min(values) >= 0.0, "a forward call saw weights of two versions"
+    assert len(values) > 5
+
+
+def _begin(kind: Any, address: Path) -> Collected:
+    collector = kind(
+        [NodeEnv()] * 2,
+        ConstantPolicy(1.0),
+        sync=True,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **local(2),
+    )
+    seen = [actions(batch) for batch in collector]
+    end(collector)
+    return seen
+
+
+@KINDS
+def test_weights_of_an_earlier_run_are_not_used(address: Path, kind: Any) -> None:
+    """RPC's workers come to the store before the trainer does."""
+    address.mkdir(mode=0o700)
+    with dbuffer.WeightSender(address / "policy") as sender:
+        sender.send(ConstantPolicy(7.0))
+        sender.send(ConstantPolicy(8.0))
+    assert in_child(_begin, kind, address) == [[1.0], [1.0]]
+
+
+def _lose_a_node(address: Path) -> tuple[str, float]:
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address)
+    collector = DistributedCollector(
+        [NodeEnv()] * 2, policy, sync=True, weight_sync_schemes={"policy": scheme}, **local(100)
+    )
+    next(iter(collector))
+    lost, other = collector.jobs
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.join()
+    started = time.monotonic()
+    try:
+        collector.update_policy_weights_()
+    except dbuffer.ReceiverFailedError as error:
+        message = str(error)
+    scheme.send(worker_ids=[1])
+    duration_s = time.monotonic() - started
+    # The collector cannot be shut down: it would wait for its lost node.
+    other.kill()
+    other.join()
+    collector._shutdown = True
+    torch.distributed.destroy_process_group()
+    return message, duration_s
+
+
+def test_a_node_that_was_killed(address: Path) -> None:
+    message, duration_s = in_child(_lose_a_node, address)
+    assert "worker-0" in message
+    assert duration_s < 5.0, "nobody waits for the dead"
+
+
+def _shut_down(kind: Any, address: Path) -> list[int]:
+    collector = kind(
+        [NodeEnv()] * 2,
+        PidPolicy(),
+        collector_class=MultiSyncCollector,
+        sync=True,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **local(3, num_workers_per_collector=2),
+    )
+    pids = {job.pid for job in collector.jobs}
+    for batch in collector:
+        collector.update_policy_weights_(PidPolicy())
+        pids |= {int(pid) for pid in actions(batch)}
+    end(collector)
+    collector.shutdown()
+    return sorted(pids)
+
+
+@KINDS
+def test_collector_shutdown_clears_python_processes(address: Path, kind: Any) -> None:
+    pids = in_child(_shut_down, kind, address)
+    assert len(pids) == 6, "two nodes with two workers each"
+    for pid in pids:
+        wait_for_end(pid)
+
+
+def _by_hand(address: Path) -> Collected:
+    """This collector takes no schemes: its nodes are told of ours, and the trainer drives it."""
+    policy = ConstantPolicy(3.0)
+    # It counts its nodes from 1, and does not say so: nobody can wait for them by name.
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
+    scheme.connect()
+    options = local(60)
+    options["collector_kwargs"]["weight_recv_schemes"] = {"policy": scheme}
+    collector = DistributedSyncCollector(
+        [NodeEnv()] * 2, None, policy_factory=ConstantPolicy, **options
+    )
+    seen = []
+    for batch in collector:
+        seen.append(actions(batch))
+        policy.weight.data.fill_(4.0)
+        scheme.send()
+    collector.shutdown()
+    scheme.shutdown()
+    return seen
+
+
+def test_distributed_sync_collector(address: Path) -> None:
+    seen = in_child(_by_hand, address)
+    assert seen[0] == [3.0]
+    assert seen[-2:] == [[4.0], [4.0]]
+
+
+# Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster whose workers can import what is in this directory."""
+    import ray
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        # Its workers would give way to every other process, and tests run side by side.
+        patch.setenv("RAY_worker_niceness", "0")
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        )
+    yield ray
+    ray.shutdown()
+
+
+def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
+    return {
+        "frames_per_batch": FRAMES,
+        "total_frames": FRAMES * num_batches,
+        "remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 100 << 20},
+        "collector_kwargs": {"auto_register_policy_transforms": False},
+        **options,
+    }
+
+
+@in_soaks_alone
+@pytest.mark.slow
+def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
+    """Synchronously, by worker, and when an actor has been killed."""
+    policy = ConstantPolicy(1.0)
+    scheme = DoubleBufferSyncScheme(address)
+    collector = RayCollector(
+        [NodeEnv()] * 2,
+        policy,
+        collector_class=Collector,
+        sync=True,
+        weight_sync_schemes={"policy": scheme},
+        **on_ray(100),
+    )
+    try:
+        collector.update_policy_weights_()
+        batches = iter(collector)
+        assert actions(next(batches)) == [1.0]
+        policy.weight.data.add_(1)
+        collector.update_policy_weights_()
+        assert actions(next(batches)) == [2.0]
+        policy.weight.data.add_(1)
+        collector.update_policy_weights_(worker_ids=1)
+        assert actions(next(batches)) == [2.0, 3.0]
+        collector.update_policy_weights_(ConstantPolicy(5.0))
+        assert actions(next(batches)) == [5.0]
+        with pytest.raises(dbuffer.ReceiverFailedError, match="weight"):
+            collector.update_policy_weights_({"weight": torch.zeros(3)})
+        pids = {record.receiver: record.pid for record in records(address)}
+        cluster.kill(collector.remote_collectors[0])
+        wait_for_end(pids["worker-0"])
+        started = time.monotonic()
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"worker-0.*ended"):
+            collector.update_policy_weights_(ConstantPolicy(6.0))
+        assert time.monotonic() - started < 10.0
+    finally:
+        collector.shutdown()
+
+
+@in_soaks_alone
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
+def test_ray_collector_policy_constructor(cluster: Any, address: Path) -> None:
+    """The trainer has no policy; the nodes make theirs, and have workers of their own."""
+    weights = TensorDict.from_module(linear_policy(2.0))
+    collector = RayCollector(
+        [ProbeEnv],
+        policy_factory=lambda: linear_policy(0.0),
+        collector_class=MultiSyncCollector,
+        num_workers_per_collector=2,
+        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        **on_ray(5),
+    )
+    try:
+        collector.update_policy_weights_(weights)
+        for value, batch in enumerate(collector, start=2):
+            # The next batch is asked for before this one is seen.
+            assert set(actions(batch)) <= {float(value), float(value - 1)}
+            weights.data.apply_(lambda tensor: tensor * 0 + 0)
+            weights["module", "bias"].data.fill_(value + 1.0)
+            collector.update_policy_weights_(weights)
+    finally:
+        collector.shutdown()

@@ -1,0 +1,118 @@
+"""Receivers that follow by themselves in other processes, and what a sender learns of them.
+
+The receivers are TorchRL's, with a stand-in for the engine's follower. What engines make of them:
+`tests/integrations/torchrl/test_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.integrations.torchrl import (
+    VLLMWeightReceiver,
+    VLLMWeightSender,
+    VLLMWeightSyncScheme,
+    vllm_double_buffer,
+)
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child, preload
+
+preload("dbuffer.integrations.torchrl.vllm_collective")
+
+
+class Reader:
+    """Stand-in for a `Follower`; it reads the whole version, after ``delay_s``."""
+
+    def __init__(self, store: str, delay_s: float) -> None:
+        self._receiver = dbuffer.WeightReceiver(store)
+        self._delay_s = delay_s
+
+    def sync(self, *, at_least: int) -> int:
+        with self._receiver.open(at_least - 1, acknowledge=False) as snapshot:
+            if "refused" in snapshot.tensors:
+                raise dbuffer.EngineUpdateError("there is no place for 'refused'")
+            time.sleep(self._delay_s)
+        return snapshot.version
+
+    def has_restarted(self) -> bool:
+        return False
+
+    def stop_workers(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def scheme_of(store: Path) -> VLLMWeightSyncScheme:
+    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=30.0, poll_interval_s=0.05)
+
+
+def follow(connection: Connection, store: Path, delay_s: float) -> None:
+    def followers_of(engine: Any, options: Any) -> list[Any]:
+        return [Reader(options.store, delay_s)]
+
+    vllm_double_buffer.followers_of = followers_of  # type: ignore[assignment]
+    receiver = VLLMWeightReceiver(scheme_of(store), object())
+    connection.send("following")
+    connection.recv()
+    receiver.shutdown()
+    connection.send("left")
+
+
+@pytest.fixture
+def store(mount: str, tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sender(store: Path) -> VLLMWeightSender:
+    return scheme_of(store).create_sender()
+
+
+def update(sender: VLLMWeightSender, name: str = "weight") -> None:
+    sender.update_weights({name: torch.ones(2)})
+
+
+def applied(store: Path) -> list[int | None]:
+    """The versions of TorchRL's receivers that are in the store."""
+    records = DoubleBuffer(store).receivers()
+    return [r.applied_version for r in records if r.receiver.startswith("torchrl-vllm-")]
+
+
+def test_receivers_that_were_there_first_are_waited_for(
+    store: Path, sender: VLLMWeightSender
+) -> None:
+    with Child(follow, store, 0.2) as one, Child(follow, store, 0.0) as other:
+        assert [one.receive(), other.receive()] == ["following"] * 2
+        for version in (1, 2):
+            update(sender)
+            assert applied(store) == [version, version]
+        one.send()
+        assert one.receive() == "left"
+        assert applied(store) == [2]
+        with pytest.raises(dbuffer.ReceiverFailedError, match="no place for 'refused'"):
+            update(sender, "refused")
+        update(sender)
+        assert applied(store) == [4]
+    sender.shutdown()
+
+
+def test_receiver_that_was_killed_is_told_once(store: Path, sender: VLLMWeightSender) -> None:
+    with Child(follow, store, 0.0) as child:
+        assert child.receive() == "following"
+        update(sender)
+        child.signal(signal.SIGKILL)
+        child.wait()
+        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended"):
+            update(sender)
+        update(sender)
+    sender.shutdown()

@@ -1,0 +1,1614 @@
+"""TorchRL's vLLM classes over a store, with real engines: an `LLM`, an `AsyncLLM`, and Ray actors.
+
+The first part is about what needs no engine. The second asks of ours what TorchRL's own tests ask
+of its classes, under their names there, and what its classes do wrong, in two programs that have
+the engines. Tokens are compared with those of fresh engines on the same weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import logging
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.engines.tiny_models import make_model, save_model
+from tests.support.engines.vllm_engines import (
+    NEEDS_VLLM,
+    PROMPTS,
+    engine_arguments,
+    environment,
+    greedy,
+    greedy_parameters,
+    leave,
+    observe,
+)
+from tests.support.soak import in_soaks_alone
+
+with warnings.catch_warnings():
+    # torchrl warns of its own legacy classes, and of torch's, as it is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch
+    from tensordict import TensorDict
+    from torchrl.collectors import Collector
+    from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
+
+    from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
+
+import dbuffer
+from dbuffer.integrations.torchrl import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMDoubleBufferTransport,
+    VLLMWeightSyncScheme,
+    get_model_metadata,
+)
+from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
+from tests.support import ROOT
+
+pytestmark = NEEDS_VLLM
+
+# torchrl's own remarks: one of its two strategies, and its collectors' own way to new weights.
+EXPERIMENTAL = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
+OWN_UPDATER = pytest.mark.filterwarnings("ignore:Creating VanillaWeightUpdater")
+
+CLASSES = [
+    "VLLMDoubleBufferSyncScheme",
+    "VLLMDoubleBufferTransport",
+    "VLLMDoubleBufferWeightSender",
+    "VLLMDoubleBufferWeightReceiver",
+    "VLLMWeightSyncScheme",
+    "VLLMWeightSender",
+    "VLLMWeightReceiver",
+]
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+WRONG_METADATA: dict[str, tuple[str, Any]] = {
+    "a name too few": (NORM, None),
+    "a name too many": ("bogus", (torch.float32, torch.Size([2]))),
+    "another shape": (HEAD, (torch.float32, torch.Size([500, 5]))),
+    "another dtype": (NORM, (torch.int64, torch.Size([64]))),
+}
+"""What is wrong with them: a name, and what is said of it instead; None: nothing."""
+SWITCHES_UNDER_LOAD = 12
+SETTLE_S = 0.05
+
+
+def wrong_metadata(metadata: Mapping[str, Any], wrong: str) -> dict[str, Any]:
+    name, said = WRONG_METADATA[wrong]
+    others = {key: value for key, value in metadata.items() if key != name}
+    return others if said is None else others | {name: said}
+
+
+# Without an engine.
+
+
+def of_torchrl(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = importlib.import_module("torchrl.weight_update.llm")
+    return getattr(module, name)
+
+
+def ours(name: str) -> Any:
+    return getattr(importlib.import_module("dbuffer.integrations.torchrl"), name)
+
+
+PAIRS = [(ours(name), of_torchrl(name)) for name in CLASSES] + [
+    (DoubleBufferSyncScheme, WeightSyncScheme)
+]
+"""Our classes, and those of the installed TorchRL whose place they take."""
+
+METHODS = [
+    (mine, theirs, method)
+    for mine, theirs in PAIRS
+    for method, function in inspect.getmembers(theirs, callable)
+    if method == "__init__" or not method.startswith("_")
+    if (mine, method) != (DoubleBufferSyncScheme, "__init__")  # that one is asked for a directory
+]
+METHOD_IDS = [f"{mine.__name__}.{method}" for mine, _, method in METHODS]
+
+NEEDED = object()
+"""In the place of a default."""
+
+DOCUMENTED: dict[str, dict[str, dict[str, Any]]] = {
+    "VLLMDoubleBufferSyncScheme": {
+        "__init__": {
+            "remote_addr": NEEDED,
+            "local_addr": None,
+            "num_threads": 1,
+            "strategy": "tensordict",
+        },
+        "create_transport": {},
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+        "init_on_receiver": {"model_id": NEEDED, "context": None},
+        "prepare_weights": {
+            "weights": NEEDED,
+            "model_id": NEEDED,
+            "strategy": NEEDED,
+            "context": None,
+        },
+        "send": {"weights": None, "worker_ids": None},
+        "receive": {"timeout": None},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "connect": {"worker_idx": None, "weights": None},
+        "shutdown": {},
+    },
+    "VLLMDoubleBufferTransport": {
+        "__init__": {"remote_addr": NEEDED, "local_addr": None, "num_threads": 1},
+        "send_weights": {"model_id": NEEDED, "weights": NEEDED},
+        "receive_weights": {"timeout": None, "weights": None, "model": None, "strategy": None},
+        "check_connection": {},
+    },
+    "VLLMDoubleBufferWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "update_weights": {"weights": None},
+    },
+    "VLLMDoubleBufferWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 180.0},
+    },
+    "VLLMWeightSyncScheme": {
+        "__init__": {
+            "master_address": None,
+            "master_port": None,
+            "gpus_per_replica": 1,
+            "num_replicas": 1,
+            "strategy": "tensordict",
+            "device": 0,
+        },
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+    },
+    "VLLMWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "register_collector": {"collector": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED, "vllm_engine": None},
+        "update_weights": {"weights": None},
+        "shutdown": {},
+    },
+    "VLLMWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 0.1},
+    },
+}
+"""Names that TorchRL's reference gives in its releases up to 0.14: a parameter and its default."""
+
+DOCUMENTED_METHODS = [(name, method) for name, methods in DOCUMENTED.items() for method in methods]
+
+
+def test_methods_of_torchrl_were_found() -> None:
+    methods = {method for mine, _, method in METHODS if mine.__name__ == "VLLMWeightReceiver"}
+    assert methods == {"__init__", "init_all_workers_group", "apply_weights", "poll_and_apply"}
+    assert {mine.__name__ for mine, _, _ in METHODS} == {*CLASSES, "DoubleBufferSyncScheme"}
+    assert "connect" in {method for mine, _, method in METHODS if mine is DoubleBufferSyncScheme}
+
+
+@pytest.mark.parametrize(("mine", "theirs", "method"), METHODS, ids=METHOD_IDS)
+def test_signatures_are_those_of_torchrl(mine: Any, theirs: Any, method: str) -> None:
+    wanted = inspect.signature(getattr(theirs, method)).parameters.values()
+    there = list(inspect.signature(getattr(mine, method)).parameters.values())
+    more = there[len(wanted) :]
+    for parameter, counterpart in zip(wanted, there, strict=False):
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            # Ours may name some of the keywords, and take more.
+            more = there[len(wanted) - 1 :]
+            assert any(other.kind is inspect.Parameter.VAR_KEYWORD for other in more)
+            continue
+        assert (counterpart.name, counterpart.kind) == (parameter.name, parameter.kind)
+        if parameter.default is not inspect.Parameter.empty:
+            assert counterpart.default == parameter.default
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    for other in more:
+        assert other.kind in variable or other.default is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize(("name", "method"), DOCUMENTED_METHODS)
+def test_signatures_are_those_that_torchrl_documents(name: str, method: str) -> None:
+    signature = inspect.signature(getattr(ours(name), method))
+    wanted = DOCUMENTED[name][method]
+    signature.bind(None, **dict.fromkeys(wanted))
+    needed = {p: None for p, default in wanted.items() if default is NEEDED}
+    taken = signature.bind(None, **needed)
+    taken.apply_defaults()
+    keywords = {**taken.arguments, **taken.kwargs}
+    for parameter, default in wanted.items():
+        if default is not NEEDED and parameter in signature.parameters:
+            assert keywords[parameter] == default
+
+
+@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
+def test_properties_are_those_of_torchrl(mine: Any, theirs: Any) -> None:
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    assert public <= set(dir(mine))
+
+
+@pytest.mark.parametrize("given", [{}, {"master_address": "here", "master_port": 12345}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_attributes_are_those_of_torchrl(store: Path, given: dict[str, Any], copied: bool) -> None:
+    arguments = {"gpus_per_replica": 2, "num_replicas": 3, "device": "cuda:1", **given}
+    theirs = vars(of_torchrl("VLLMWeightSyncScheme")(**arguments))
+    scheme = VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
+    if copied:
+        scheme = pickle.loads(pickle.dumps(scheme))
+    assert {"master_address", "master_port", "strategy_name"} <= theirs.keys()
+    for name, value in theirs.items():
+        if name == "master_port" and not given:
+            value = None  # theirs is a free port; here there is nothing to listen for
+        assert getattr(scheme, name) == value
+    theirs = vars(of_torchrl("VLLMDoubleBufferSyncScheme")(str(store), None, 2))
+    double = VLLMDoubleBufferSyncScheme(str(store), None, 2)
+    assert {name: getattr(double, name) for name in theirs} == theirs
+
+
+@pytest.fixture
+def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
+    made = VLLMDoubleBufferSyncScheme(str(store))
+    yield made
+    made.shutdown()
+
+
+def test_it_is_a_scheme_of_torchrl(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+    assert isinstance(scheme, WeightSyncScheme)
+    assert (scheme.remote_addr, scheme.local_addr) == (str(store), str(store))
+    assert (scheme.num_threads, scheme.strategy_name) == (1, "tensordict")
+
+
+def test_scheme_survives_pickling(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+    sender = scheme.create_sender()
+    sender.update_weights({"weight": torch.ones(2)})
+    copied = pickle.loads(pickle.dumps(scheme))
+    assert copied.create_transport().receive_weights()["weight"].tolist() == [1.0, 1.0]
+    sender.shutdown()
+
+
+def test_store_is_at_the_address_itself(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+    sender = scheme.create_sender()
+    sender.update_weights({"weight": torch.ones(2)})
+    sender.shutdown()
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 1
+        assert list(snapshot.tensors) == ["weight"]
+
+
+def test_transport_before_the_first_write(scheme: VLLMDoubleBufferSyncScheme) -> None:
+    transport = scheme.create_transport()
+    assert isinstance(transport, VLLMDoubleBufferTransport)
+    assert transport.check_connection()
+    assert transport.receive_weights() is None
+    assert transport.receive_weights(timeout=0.0) is None
+    transport.close()
+
+
+def test_transport_to_a_store_that_others_can_write_to(store: Path) -> None:
+    store.mkdir()
+    store.chmod(0o777)
+    assert not VLLMDoubleBufferTransport(str(store)).check_connection()
+
+
+@pytest.mark.parametrize("kind", ["module", "tensordict", "state dict"])
+def test_transport_carries_whatever_torchrl_extracts(
+    scheme: VLLMDoubleBufferSyncScheme, kind: str
+) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    forms: dict[str, Any] = {"module": module, "state dict": module.state_dict()}
+    forms["tensordict"] = TensorDict.from_module(module)
+    sender, receiver = scheme.create_transport(), scheme.create_transport()
+    sender.send_weights("any name", forms[kind])
+    received = receiver.receive_weights()
+    assert received is not None
+    assert receiver.receive_weights() is None
+    for name, tensor in module.named_parameters():
+        assert torch.equal(received[name], tensor), name
+    for name, tensor in module.named_buffers():
+        assert torch.equal(received[name], tensor), name
+    sender.close()
+    receiver.close()
+
+
+class Rotary(torch.nn.Module):
+    """Has a buffer that no checkpoint holds, as language models do, and that no engine knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+
+def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(
+    scheme: VLLMDoubleBufferSyncScheme,
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from torchrl.modules.llm import TransformersWrapper
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
+    model = make_model("qwen3", 0)
+    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    sender, transport = scheme.create_sender(), scheme.create_transport()
+    sender.register_model(wrapper)
+    sender.update_weights()
+    received = transport.receive_weights()
+    assert received is not None
+    assert received.keys() == get_model_metadata(model).keys() == get_model_metadata(wrapper).keys()
+    assert "model.embed_tokens.weight" in get_model_metadata(wrapper)
+    sender.shutdown()
+    transport.close()
+
+
+@pytest.mark.parametrize("by", ["sender", "transport"])
+def test_buffers_that_are_never_saved_are_not_sent(
+    scheme: VLLMDoubleBufferSyncScheme, by: str
+) -> None:
+    module, sender, transport = Rotary(), scheme.create_sender(), scheme.create_transport()
+    if by == "sender":
+        sender.update_weights(module)
+    else:
+        transport.send_weights("m", module)
+    received = transport.receive_weights()
+    assert received is not None
+    assert list(received.keys()) == ["weight"] == list(get_model_metadata(module))
+    sender.shutdown()
+    transport.close()
+
+
+def test_transport_waits_for_its_timeout(scheme: VLLMDoubleBufferSyncScheme) -> None:
+    sender, receiver = scheme.create_transport(), scheme.create_transport()
+    times: dict[str, float] = {}
+    with publishing_soon(lambda: sender.send_weights("m", {"weight": torch.ones(1)}), times):
+        received = receiver.receive_weights(timeout=60.0)
+    assert received is not None
+    assert times["published"] > times["begun"]
+    sender.close()
+    receiver.close()
+
+
+def test_a_run_of_which_only_the_trainer_has_moved(tmp_path: Path) -> None:
+    """TorchRL's own receiver would go on loading the weights that its sender wrote last."""
+    address = tmp_path / "policy"
+    theirs = of_torchrl("VLLMDoubleBufferTransport")(str(address))
+    theirs.send_weights("policy", TensorDict({"a": torch.zeros(2)}, batch_size=[]))
+    address.chmod(0o700)
+    weights = {"a": torch.ones(2)}
+    for scheme in (VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme):
+        sender = scheme(remote_addr=str(address)).create_sender()
+        with pytest.raises(dbuffer.OptionError, match="TorchRL's own double buffer"):
+            sender.update_weights(weights)
+    assert theirs.receive_weights()["a"].tolist() == [0.0, 0.0]
+    assert VLLMDoubleBufferTransport(str(address)).receive_weights() is None
+    scheme = VLLMDoubleBufferSyncScheme(str(address), move_torchrl_aside=True)
+    scheme.create_sender().update_weights(weights)
+    with pytest.raises(FileNotFoundError):
+        theirs.receive_weights()
+    assert scheme.create_transport().receive_weights()["a"].tolist() == [1.0, 1.0]
+
+
+@contextlib.contextmanager
+def publishing_soon(publish: Callable[[], object], times: dict[str, float]) -> Iterator[None]:
+    """Publish in another thread, a while after this has begun."""
+
+    def run() -> None:
+        times["published"] = time.monotonic()
+        publish()
+
+    # Nothing tells that somebody is waiting already: this only has to be later than they began.
+    timer = threading.Timer(0.3, run)
+    times["begun"] = time.monotonic()
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_sender_without_anything_to_send(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+    sender = scheme.create_sender()
+    with pytest.raises(RuntimeError, match="register_model"):
+        sender.update_weights()
+    sender.register_model(torch.nn.Linear(1, 1))  # which nobody keeps
+    with pytest.raises(RuntimeError, match="gone"):
+        sender.update_weights()
+    assert not store.exists()
+    sender.shutdown()
+
+
+class Counting:
+    """A collector as far as senders know it."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self.published: list[int] = []
+
+    def increment_version(self) -> None:
+        with dbuffer.WeightReceiver(self._store) as receiver:
+            self.published.append(receiver.wait_for_version(None, 0.0) or 0)
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_collectors_are_told_after_the_write(kind: Any, store: Path) -> None:
+    scheme = kind(remote_addr=str(store))
+    sender = scheme.create_sender()
+    model = torch.nn.Linear(1, 1)
+    sender.register_model(model)
+    collectors = [Counting(store), Counting(store)]
+    for collector in collectors:
+        sender.register_collector(collector)
+    sender.update_weights()
+    sender.update_weights(model.state_dict())
+    assert [collector.published for collector in collectors] == [[1, 2], [1, 2]]
+    sender.shutdown()
+    scheme.shutdown()
+
+
+class Broken(Counting):
+    """A collector that cannot count."""
+
+    def increment_version(self) -> None:
+        raise RuntimeError("this collector has ended")
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_collector_that_cannot_advance_is_logged(
+    kind: Any, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = kind(remote_addr=str(store)).create_sender()
+    collector = Counting(store)
+    sender.register_collector(Broken(store))
+    sender.register_collector(collector)
+    sender.update_weights({"weight": torch.ones(1)})
+    assert collector.published == [1]
+    assert "this collector has ended" in caplog.text
+    sender.shutdown()
+
+
+@OWN_UPDATER
+def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyncScheme) -> None:
+    from tests.support.torchrl_parts import ConstantPolicy, ProbeEnv
+
+    policy = ConstantPolicy(1.0)
+    collector = Collector(
+        ProbeEnv,
+        policy,
+        frames_per_batch=2,
+        total_frames=-1,
+        track_policy_version=True,
+        auto_register_policy_transforms=False,
+    )
+    try:
+        before = collector.policy_version
+        sender = scheme.create_sender()
+        sender.register_model(policy)
+        sender.register_collector(collector)
+        sender.update_weights()
+        assert collector.policy_version == before + 1
+        # The first frame's is that of the reset, which was before.
+        assert collector.next()["policy_version"].flatten().tolist()[-1] == before + 1
+        sender.shutdown()
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_shutdown_gives_the_store_up(kind: Any, store: Path) -> None:
+    scheme = kind(remote_addr=str(store))
+    first, second = scheme.create_sender(), scheme.create_sender()
+    weights = {"weight": torch.ones(1)}
+    first.update_weights(weights)
+    with pytest.raises(dbuffer.StoreBusyError):
+        second.update_weights(weights)
+    first.shutdown()
+    first.shutdown()
+    second.update_weights(weights)
+    second.shutdown()
+    scheme.shutdown()
+    scheme.shutdown()
+    with dbuffer.WeightReceiver(store) as receiver:
+        assert receiver.wait_for_version(None, 0.0) == 2
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT's models do it: a weight, and an adapter that is merged into it for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(2, 2, bias=False)
+        self.adapter = torch.nn.Parameter(torch.full((2, 2), 0.5))
+
+    def merge_and_unload(self) -> torch.nn.Module:
+        with torch.no_grad():
+            self.base.weight += self.adapter
+        return torch.nn.Sequential(self.base)
+
+
+@EXPERIMENTAL
+def test_adapters_are_merged(store: Path) -> None:
+    model = Adapted()
+    before = model.base.weight.detach().clone()
+    scheme = VLLMDoubleBufferSyncScheme(str(store), strategy="state_dict")
+    sender = scheme.create_sender()
+    sender.update_weights(model)
+    sender.shutdown()
+    received = scheme.create_transport().receive_weights()
+    assert received is not None
+    assert list(received.keys()) == ["0.weight"]
+    assert torch.equal(received["0.weight"], before + 0.5)
+    assert torch.equal(model.base.weight, before)
+    assert get_model_metadata(model) == {"0.weight": (torch.float32, torch.Size([2, 2]))}
+
+
+def test_metadata_is_that_of_torchrl() -> None:
+    from torchrl.weight_update.llm.vllm_nccl import get_model_metadata as metadata_of_torchrl
+
+    model = make_model("qwen3", 1)
+    assert get_model_metadata(model) == metadata_of_torchrl(model)
+
+
+def test_collective_scheme_must_be_given_a_store() -> None:
+    with pytest.raises(dbuffer.OptionError, match="remote_addr"):
+        VLLMWeightSyncScheme(master_address="localhost", master_port=1, num_replicas=2)
+
+
+@pytest.mark.parametrize("wrong", WRONG_METADATA)
+def test_sender_refuses_metadata_that_is_not_the_models(wrong: str, store: Path) -> None:
+    model = make_model("qwen3", 1)
+    metadata = get_model_metadata(model)
+    sender = VLLMWeightSyncScheme(remote_addr=str(store)).create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(metadata)
+    with pytest.raises(dbuffer.WeightsMismatchError) as refusal:
+        sender.init_all_workers_group(wrong_metadata(metadata, wrong))
+    assert WRONG_METADATA[wrong][0] in str(refusal.value)
+    assert ";" not in str(refusal.value)  # one difference, and no other
+    sender.shutdown()
+
+
+def test_all_differences_are_listed(store: Path) -> None:
+    model = make_model("qwen3", 1)
+    metadata = get_model_metadata(model)
+    for wrong in ("a name too few", "a name too many", "another shape"):
+        metadata = wrong_metadata(metadata, wrong)
+    sender = VLLMWeightSyncScheme(remote_addr=str(store)).create_sender()
+    sender.register_model(model)
+    with pytest.raises(dbuffer.WeightsMismatchError) as refusal:
+        sender.init_all_workers_group(metadata)
+    for name in (NORM, "bogus", HEAD):
+        assert name in str(refusal.value)
+    sender.shutdown()
+
+
+@EXPERIMENTAL
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+def test_prepare_weights(scheme: VLLMDoubleBufferSyncScheme, extract_as: Any) -> None:
+    strategy = WeightStrategy(extract_as=extract_as)
+    model = torch.nn.Linear(1, 1)
+    context = SimpleNamespace(policy=model, env=SimpleNamespace(value_net=model))
+    given = {"weight": torch.ones(1)}
+    assert scheme.prepare_weights(given, "policy", strategy, context) is given
+    for weights, model_id, where in (
+        (None, "policy", context),
+        (model, "policy", None),
+        ("env.value_net", "policy", context),
+    ):
+        prepared = scheme.prepare_weights(weights, model_id, strategy, where)
+        assert isinstance(prepared, dict if extract_as == "state_dict" else TensorDict)
+        assert torch.equal(prepared["weight"], model.weight)
+
+
+class OnlyGetModel:
+    """A context whose models are found by asking it."""
+
+    def __init__(self, **models: Any) -> None:
+        self._models = models
+
+    def get_model(self, model_id: str) -> Any:
+        return self._models[model_id]
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
+    scheme = kind(str(store))
+    prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), context)
+    assert torch.equal(prepared["weight"], model.weight)
+    prepared = scheme.prepare_weights("critic", "policy", WeightStrategy(), context)
+    assert prepared["weight"].shape == (2, 2)
+    with pytest.raises(dbuffer.OptionError, match="actor"):
+        scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+@pytest.mark.parametrize("given", ["model", "context"])
+def test_prepare_weights_knows_what_the_sender_was_given(
+    kind: Any, given: str, store: Path
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    scheme = kind(str(store))
+    context = OnlyGetModel(policy=model)
+    scheme.init_on_sender("policy", **{given: model if given == "model" else context})
+    prepared = scheme.prepare_weights(None, "policy", WeightStrategy())
+    assert torch.equal(prepared["weight"], model.weight)
+    scheme.shutdown()
+
+
+# With engines.
+
+
+def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
+    place = directory / role
+    place.mkdir()
+    # Ray's workers would give way to every other process, and tests run side by side.
+    env = environment(processes=False, RAY_worker_niceness="0")
+    seen: dict[str, Any] = observe(__file__, place, role, *more, env=env)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def local(directory: Path) -> dict[str, Any]:
+    """What was seen of an `LLM` and an `AsyncLLM`, neither started with any option of ours."""
+    return observed_in(directory, "local")
+
+
+@pytest.fixture(scope="module")
+def on_ray(directory: Path) -> dict[str, Any]:
+    """What was seen of engines in Ray actors."""
+    # Ray's sockets lie below it, and may have no long names.
+    with tempfile.TemporaryDirectory(prefix="dbuffer-ray-", ignore_cleanup_errors=True) as session:
+        return observed_in(directory, "ray", session)
+
+
+@pytest.fixture(scope="module")
+def fresh(local: dict[str, Any]) -> dict[int, list[list[int]]]:
+    """What fresh engines answer, by the seed of the weights that they were started on."""
+    answers = {int(seed): tokens for seed, tokens in local["fresh"].items()}
+    assert len({json.dumps(tokens[i]) for tokens in answers.values() for i in range(4)}) == 12
+    return answers
+
+
+def test_polling_before_the_first_write_returns_false(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["llm"]
+    assert seen["before the first write"] == [False, False]
+    assert seen["waited before the first write, s"] >= 0.2
+    assert seen["started"] == fresh[0]
+
+
+def test_timeout_waits_and_what_comes_is_applied(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["llm"]
+    assert seen["published while waiting"]
+    assert seen["came while waiting"] is True
+    assert seen["first"] == fresh[1]
+
+
+def test_polling_with_nothing_new_returns_false_and_loads_nothing(local: dict[str, Any]) -> None:
+    seen = local["llm"]
+    assert seen["nothing new"] == [False, False]
+    assert seen["loads for nothing new"] == 0
+    assert seen["loads for something new"] == 2  # one of stand-in values, which verifies the other
+
+
+def test_plain_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+    assert local["llm"]["second"] == fresh[2]
+
+
+def test_prefix_cache_is_reset(local: dict[str, Any]) -> None:
+    """Prompts longer than a block: their caches were used before, and are not after."""
+    seen = local["llm"]
+    assert [cached > 0 for cached in seen["cached before"]] == [False, False, True, True]
+    assert seen["cached after"] == [0, 0, 0, 0]
+
+
+def test_responses_carry_the_version_of_the_store(local: dict[str, Any]) -> None:
+    assert local["llm"]["versions reported"] == ["default", "1", "2"]
+
+
+def test_apply_weights_takes_what_the_transport_received(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["llm"]
+    assert seen["applied, received"] == fresh[1]
+    assert seen["poll after that"] is False
+
+
+@pytest.mark.parametrize("kind", ["module", "tensordict", "state dict"])
+def test_apply_weights_takes_any_that_fit(
+    local: dict[str, Any], fresh: dict[int, Any], kind: str
+) -> None:
+    seed, tokens, version = local["llm"]["applied by hand"][kind]
+    assert tokens == fresh[seed]
+    assert version == "unknown"  # no version of the store has them
+
+
+def test_apply_weights_of_nothing_takes_the_newest(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["llm"]["applied, newest"] == fresh[2]
+
+
+def test_apply_weights_leaves_nothing_behind(local: dict[str, Any]) -> None:
+    assert local["llm"]["beside the store"] == ["store"]
+
+
+def test_apply_weights_out_of_place_is_refused(local: dict[str, Any]) -> None:
+    assert local["llm"]["out of place"].startswith("OptionError: ")
+
+
+def test_misfit_is_refused_and_the_engine_serves_on(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["llm"]
+    assert seen["misfit"].startswith("EngineUpdateError: ")
+    assert HEAD in seen["misfit"]
+    assert seen["after the misfit"] == fresh[2]
+    assert seen["after the next good one"] == fresh[1]
+
+
+def test_restarted_receiver_has_nothing_to_load(local: dict[str, Any]) -> None:
+    seen = local["llm"]
+    assert seen["another receiver"] is False
+    assert seen["loads for another receiver"] == 0
+
+
+@pytest.mark.parametrize("holder", ["vLLMWrapper", "LocalLLMWrapper"])
+def test_torchrls_own_holders_of_an_llm(
+    local: dict[str, Any], fresh: dict[int, Any], holder: str
+) -> None:
+    seed, polled, tokens = local["llm"]["holders"][holder]
+    assert polled is True
+    assert tokens == fresh[seed]
+
+
+def test_vllm_wrapper_generates_with_the_new_weights(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seed, response = local["llm"]["wrapper's response"]
+    assert response == fresh[seed][0]
+
+
+def test_scheme_that_both_sides_have(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+    seen = local["llm"]["both sides"]
+    assert seen["before"].startswith("NotReadyError: ")
+    assert seen["received"] == [True, None]
+    assert seen["tokens"] == fresh[seen["seed"]]
+
+
+@pytest.mark.parametrize("when", ["before anything is published", "with a version in the store"])
+@pytest.mark.parametrize("wrong", WRONG_METADATA)
+def test_init_all_workers_group_fails_early_and_lists_the_differences(
+    local: dict[str, Any], wrong: str, when: str
+) -> None:
+    seen = local["collective"]
+    assert seen["right metadata"] == ["no error", "no error"]
+    refusal = seen["wrong metadata"][when][wrong]
+    assert refusal.startswith("WeightsMismatchError: ")
+    assert WRONG_METADATA[wrong][0] in refusal
+
+
+def test_init_all_workers_group_touches_nothing(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["collective"]
+    assert seen["tokens after checks"] == fresh[seen["seed before"]]
+
+
+def test_collective_receiver_polls_for_a_tenth_of_a_second(local: dict[str, Any]) -> None:
+    seen = local["collective"]
+    assert seen["polled without news"] is False
+    assert 0.1 <= seen["polled for, s"] < 5.0
+
+
+def test_weights_are_pushed_to_an_engine_that_nobody_polls(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    """They are there when `update_weights` has returned, and polling finds nothing newer."""
+    assert local["collective"]["pushed"] == [fresh[1], False]
+    assert local["async"]["pushed"] == [fresh[1], False]
+
+
+def test_update_weights_raises_what_an_engine_cannot_have(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["collective"]["misfit"].startswith("ReceiverFailedError: ")
+    assert HEAD in local["collective"]["misfit"]
+    assert local["collective"]["after the misfit"] == fresh[1]
+
+
+def test_weights_are_pushed_between_two_generations(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["collective"]["while it generates"]
+    assert seen["seeds"] == [2, 1, 2]
+    assert seen["last"] == fresh[2]
+    seeds = [1, *seen["seeds"]]
+    for before, tokens, after in seen["answers"]:
+        # Of one version: the last that was delivered when it began, or one that came since.
+        assert tokens in [fresh[seed] for seed in seeds[before : after + 2]]
+
+
+def test_sender_that_has_the_engine_updates_it(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["collective"]["sent to the engine"] == fresh[2]
+
+
+@pytest.mark.parametrize("where", ["there only", "here and mirrored", "there, then here as well"])
+def test_weights_come_from_whichever_address_has_them(
+    local: dict[str, Any], fresh: dict[int, Any], where: str
+) -> None:
+    for seed, polled, tokens in local["addresses"][where]:
+        assert polled is True
+        assert tokens == fresh[seed]
+
+
+def test_only_a_mirror_is_mirrored_into(local: dict[str, Any]) -> None:
+    seen = local["addresses"]
+    assert MIRROR_LOCK_FILE in seen["beside the mirror"]
+    assert MIRROR_LOCK_FILE not in seen["beside the trainer's"]
+
+
+def test_address_that_is_mounted_later_is_found_by_who_waits(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["addresses"]
+    assert seen["mounted while waiting"]
+    assert seen["mounted later"] == [True, fresh[1]]
+
+
+def test_what_a_mirror_has_left_behind_is_not_applied(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["addresses"]["refused"].startswith("OptionError: ")
+    assert "rm -r" in local["addresses"]["refused"]
+    assert local["addresses"]["left behind"] == [False, True, fresh[2]]
+
+
+def test_nothing_at_any_address_is_said_once(local: dict[str, Any]) -> None:
+    seen = local["addresses"]
+    assert seen["nothing anywhere"] == [False, False, False]
+    [line] = seen["said of nothing anywhere"]
+    for name in ("remote_addr", "local_addr", "nowhere/remote", "nowhere/local"):
+        assert name in line
+    assert len(seen["said of nothing at one address"]) == 1
+
+
+def test_async_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+    seen = local["async"]
+    assert seen["before the first write"] is False
+    assert seen["started"] == fresh[0]
+    assert seen["polled"] == [True, False, True]
+    assert seen["first"] == fresh[1]
+    assert seen["second"] == fresh[2]
+    assert seen["versions reported"] == ["default", "1", "2"]
+
+
+def test_requests_in_flight_in_an_async_llm_are_kept(local: dict[str, Any]) -> None:
+    seen = local["async"]
+    assert seen["in flight, versions"] == ["1", "2"]
+    assert seen["in flight, tokens"] == 200
+
+
+def test_polling_in_the_event_loop_of_the_engine_is_refused(local: dict[str, Any]) -> None:
+    assert local["async"]["in the loop"].startswith("EngineBusyError: ")
+
+
+# Ray.
+
+
+@in_soaks_alone
+@pytest.mark.parametrize("engine", ["own actor", "RayLLMWorker", "AsyncVLLM"])
+def test_ray_hosted_engine_is_really_updated(
+    on_ray: dict[str, Any], fresh: dict[int, Any], engine: str
+) -> None:
+    seen = on_ray[engine]
+    assert seen["before the first write"] is False
+    assert seen["polled"] == [True, False, True]
+    for replica in seen["replicas"]:
+        assert replica["first"] == fresh[1]
+        assert replica["second"] == fresh[2]
+        assert replica["versions reported"] == ["1", "2"]
+    assert len(seen["replicas"]) == (2 if engine == "AsyncVLLM" else 1)
+
+
+@in_soaks_alone
+def test_answers_under_load_are_of_one_version_each(
+    on_ray: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    """Others ask the actor all the time, and must not come between reset caches and new weights."""
+    seen = on_ray["under load"]
+    assert len(seen["answers"]) > SWITCHES_UNDER_LOAD
+    for version, tokens in seen["answers"]:
+        assert tokens == fresh[seen["seeds"][version]]
+    assert len({version for version, _ in seen["answers"]}) > 3
+
+
+@in_soaks_alone
+def test_misfit_in_an_actor_is_refused(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+    seen = on_ray["misfit"]
+    assert seen["error"].startswith("EngineUpdateError: ")
+    assert HEAD in seen["error"]
+    assert seen["tokens"] == fresh[seen["seed"]]
+
+
+@in_soaks_alone
+def test_restarted_actor_comes_back_to_the_newest(
+    on_ray: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = on_ray["restarted"]
+    assert seen["polled"] is True
+    assert seen["tokens"] == fresh[seen["seed"]]
+
+
+@in_soaks_alone
+def test_dead_actor_is_an_error(on_ray: dict[str, Any]) -> None:
+    assert on_ray["dead"].startswith(("EngineEndedError: ", "EngineUnreachableError: "))
+
+
+@in_soaks_alone
+def test_weight_sync_vllm_double_buffer_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+    seen = on_ray["double buffer, two actors"]
+    assert seen["polled"] == [False, True]
+    assert seen["tokens"] == [fresh[1]] * 2
+
+
+@in_soaks_alone
+def test_weight_sync_vllm_collective_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+    seen = on_ray["collective, two actors"]
+    assert seen["tokens"] == [fresh[2]] * 2
+
+
+# The program with an `LLM` and an `AsyncLLM`.
+
+
+def error_of(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except (dbuffer.DBufferError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def counted_loads(llm: Any) -> list[int]:
+    """A list that grows whenever weights are loaded into an engine of this process."""
+    [model] = llm.apply_model(lambda model: model)
+    loads: list[int] = []
+    load_weights = model.load_weights
+
+    def count_and_load(*args: Any, **kwargs: Any) -> Any:
+        loads.append(1)
+        return load_weights(*args, **kwargs)
+
+    model.load_weights = count_and_load
+    return loads
+
+
+def version_reported(llm: Any) -> str:
+    outputs = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
+    [span] = outputs[0].outputs[0].weight_versions
+    return str(span.version)
+
+
+def cached_tokens(llm: Any) -> list[int]:
+    """How much of each prompt was found in the prefix cache."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, greedy_parameters(2), use_tqdm=False)
+    return [output.num_cached_tokens for output in outputs]
+
+
+def spoilt(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**weights, HEAD: weights[HEAD][:, :5].clone()}
+
+
+def observe_llm(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
+    seen: dict[str, Any] = {"versions reported": [version_reported(llm)]}
+    scheme = VLLMDoubleBufferSyncScheme(str(place / "llm" / "store"))
+    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
+    begun = time.monotonic()
+    seen["before the first write"] = [receiver.poll_and_apply(timeout) for timeout in (0, 0.2)]
+    seen["waited before the first write, s"] = time.monotonic() - begun
+    seen["started"] = greedy(llm)
+    sender.register_model(models[1])
+    loads = counted_loads(llm)
+    times: dict[str, float] = {}
+    with publishing_soon(sender.update_weights, times):
+        seen["came while waiting"] = receiver.poll_and_apply(timeout=60.0)
+    seen["published while waiting"] = times["published"] > times["begun"]
+    seen["first"] = greedy(llm)
+    seen["versions reported"].append(version_reported(llm))
+
+    seen["loads for something new"] = len(loads)
+    loads.clear()
+    seen["nothing new"] = [receiver.poll_and_apply(timeout) for timeout in (0, 0.1)]
+    seen["loads for nothing new"] = len(loads)
+    seen["cached before"] = cached_tokens(llm)
+    sender.update_weights(models[2])
+    assert receiver.poll_and_apply()
+    seen["cached after"] = cached_tokens(llm)
+    seen["second"] = greedy(llm)
+    seen["versions reported"].append(version_reported(llm))
+    seen |= observe_apply_weights(place, llm, models, scheme, receiver, sender)
+
+    sender.update_weights(spoilt(models[1].state_dict()))
+    seen["misfit"] = error_of(lambda: receiver.poll_and_apply(timeout=10))
+    seen["after the misfit"] = greedy(llm)
+    sender.update_weights(models[1])
+    assert receiver.poll_and_apply(timeout=10)
+    seen["after the next good one"] = greedy(llm)
+    receiver.shutdown()
+    receiver.shutdown()
+    loads.clear()
+    another = scheme.create_receiver(llm)
+    seen["another receiver"] = another.poll_and_apply(timeout=0.1)
+    seen["loads for another receiver"] = len(loads)
+    another.shutdown()
+    seen |= observe_holders(llm, models, scheme, sender)
+    sender.shutdown()
+    seen["both sides"] = observe_both_sides(llm, models, scheme)
+    return seen
+
+
+def observe_apply_weights(
+    place: Path, llm: Any, models: dict[int, Any], scheme: Any, receiver: Any, sender: Any
+) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    transport = scheme.create_transport()
+    sender.update_weights(models[1])
+    receiver.apply_weights(transport.receive_weights())
+    seen["applied, received"] = greedy(llm)
+    seen["poll after that"] = receiver.poll_and_apply(timeout=0)
+    transport.close()
+    by_hand = seen["applied by hand"] = {}
+    for kind, seed, weights in (
+        ("module", 2, models[2]),
+        ("tensordict", 1, TensorDict(models[1].state_dict()).unflatten_keys(".")),
+        ("state dict", 2, models[2].state_dict()),
+    ):
+        receiver.apply_weights(weights)
+        by_hand[kind] = [seed, greedy(llm), version_reported(llm)]
+    sender.update_weights(models[2])
+    receiver.apply_weights(models[1])
+    receiver.apply_weights(None)
+    seen["applied, newest"] = greedy(llm)
+    seen["beside the store"] = sorted(path.name for path in (place / "llm").iterdir())
+    seen["out of place"] = error_of(lambda: receiver.apply_weights(None, inplace=False))
+    return seen
+
+
+def observe_holders(llm: Any, models: dict[int, Any], scheme: Any, sender: Any) -> dict[str, Any]:
+    """What TorchRL's users have instead of an engine."""
+    from torchrl.modules.llm import vLLMWrapper
+    from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
+    from torchrl.modules.llm.policies import Tokens
+
+    wrapper = vLLMWrapper(
+        llm,
+        tokenizer=tiny_tokenizer(),
+        input_mode="tokens",
+        pad_output=True,
+        generate_kwargs={"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True},
+    )
+    seen: dict[str, Any] = {"holders": {}}
+    for seed, holder in ((2, wrapper), (1, LocalLLMWrapper(llm, 1, "model"))):
+        receiver = scheme.create_receiver(holder)
+        sender.update_weights(models[seed])
+        polled = receiver.poll_and_apply(timeout=10)
+        seen["holders"][type(holder).__name__] = [seed, polled, greedy(llm)]
+        receiver.shutdown()
+    prompt = Tokens(prompt=torch.tensor([PROMPTS[0]]), batch_size=1)
+    response = wrapper(TensorDict(tokens=prompt, batch_size=1))["tokens"].response
+    seen["wrapper's response"] = [1, response[0].tolist()]
+    return seen
+
+
+def tiny_tokenizer() -> Any:
+    """A tokenizer with a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{token}": token for token in range(3, 500)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def observe_both_sides(llm: Any, models: dict[int, Any], scheme: Any) -> dict[str, Any]:
+    """One scheme, pickled for the other side, as collectors do."""
+    seen: dict[str, Any] = {"before": error_of(scheme.receive), "seed": 2}
+    trainer = pickle.loads(pickle.dumps(scheme))
+    scheme.init_on_receiver(model_id="policy", context=SimpleNamespace(policy=llm))
+    trainer.init_on_sender("policy", SimpleNamespace(policy=models[2]))
+    trainer.send()
+    seen["received"] = [scheme.receive(timeout=10), scheme.receive(timeout=0)]
+    seen["tokens"] = greedy(llm)
+    trainer.shutdown()
+    scheme.shutdown()
+    return seen
+
+
+def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
+    """`VLLMWeightReceiver` and `VLLMWeightSender`; the engine has the weights of seed 2."""
+    seen: dict[str, Any] = {"seed before": 2, "wrong metadata": {}}
+    scheme = VLLMWeightSyncScheme(remote_addr=str(place / "collective"))
+    metadata = get_model_metadata(models[1])
+
+    def check(receiver: Any, when: str) -> str:
+        refusals = seen["wrong metadata"][when] = {}
+        for wrong in WRONG_METADATA:
+            other = wrong_metadata(metadata, wrong)
+            refusals[wrong] = error_of(functools.partial(receiver.init_all_workers_group, other))
+        return error_of(lambda: receiver.init_all_workers_group(metadata))
+
+    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
+    seen["right metadata"] = [check(receiver, "before anything is published")]
+    seen["tokens after checks"] = greedy(llm)
+    begun = time.monotonic()
+    seen["polled without news"] = receiver.poll_and_apply()
+    seen["polled for, s"] = time.monotonic() - begun
+    sender.update_weights(models[1])
+    seen["pushed"] = [greedy(llm), receiver.poll_and_apply(timeout=0)]
+    seen["right metadata"].append(check(receiver, "with a version in the store"))
+    seen["misfit"] = error_of(lambda: sender.update_weights(spoilt(models[1].state_dict())))
+    seen["after the misfit"] = greedy(llm)
+    seen["while it generates"] = observe_pushes_under_load(llm, models, sender)
+
+    receiver.shutdown()
+    sender.register_model(models[2])
+    sender.init_all_workers_group(metadata, vllm_engine=llm)
+    sender.update_weights()
+    seen["sent to the engine"] = greedy(llm)
+    sender.shutdown()
+    return seen
+
+
+def observe_pushes_under_load(llm: Any, models: dict[int, Any], sender: Any) -> dict[str, Any]:
+    """Publish in another thread while this one generates, one generation right after the other."""
+    seeds: list[int] = []
+
+    def push() -> None:
+        for seed in (2, 1, 2):
+            sender.update_weights(models[seed])
+            seeds.append(seed)
+
+    trainer = threading.Thread(target=push)
+    trainer.start()
+    answers = []
+    while trainer.is_alive():
+        before = len(seeds)
+        answers.append([before, greedy(llm), len(seeds)])
+    trainer.join()
+    return {"answers": answers, "last": greedy(llm), "seeds": seeds}
+
+
+class Warnings(logging.Handler):
+    """What the schemes warn of, from now on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("dbuffer.integrations.torchrl").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def observe_addresses(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
+    """``there`` is where a trainer writes, under the name that another host has for it."""
+    seen: dict[str, Any] = {}
+    there = place / "there" / "store"
+    sender = VLLMDoubleBufferSyncScheme(str(there)).create_sender()
+    for name in ("empty", "mounted", "late", "nowhere"):
+        (place / name).mkdir(parents=True)
+
+    def receiver_of(remote: Path, local: Path | None) -> Any:
+        return VLLMDoubleBufferSyncScheme(
+            str(remote), None if local is None else str(local)
+        ).create_receiver(llm)
+
+    def follow(receiver: Any, seed: int) -> list[Any]:
+        sender.update_weights(models[seed])
+        return [seed, receiver.poll_and_apply(timeout=10), greedy(llm)]
+
+    receiver = receiver_of(place / "empty" / "store", there)
+    seen["there only"] = [follow(receiver, 1), follow(receiver, 2)]
+    receiver.shutdown()
+    receiver = receiver_of(place / "mounted" / "store", there)
+    seen["there, then here as well"] = [follow(receiver, 1)]
+    (place / "mounted").rmdir()
+    (place / "mounted").symlink_to(there.parent)
+    seen["there, then here as well"].append(follow(receiver, 2))
+    receiver.shutdown()
+    seen["beside the trainer's"] = sorted(path.name for path in there.iterdir())
+    receiver = receiver_of(there, place / "memory" / "store")
+    seen["here and mirrored"] = [follow(receiver, 1), follow(receiver, 2)]
+    receiver.shutdown()
+    seen["beside the mirror"] = sorted(path.name for path in (place / "memory/store").iterdir())
+    sender.shutdown()
+
+    times: dict[str, float] = {}
+    sender = VLLMDoubleBufferSyncScheme(str(place / "unmounted" / "store")).create_sender()
+    sender.update_weights(models[1])
+    sender.shutdown()
+    receiver = receiver_of(place / "late" / "store", place / "late-memory" / "store")
+    with publishing_soon(lambda: (place / "unmounted").rename(place / "late"), times):
+        seen["mounted later"] = [receiver.poll_and_apply(timeout=60.0), greedy(llm)]
+    seen["mounted while waiting"] = times["published"] > times["begun"]
+    receiver.shutdown()
+
+    left, new = place / "left" / "store", place / "new" / "store"
+    with dbuffer.Mirror(place / "late" / "store", left).start() as mirror:
+        mirror.wait_until_current()
+    receiver = receiver_of(new, left)
+    polled = [receiver.poll_and_apply(timeout=0.2)]
+    sender = VLLMDoubleBufferSyncScheme(str(new)).create_sender()
+    sender.update_weights(models[2])
+    seen["refused"] = error_of(receiver.poll_and_apply)
+    shutil.rmtree(left)  # as the error says
+    polled.append(receiver.poll_and_apply(timeout=20.0))
+    seen["left behind"] = [*polled, greedy(llm)]
+    receiver.shutdown()
+    sender.shutdown()
+
+    nowhere = place / "nowhere"
+    for what, remote, local in (
+        ("nothing anywhere", nowhere / "remote", nowhere / "local"),
+        ("nothing at one address", nowhere / "remote", None),
+    ):
+        warnings_of = Warnings()
+        receiver = receiver_of(remote, local)
+        seen[what] = [receiver.poll_and_apply(timeout) for timeout in (0.2, 0, 0)]
+        receiver.shutdown()
+        seen[f"said of {what}"] = warnings_of.lines
+        logging.getLogger("dbuffer.integrations.torchrl").removeHandler(warnings_of)
+    return seen
+
+
+async def observe_async_llm(place: Path, models: dict[int, Any]) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(place.parent / "qwen3-0", how="none")
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    scheme = VLLMDoubleBufferSyncScheme(str(place / "async"))
+    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
+    seen: dict[str, Any] = {"versions reported": []}
+
+    async def respond(prompt: list[int], num_tokens: int, request_id: str) -> Any:
+        request = {"prompt_token_ids": prompt}
+        async for output in engine.generate(request, greedy_parameters(num_tokens), request_id):
+            response = output.outputs[0]
+            if len(response.token_ids) > 10:
+                started.set()
+        return response
+
+    async def answers(name: str) -> list[list[int]]:
+        calls = (respond(prompt, 16, f"{name} {i}") for i, prompt in enumerate(PROMPTS))
+        responses = await asyncio.gather(*calls)
+        seen["versions reported"] += {r.weight_versions[0].version for r in responses}
+        return [list(response.token_ids) for response in responses]
+
+    async def poll(timeout: float) -> bool:
+        polled: bool = await asyncio.to_thread(receiver.poll_and_apply, timeout)
+        return polled
+
+    try:
+        started = asyncio.Event()
+        seen["before the first write"] = await poll(0)
+        seen["started"] = await answers("started")
+        sender.update_weights(models[1])
+        seen["in the loop"] = error_of(lambda: receiver.poll_and_apply(0))
+        seen["polled"] = [await poll(10), await poll(0)]
+        seen["first"] = await answers("first")
+        started.clear()
+        # Published before: while the request runs there is to be time for the switch.
+        sender.update_weights(models[2])
+        in_flight = asyncio.create_task(respond(PROMPTS[2], 200, "in flight"))
+        await started.wait()
+        seen["polled"].append(await poll(10))
+        kept = await in_flight
+        seen["in flight, versions"] = [span.version for span in kept.weight_versions]
+        seen["in flight, tokens"] = len(kept.token_ids)
+        seen["second"] = await answers("second")
+        await asyncio.to_thread(receiver.shutdown)
+        sender.shutdown()
+        reported = list(seen["versions reported"])
+        pushing = VLLMWeightSyncScheme(remote_addr=str(place / "pushed"))
+        receiver, sender = pushing.create_receiver(engine), pushing.create_sender()
+        await asyncio.to_thread(sender.update_weights, models[1])
+        seen["pushed"] = [await answers("pushed"), await poll(0)]
+        seen["versions reported"] = reported
+        await asyncio.to_thread(receiver.shutdown)
+        sender.shutdown()
+    finally:
+        engine.shutdown()
+    return seen
+
+
+def run_local(place: Path) -> dict[str, Any]:
+    import vllm
+
+    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
+    checkpoints = [save_model("qwen3", seed, place.parent) for seed in (0, 1, 2)]
+    engines = [vllm.LLM(**engine_arguments(path, how="none")) for path in checkpoints]
+    seen: dict[str, Any] = {"fresh": {seed: greedy(llm) for seed, llm in enumerate(engines)}}
+    followed = vllm.LLM(**engine_arguments(checkpoints[0], how="none"))
+    seen["llm"] = observe_llm(place, followed, models)
+    seen["collective"] = observe_collective(place, followed, models)
+    seen["addresses"] = observe_addresses(place / "addresses", followed, models)
+    seen["async"] = asyncio.run(observe_async_llm(place, models))
+    return seen
+
+
+# The program with engines in Ray actors.
+
+
+class UserEngine:
+    """What a user writes; TorchRL and dbuffer know nothing of it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        import vllm
+
+        self.llm = vllm.LLM(**arguments)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.llm.generate(*args, **kwargs)
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        return self.llm.collective_rpc(*args, **kwargs)
+
+    def reset_prefix_cache(self, **kwargs: Any) -> Any:
+        return self.llm.reset_prefix_cache(**kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class TrainerActor:
+    """The trainer of TorchRL's tests, with ours in the place of its classes."""
+
+    def use(self, scheme: Any, seed: int) -> None:
+        self.model = make_model("qwen3", seed)
+        self.sender = scheme.create_sender()
+        self.sender.register_model(self.model)
+
+    def get_model_metadata(self) -> Any:
+        return get_model_metadata(self.model)
+
+    def init(self, vllm_engine: Any) -> None:
+        self.sender.init_all_workers_group(get_model_metadata(self.model), vllm_engine=vllm_engine)
+
+    def update_weights(self) -> None:
+        self.sender.update_weights()
+
+    def shutdown(self) -> None:
+        self.sender.shutdown()
+
+
+class ReceiverActor:
+    """The receiver of TorchRL's tests, which is beside the engine's actors, not in them."""
+
+    def use(self, scheme: Any, engine: Any) -> None:
+        self.receiver = scheme.create_receiver(engine)
+
+    def init(self) -> None:
+        import ray
+
+        trainer = ray.get_actor("Trainer")
+        self.receiver.init_all_workers_group(ray.get(trainer.get_model_metadata.remote()))
+
+    def poll_and_apply(self, timeout: float) -> Any:
+        return self.receiver.poll_and_apply(timeout)
+
+
+def responses_of(actor: Any) -> list[Any]:
+    """To all prompts, by the actor's own method: some answer a prompt with a list of one."""
+    import ray
+
+    parameters = greedy_parameters()
+    references = [
+        actor.generate.remote({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+        for prompt in PROMPTS
+    ]
+    outputs = ray.get(references)
+    return [(output[0] if isinstance(output, list) else output).outputs[0] for output in outputs]
+
+
+def tokens_of(actor: Any) -> list[list[int]]:
+    return [list(response.token_ids) for response in responses_of(actor)]
+
+
+def observe_hosted(store: Path, engine: Any, actors: list[Any], models: Any) -> dict[str, Any]:
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
+    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
+    replicas: list[dict[str, Any]] = [{"versions reported": []} for _ in actors]
+    seen: dict[str, Any] = {"replicas": replicas}
+    seen["before the first write"] = receiver.poll_and_apply(timeout=0)
+    seen["polled"] = []
+    for actor in actors:
+        tokens_of(actor)  # fills caches that must not outlive the weights
+    for seed, name in ((1, "first"), (2, "second")):
+        sender.update_weights(models[seed])
+        seen["polled"].append(receiver.poll_and_apply(timeout=20))
+        if seed == 1:
+            seen["polled"].append(receiver.poll_and_apply(timeout=0))
+        for actor, replica in zip(actors, replicas, strict=True):
+            responses = responses_of(actor)
+            replica[name] = [list(response.token_ids) for response in responses]
+            [version] = {span.version for r in responses for span in r.weight_versions}
+            replica["versions reported"].append(version)
+    receiver.shutdown()
+    sender.shutdown()
+    return seen
+
+
+def observe_load(store: Path, actor: Any, models: dict[int, Any]) -> dict[str, Any]:
+    """Ask all the time, from two threads, while the engine switches."""
+    import ray
+
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
+    receiver, sender = scheme.create_receiver(actor), scheme.create_sender()
+    answers: list[Any] = []
+    stop = threading.Event()
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def ask() -> None:
+        while not stop.is_set():
+            outputs = ray.get(actor.generate.remote(prompts, greedy_parameters(), use_tqdm=False))
+            responses = [output.outputs[0] for output in outputs]
+            versions = {span.version for r in responses for span in r.weight_versions}
+            answers.append(["+".join(versions), [list(r.token_ids) for r in responses]])
+
+    seeds = {}
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for round_number in range(SWITCHES_UNDER_LOAD):
+        seed = 1 + round_number % 2
+        sender.update_weights(models[seed])
+        seeds[str(round_number + 1)] = seed
+        assert receiver.poll_and_apply(timeout=20)
+        if not round_number:
+            for thread in threads:
+                thread.start()
+        asked = len(answers)
+        while len(answers) == asked:
+            time.sleep(SETTLE_S)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    receiver.shutdown()
+    sender.shutdown()
+    return {"answers": answers, "seeds": seeds}
+
+
+def observe_failures(store: Path, actor: Any, models: dict[int, Any]) -> dict[str, Any]:
+    """Weights that do not fit; an actor that is killed and restarted; one that is dead."""
+    import ray
+
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
+    receiver, sender = scheme.create_receiver(actor), scheme.create_sender()
+    sender.update_weights(models[1])
+    assert receiver.poll_and_apply(timeout=20)
+    sender.update_weights(spoilt(models[1].state_dict()))
+    misfit = {"error": error_of(lambda: receiver.poll_and_apply(timeout=20)), "seed": 1}
+    misfit["tokens"] = tokens_of(actor)
+    sender.update_weights(models[2])
+    assert receiver.poll_and_apply(timeout=20)
+    restart(actor)
+    restarted: dict[str, Any] = {"seed": 2, "polled": receiver.poll_and_apply(timeout=1)}
+    restarted["tokens"] = tokens_of(actor)
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:  # it may answer until it is dead
+            ray.get(actor.__ray_ready__.remote())
+    sender.update_weights(models[1])
+    dead = error_of(lambda: receiver.poll_and_apply(timeout=20))
+    receiver.shutdown()
+    sender.shutdown()
+    return {"misfit": misfit, "restarted": restarted, "dead": dead}
+
+
+def restart(actor: Any) -> None:
+    """Kill an actor, and wait until there is another in its place; its calls fail until then."""
+    import ray
+
+    before = now = ray.get(actor.pid.remote())
+    ray.kill(actor, no_restart=False)
+    while now == before:
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+            now = ray.get(actor.pid.remote())
+        time.sleep(SETTLE_S)
+
+
+def observe_two_actors(place: Path, service: Any) -> dict[str, Any]:
+    """What TorchRL's own tests do, who have trainer and receiver in actors of their own."""
+    import ray
+
+    trainer = ray.remote(num_cpus=0)(TrainerActor).options(name="Trainer").remote()
+    receiver = ray.remote(num_cpus=0)(ReceiverActor).remote()
+    scheme: Any = VLLMDoubleBufferSyncScheme(str(place / "double"), strategy="state_dict")
+    ray.get([trainer.use.remote(scheme, 1), receiver.use.remote(scheme, service)])
+    polled = [ray.get(receiver.poll_and_apply.remote(0))]
+    ray.get(trainer.update_weights.remote())
+    polled.append(ray.get(receiver.poll_and_apply.remote(20)))
+    double = {"polled": polled, "tokens": [tokens_of(actor) for actor in service.actors]}
+    ray.get(trainer.shutdown.remote())
+
+    scheme = VLLMWeightSyncScheme(remote_addr=str(place / "collective"), num_replicas=2)
+    ray.get([trainer.use.remote(scheme, 2), receiver.use.remote(scheme, service)])
+    ray.get([trainer.init.remote(service), receiver.init.remote()])
+    ray.get(trainer.update_weights.remote())
+    collective = {"tokens": [tokens_of(actor) for actor in service.actors]}
+    ray.get(trainer.shutdown.remote())
+    return {"double buffer, two actors": double, "collective, two actors": collective}
+
+
+def run_ray(place: Path, session: str) -> dict[str, Any]:
+    import ray
+
+    ray.init(
+        num_cpus=4,
+        num_gpus=2,  # only counted, not looked for
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=session,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    try:
+        return observe_ray(place)
+    finally:
+        ray.shutdown()
+
+
+def observe_ray(place: Path) -> dict[str, Any]:
+    import ray
+    from torchrl.modules.llm.backends.vllm import RayLLMWorker, make_async_vllm_engine
+
+    checkpoint = save_model("qwen3", 0, place)
+    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
+    arguments = engine_arguments(checkpoint, how="none")
+    user_class = ray.remote(num_cpus=1, max_restarts=1)(UserEngine)
+    own = user_class.remote(**arguments)
+    model = arguments.pop("model")
+    service = make_async_vllm_engine(
+        model_name=model, num_replicas=2, compile=False, enable_prefix_caching=True, **arguments
+    )
+    seen = {"own actor": observe_hosted(place / "own", own, [own], models)}
+    seen["AsyncVLLM"] = observe_hosted(place / "service", service, service.actors, models)
+    worker = RayLLMWorker(own, 1, model)
+    seen["RayLLMWorker"] = observe_hosted(place / "worker", worker, [own], models)
+    seen["under load"] = observe_load(place / "load", own, models)
+    seen |= observe_two_actors(place, service)
+    service.shutdown()
+    return seen | observe_failures(place / "failures", own, models)
+
+
+if __name__ == "__main__":
+    target, role = Path(sys.argv[1]), sys.argv[2]
+    leave(target, {"local": run_local, "ray": run_ray}[role](target, *sys.argv[3:]))

@@ -1,0 +1,287 @@
+"""vLLM's sparse patches into a store: what each kind of patch comes to. Needs no vLLM.
+
+What engines make of them: `test_vllm.py`, and over HTTP `test_server.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dbuffer import (
+    DBufferError,
+    InvalidWeightsError,
+    OptionError,
+    VersionError,
+    WeightReceiver,
+    WeightSender,
+    WeightsMismatchError,
+)
+from dbuffer.integrations.vllm.sparse_patches import (
+    patches_of,
+    publish_patches,
+    trainer_send_sparse_weights,
+)
+
+WEIGHTS = {
+    "a": torch.arange(12.0).view(3, 4),
+    "b": torch.arange(6.0).bfloat16(),
+    "steps": torch.arange(3),
+    "scaled": torch.ones(4).to(torch.float8_e4m3fn),
+}
+
+
+@dataclass
+class Patch:
+    """As vLLM 0.32 has it."""
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+    full_shape: Any
+
+
+def patch(
+    name: str = "a",
+    places: Any = (1, 6),
+    values: Any = (20.0, 30.0),
+    shape: Any = (3, 4),
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Patch:
+    return Patch(
+        name, torch.tensor(places, dtype=torch.int32), torch.tensor(values, dtype=dtype), shape
+    )
+
+
+@pytest.fixture
+def store(mount: str, tmp_path: Path) -> Path:
+    """On a local mount buffers are whole, on a network a version is an anchor and deltas."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[WeightSender]:
+    with WeightSender(store, delta=True) as sender:
+        sender.send(WEIGHTS)
+        yield sender
+
+
+def published(sender: WeightSender) -> dict[str, torch.Tensor]:
+    into = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+    with WeightReceiver(sender.store) as receiver:
+        receiver.load_into(into)
+    return into
+
+
+def changed(name: str, places: Any, values: Any) -> dict[str, torch.Tensor]:
+    after = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    new = torch.tensor(values).to(after[name].dtype)
+    if len(new):
+        after[name].view(-1)[torch.tensor(places)] = new
+    return after
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(one[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in other.items()
+    )
+
+
+RIGHT: dict[str, tuple[list[Patch], dict[str, torch.Tensor]]] = {
+    "values": ([patch()], changed("a", [1, 6], [20.0, 30.0])),
+    "in any order": ([patch(places=(6, 1))], changed("a", [6, 1], [20.0, 30.0])),
+    "what is there already": ([patch(places=(1, 2), values=(1.0, 2.0))], WEIGHTS),
+    "no places": ([patch(places=(), values=())], WEIGHTS),
+    "infinity": (
+        [patch(values=(math.inf, -math.inf))],
+        changed("a", [1, 6], [math.inf, -math.inf]),
+    ),
+    "cast": ([patch("b", shape=(6,), places=(1, 5))], changed("b", [1, 5], [20.0, 30.0])),
+    "integers": (
+        [patch("steps", (0, 2), (7, 8), (3,), dtype=torch.int64)],
+        changed("steps", [0, 2], [7, 8]),
+    ),
+    "a tensor in parts": (
+        [patch(places=(1,), values=(20.0,)), patch(places=(6,), values=(30.0,))],
+        changed("a", [1, 6], [20.0, 30.0]),
+    ),
+    "the later has a place": (
+        [patch(places=(1, 2), values=(8.0, 9.0)), patch()],
+        changed("a", [1, 2, 6], [20.0, 9.0, 30.0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_patches_make_a_version(sender: WeightSender, what: str) -> None:
+    patches, after = RIGHT[what]
+    assert publish_patches(sender, iter(patches)) == 2
+    assert same(published(sender), after)
+
+
+def test_indices_of_64_bits_and_a_shape_as_a_list(sender: WeightSender) -> None:
+    wide = patch(shape=[3, 4])
+    wide.indices = wide.indices.long()
+    assert publish_patches(sender, [wide, patch(places=(7,), values=(1.0,))]) == 2
+    assert same(published(sender), changed("a", [1, 6, 7], [20.0, 30.0, 1.0]))
+
+
+def test_patches_of_a_release_without_shapes(sender: WeightSender) -> None:
+    fields = vars(patch())
+    del fields["full_shape"]
+    assert publish_patches(sender, [SimpleNamespace(**fields)]) == 2
+    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, [], (), iter([])], ids=["none", "list", "tuple", "iterator"]
+)
+def test_no_patches_are_no_version(sender: WeightSender, nothing: Any) -> None:
+    assert publish_patches(sender, nothing) is None
+    assert publish_patches(sender, [patch()]) == 2
+
+
+def spoilt(**fields: Any) -> Patch:
+    return replace(patch(), **fields)
+
+
+WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
+    "name": (patch("c"), WeightsMismatchError, "'c', which was not published"),
+    "name of no text": (spoilt(name=1), InvalidWeightsError, "name that is no text"),
+    "shape": (patch(shape=(4, 3)), WeightsMismatchError, r"\[4, 3\], and \[3, 4\] was published"),
+    "flat shape": (patch(shape=(12,)), WeightsMismatchError, r"\[12\], and \[3, 4\]"),
+    "no shape": (patch(shape=None), InvalidWeightsError, "full_shape None"),
+    "place beyond": (patch(places=(1, 12)), WeightsMismatchError, "outside of 0 to 11"),
+    "place below": (patch(places=(-1, 1)), WeightsMismatchError, "outside of 0 to 11"),
+    "place twice": (patch(places=(1, 1)), InvalidWeightsError, "one place twice"),
+    "nan": (patch(values=(1.0, math.nan)), InvalidWeightsError, "brings a NaN"),
+    "lengths": (patch(places=(1,)), InvalidWeightsError, "1 indices and 2 values"),
+    "indices of 8 bits": (
+        spoilt(indices=torch.tensor([1, 6], dtype=torch.uint8)),
+        InvalidWeightsError,
+        "torch.uint8, not int32 or int64",
+    ),
+    "not flat": (spoilt(values=torch.ones(1, 2)), InvalidWeightsError, "of one dimension"),
+    "without data": (
+        spoilt(values=torch.ones(2, device="meta")),
+        InvalidWeightsError,
+        "values that are no plain tensor .* with data",
+    ),
+    "sparse": (spoilt(values=torch.ones(2).to_sparse()), InvalidWeightsError, "no plain tensor"),
+    "no tensor": (spoilt(indices=[1, 6]), InvalidWeightsError, "indices that are no plain tensor"),
+    "another thing": (("a", torch.ones(2)), InvalidWeightsError, "none of vLLM's"),
+    "integers for floats": (
+        patch(values=(1, 2), dtype=torch.int64),
+        WeightsMismatchError,
+        "holds torch.int64, and the tensor torch.float32",
+    ),
+    "floats for eight bits": (
+        patch("scaled", (0,), (1.0,), (4,)),
+        WeightsMismatchError,
+        "holds torch.float32, and the tensor torch.float8_e4m3fn",
+    ),
+    "nan of eight bits": (
+        patch("scaled", (0,), (math.nan,), (4,), dtype=torch.float8_e4m3fn),
+        InvalidWeightsError,
+        "brings a NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_patch_is_refused_with_all_others(sender: WeightSender, what: str) -> None:
+    """And the next ones follow the version before."""
+    wrong, kind, message = WRONG[what]
+    with pytest.raises(kind, match=message):
+        publish_patches(sender, [patch("b", (0,), (9.0,), (6,)), wrong])
+    assert same(published(sender), WEIGHTS)
+    assert publish_patches(sender, [patch()]) == 2
+    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+
+
+def test_parts_of_a_tensor_agree_about_it(sender: WeightSender) -> None:
+    for other in (patch(shape=(4, 3)), patch(dtype=torch.bfloat16)):
+        with pytest.raises(WeightsMismatchError, match="two patches of 'a'"):
+            patches_of([patch(), other])
+    assert publish_patches(sender, [patch()]) == 2
+
+
+def test_what_is_composed_of_other_tensors_is_refused() -> None:
+    """As a shard of FSDP is."""
+    with pytest.raises(InvalidWeightsError, match="gather and flatten"):
+        patches_of([spoilt(values=TwoTensor(torch.ones(2), torch.ones(2)))])
+
+
+def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
+    weight = torch.arange(4.0)
+    with WeightSender(tmp_path / "store", delta=True) as sender:
+        sender.send({"embed": weight, "head": weight})
+        one = patch("head", (0,), (9.0,), (4,))
+        assert publish_patches(sender, [one]) == 2
+        with pytest.raises(InvalidWeightsError, match="tied to it"):
+            publish_patches(sender, [one, patch("embed", (1,), (9.0,), (4,))])
+        with WeightReceiver(sender.store) as receiver:
+            into = {"embed": torch.zeros(4), "head": torch.zeros(4)}
+            receiver.load_into(into)
+        assert into["embed"].tolist() == into["head"].tolist() == [9.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_patches_go_upon_nothing_that_another_sender_has_published(
+    store: Path, delta: bool
+) -> None:
+    """It may be another run's."""
+    with WeightSender(store, delta=delta) as sender:
+        sender.send(WEIGHTS)
+    with WeightSender(store, delta=True) as sender:
+        assert publish_patches(sender, []) is None
+        for publish in (
+            lambda: publish_patches(sender, [patch()]),
+            lambda: trainer_send_sparse_weights(iter([patch()]), {"sender": sender}),
+        ):
+            with pytest.raises(VersionError, match="send all weights once"):
+                publish()
+        assert same(published(sender), WEIGHTS)
+        sender.send(WEIGHTS)
+        assert publish_patches(sender, [patch()]) == 3
+        assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+
+
+def test_as_releases_with_a_sparse_method_call_it(sender: WeightSender) -> None:
+    assert trainer_send_sparse_weights(iter([patch()]), {"sender": sender}) == 2
+    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
+    assert trainer_send_sparse_weights(iter(()), {"sender": sender}) is None
+
+
+@pytest.mark.parametrize("arguments", [None, {}, {"sender": None}, {"group": 1}], ids=repr)
+def test_arguments_without_a_sender_are_refused(arguments: Any) -> None:
+    with pytest.raises(OptionError, match="must be an object with 'sender'"):
+        trainer_send_sparse_weights([patch()], arguments)
+
+
+def test_a_sender_without_deltas_is_refused(store: Path) -> None:
+    with WeightSender(store) as sender:
+        sender.send(WEIGHTS)
+        with pytest.raises(OptionError, match="delta"):
+            publish_patches(sender, [patch()])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("move", [lambda given: given.cuda(), lambda given: given.pin_memory()])
+def test_patches_of_another_device(
+    sender: WeightSender, move: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    given = patch()
+    moved = replace(given, indices=move(given.indices), values=move(given.values))
+    assert publish_patches(sender, [moved]) == 2
+    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))

@@ -1,0 +1,1 @@
+"""Stores on a real NFS server; see `lab.py`."""

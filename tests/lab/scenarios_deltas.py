@@ -1,0 +1,180 @@
+"""Deltas across machines: no mix, what each host fetches of a version, and how soon it has it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.store import network_files
+from tests.lab.guest import Guest
+from tests.lab.lab import scenario
+from tests.lab.scenarios_mirror import local_stores, mirror
+from tests.lab.scenarios_store import read_with_delays, require_no_mix_at_full_speed
+from tests.support.patterns import Sparse, newest
+from tests.support.soak import is_soak
+from tests.support.waiting import TIMEOUT_S
+
+MB = 1 << 20
+SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
+NUM_PUBLISHES = 80 if is_soak() else 40
+NUM_WITH_DEATHS = 2_000 if is_soak() else 40
+MOST_BETWEEN_DEATHS = 50 if is_soak() else 8
+LARGE = Sparse(num_tensors=4, numel=MB // 4, one_in=256)
+LARGE_BYTES = 8 * MB
+NUM_VERSIONS = 8
+LATE = 5
+"""The version with which the late reader comes."""
+
+
+@pytest.mark.soak
+@scenario()
+def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
+    require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)
+
+
+def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
+    """Go on from the version that is there; send whether each is a delta."""
+    network_files.KEEP_AT_LEAST_S = 2.0
+    with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
+        for version in range(sender._writer.next_version(None), last + 1):
+            published = sender.send(SMALL_CHANGES.weights(version))
+            assert published.version == version
+            connection.send((version, published.delta_bytes is not None))
+
+
+@pytest.mark.soak
+@scenario()
+def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
+    """Each goes on from the last version; two hosts follow, and one comes late after each death."""
+    rng, version, num_deaths = random.Random(0), 0, 0
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for seed, client in enumerate(("r", "r2")):
+            reader = guest.on(client, read_with_delays, seed, NUM_WITH_DEATHS, SMALL_CHANGES)
+            readers.append(stack.enter_context(reader))
+            assert readers[-1].receive() == "ready"
+        while version < NUM_WITH_DEATHS:
+            is_first = not version
+            until = min(version + rng.randint(1, MOST_BETWEEN_DEATHS), NUM_WITH_DEATHS)
+            with guest.on("w", publish_to_the_last, NUM_WITH_DEATHS) as writer:
+                while version < until:
+                    version, is_delta = writer.receive()
+                    assert is_delta or is_first, "it did not go on from what was there"
+                    is_first = False
+                time.sleep(rng.uniform(0, 0.2))
+                writer.signal(signal.SIGKILL)
+                num_deaths += writer.wait() == -signal.SIGKILL
+            late = newest(guest.path("r2") / "store", SMALL_CHANGES, verify=True)
+            assert late is not None
+            assert late >= version
+            version = late
+        read = [reader.receive(2 * TIMEOUT_S) for reader in readers]
+    assert all(versions == sorted(set(versions)) for versions in read), "twice, or backwards"
+    guest.figures |= {
+        "versions published with deltas over NFS": NUM_WITH_DEATHS,
+        "reads of them on other hosts, none of them a mix": sum(map(len, read)),
+        "kills of their sender, and a late reader after each": num_deaths,
+    }
+    print(f"in {time.monotonic() - started:.1f} s: {guest.figures}")
+
+
+def publish_when_told(connection: Connection, path: Path, name: str, delta: bool) -> None:
+    """Publish the version that is sent; send when that began."""
+    with dbuffer.WeightSender(path / name, num_threads=1, delta=delta) as sender:
+        while True:
+            weights = LARGE.weights(connection.recv())
+            started = time.monotonic()
+            sender.send(weights)
+            connection.send(started)
+
+
+def load_each(connection: Connection, path: Path, name: str) -> None:
+    """Load every version; send it, and when it was applied."""
+    target, version = LARGE.empty(), None
+    with dbuffer.WeightReceiver(path / name, poll_interval_s=0.02, num_threads=1) as receiver:
+        connection.send("ready")
+        while True:
+            assert receiver.wait_for_version(version, timeout_s=TIMEOUT_S) is not None
+            version = receiver.load_into(target)
+            applied = time.monotonic()
+            assert LARGE.version_of(target) == version, f"a mix was read as version {version}"
+            connection.send((version, applied))
+
+
+def follow(guest: Guest, name: str, *, delta: bool) -> tuple[list[int], int, float]:
+    """Bytes that a follower fetches of each version and a late reader at first; seconds of each."""
+    fetched: list[int] = []
+    times_s: list[float] = []
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(guest.on("w", publish_when_told, name, delta))
+        reader = stack.enter_context(guest.on("r", load_each, name))
+        assert reader.receive() == "ready"
+        late = None
+        for version in range(1, NUM_VERSIONS + 1):
+            before = guest.nfs_read_bytes("r")
+            writer.send(version)
+            started = writer.receive()
+            found, applied = reader.receive()
+            assert found == version
+            fetched.append(guest.nfs_read_bytes("r") - before)
+            times_s.append(applied - started)
+            if version == LATE:
+                before = guest.nfs_read_bytes("r2")
+                late = stack.enter_context(guest.on("r2", load_each, name))
+                assert late.receive() == "ready"
+            if late is not None:
+                assert late.receive()[0] == version
+            if version == LATE:
+                fetched_late = guest.nfs_read_bytes("r2") - before
+    return fetched, fetched_late, statistics.median(times_s[2:])
+
+
+@scenario()
+def test_a_host_fetches_what_changed_and_a_late_one_the_anchor_too(guest: Guest) -> None:
+    whole, whole_late, whole_s = follow(guest, "whole", delta=False)
+    changes, changes_late, changes_s = follow(guest, "changes", delta=True)
+    for what, fetched, late in (("whole", whole, whole_late), ("deltas", changes, changes_late)):
+        listed = ", ".join(f"{num_bytes / MB:.2f}" for num_bytes in fetched)
+        print(f"{what}: {listed} MiB fetched; by the one that came late {late / MB:.2f}")
+    share = statistics.median(changes[1:]) / statistics.median(whole[1:])
+    print(f"of each version {share:.4f} of what a whole one takes")
+    print(f"published to applied: {whole_s:.3f} s whole, {changes_s:.3f} s as a delta: ", end="")
+    print(f"{changes_s / whole_s:.2f} of it")
+    assert min(whole) >= LARGE_BYTES
+    assert max(changes[1:]) < LARGE_BYTES / 10
+    assert LARGE_BYTES <= changes_late < 1.5 * LARGE_BYTES
+
+
+@scenario()
+def test_a_mirror_fetches_what_changed_and_is_killed_and_started_again(guest: Guest) -> None:
+    """It goes on from what its buffers hold, which lag: two versions' deltas are fetched then."""
+    fetched = []
+    with contextlib.ExitStack() as stack:
+        [local] = stack.enter_context(local_stores("r"))
+        writer = stack.enter_context(guest.on("w", publish_when_told, "store", True))
+        version = 0
+        for _ in range(2):
+            with guest.on("r", mirror, local, 0.05) as mirroring:
+                for _ in range(4):
+                    version += 1
+                    before = guest.nfs_read_bytes("r")
+                    writer.send(version)
+                    writer.receive()
+                    while mirroring.receive()[0] != version:
+                        pass
+                    fetched.append(guest.nfs_read_bytes("r") - before)
+                    assert newest(local, LARGE, verify=False) == version
+        assert newest(guest.path("r2") / "store", LARGE, verify=True) == version
+    print(", ".join(f"{num_bytes / MB:.2f}" for num_bytes in fetched) + " MiB fetched")
+    assert fetched[0] >= LARGE_BYTES
+    # Each of the two local buffers begins with a whole version.
+    assert max(fetched[2:]) < LARGE_BYTES / 4

@@ -1,0 +1,71 @@
+"""`dbuffer doctor` on two hosts that share a mount."""
+
+from __future__ import annotations
+
+import statistics
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from dbuffer.tools import doctor
+from dbuffer.tools.doctor import peer, probes
+from tests.lab.guest import Guest, times_to_look
+from tests.lab.lab import scenario
+from tests.support.waiting import TIMEOUT_S
+
+SEEN_LATE_MS = 1500.0
+"""A directory that is opened first shows a change at once; by its name alone, in seconds."""
+
+
+def examine(connection: Connection, path: Path) -> None:
+    connection.send(doctor.examine(path, timeout_s=TIMEOUT_S))
+
+
+def look_without_a_pause(connection: Connection, path: Path, times: int) -> None:
+    """Be the first host that looks for a peer all the time, also while it is coming."""
+    peer._LOOK_INTERVAL_S, peer._NUM_VERSIONS = 0.0, 1
+    site = probes.Site.at(path, allow_shared_store=False)
+    for _ in range(times):
+        connection.send("looks")
+        connection.send(
+            len(peer.measure_with_peers(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None))
+        )
+
+
+def come_when_asked(connection: Connection, path: Path, times: int) -> None:
+    for _ in range(times):
+        connection.recv()
+        connection.send(peer.wait_for_host(path, timeout_s=TIMEOUT_S / 2) is not None)
+
+
+def be_the_second_host(connection: Connection, path: Path) -> None:
+    connection.send(peer.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
+
+
+@scenario(both=True)
+def test_two_hosts_examine_their_mount(guest: Guest) -> None:
+    with guest.on("r", be_the_second_host) as second, guest.on("w", examine) as first:
+        found: doctor.Examination = first.receive(2 * TIMEOUT_S)
+        assert second.receive()
+    for finding in found.findings:
+        print(finding)
+    assert found.is_network
+    assert not found.broken
+    [meeting] = found.peers
+    assert meeting.locks_exclude == (guest.version != "3")
+    assert (meeting.is_late, meeting.problem) == (False, None)
+    assert statistics.median(meeting.delays_ms) < SEEN_LATE_MS
+    assert list(guest.path("w").iterdir()) == []
+
+
+@scenario(both=True)
+def test_a_peer_is_seen_by_a_host_that_looks_while_it_comes(guest: Guest) -> None:
+    """Over v3 two changes within one tick of the server's clock are one to who looks between."""
+    times = times_to_look(guest)
+    with (
+        guest.on("w", look_without_a_pause, times) as first,
+        guest.on("r", come_when_asked, times) as second,
+    ):
+        for _ in range(times):
+            assert first.receive() == "looks"
+            second.send("come")
+            assert (first.receive(), second.receive()) == (1, True)

@@ -1,0 +1,161 @@
+"""Ranks of one trainer on two hosts: each writes a part over its own mount, a third host reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dbuffer
+from dbuffer.format.places import BUFFERS, part_name
+from dbuffer.store import network_files
+from dbuffer.store.buffer import DoubleBuffer
+from tests.lab.guest import Guest
+from tests.lab.lab import scenario
+from tests.support.moments import Step, at_step, die
+from tests.support.patterns import Pattern, Sparse
+from tests.support.soak import in_soaks_alone
+from tests.support.waiting import TIMEOUT_S
+
+WEIGHTS = Pattern(num_tensors=12, numel=16_384)
+
+CHANGING = Sparse(num_tensors=12, numel=16_384)
+
+NUM_PUBLISHES = 20
+HOSTS = ("w", "r")
+
+
+def shards_of(version: int, rank: int, pattern: Pattern = WEIGHTS) -> dict[str, torch.Tensor]:
+    """Every second tensor cut in halves, as FSDP2 does, and the others whole on both ranks."""
+    mesh = init_device_mesh("cpu", (len(HOSTS),))
+    return {
+        name: DTensor.from_local(tensor.chunk(len(HOSTS))[rank], mesh, [Shard(0)])
+        if index % 2
+        else tensor
+        for index, (name, tensor) in enumerate(pattern.weights(version).items())
+    }
+
+
+def publish(
+    connection: Connection,
+    path: Path,
+    rank: int,
+    rendezvous: Path,
+    versions: range,
+    on_last: tuple[Step, Callable[[], None]] | None,
+    pattern: Pattern = WEIGHTS,
+) -> None:
+    network_files.KEEP_AT_LEAST_S = 0.5
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)
+    )
+    failure = "none"
+    delta = pattern is CHANGING
+    with dbuffer.ShardedWeightSender(path / "store", delta=delta, num_threads=1) as sender:
+        for version in versions:
+            weights = shards_of(version, rank, pattern)
+            if version == versions[-1] and on_last is not None:
+                at_step(*on_last)
+            try:
+                sender.send(weights, version=version)
+            except dbuffer.RankFailedError as error:
+                failure = str(error)
+    connection.send(failure)
+    connection.recv()
+
+
+def read(connection: Connection, path: Path, last: int, pattern: Pattern = WEIGHTS) -> None:
+    target = pattern.empty()
+    versions = [0]
+    with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
+        connection.send("ready")
+        while versions[-1] < last:
+            receiver.wait_for_version(versions[-1], timeout_s=TIMEOUT_S)
+            version = receiver.load_into(target)
+            assert version is not None
+            assert version > versions[-1]
+            assert pattern.version_of(target) == version, f"a mix was read as version {version}"
+            versions.append(version)
+    connection.send(versions[1:])
+
+
+def published_by_two(guest: Guest, last: int, pattern: Pattern, first: int = 1) -> list[int]:
+    """Publish from two hosts; the versions that a third one reads meanwhile."""
+    rendezvous = Path("/run", f"{guest.name}.{first}")
+    arguments = rendezvous, range(first, last + 1), None, pattern
+    with guest.on("r2", read, last, pattern) as reader:
+        assert reader.receive() == "ready"
+        with (
+            guest.on(HOSTS[0], publish, 0, *arguments) as one,
+            guest.on(HOSTS[1], publish, 1, *arguments) as other,
+        ):
+            assert one.receive() == other.receive() == "none"
+            versions: list[int] = reader.receive()
+    print(f"{len(versions)} versions of {last} read")
+    return versions
+
+
+@in_soaks_alone
+@scenario()
+def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
+    assert len(published_by_two(guest, NUM_PUBLISHES, WEIGHTS)) > 1
+    # Files of old versions went, each with its parts.
+    for buffer in ("A", "B"):
+        names = {path.name for path in (guest.server_path / "store" / buffer).glob("weights-*")}
+        files = {name for name in names if ".r" not in name}
+        assert names == {part for file in files for part in (file, *parts_of(file))}
+        assert len(files) < NUM_PUBLISHES / 2
+
+
+@scenario()
+def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
+    """Upon an anchor of which each has written a part; so do those who come after them."""
+    last = NUM_PUBLISHES // 2
+    assert len(published_by_two(guest, last - 2, CHANGING)) > 1
+    published_by_two(guest, last, CHANGING, first=last - 1)
+    store = DoubleBuffer(guest.server_path / "store")
+    manifests = [store.undamaged_manifest(buffer) for buffer in BUFFERS]
+    assert {found.version for found in manifests if found and found.anchor} == {last - 1, last}
+    with guest.on("r2", read, last, CHANGING) as late:
+        assert late.receive() == "ready"
+        assert late.receive() == [last]
+    assert len(list((guest.server_path / "store" / "deltas").iterdir())) > 1
+
+
+def parts_of(file: str) -> list[str]:
+    return [part_name(file, rank) for rank in range(len(HOSTS))]
+
+
+@scenario()
+def test_a_rank_on_another_host_dies_and_a_new_job_goes_on(guest: Guest) -> None:
+    rendezvous = Path("/run", f"{guest.name}.rendezvous")
+    step = Step("c_call", "fsync")
+    with (
+        guest.on(HOSTS[0], publish, 0, rendezvous, range(1, 4), None) as first,
+        guest.on(HOSTS[1], publish, 1, rendezvous, range(1, 4), (step, die)) as second,
+    ):
+        assert second.wait() == -signal.SIGKILL
+        died = time.monotonic()
+        assert "rank 1" in first.receive()
+        print(f"known {time.monotonic() - died:.1f} s after its death")
+        with guest.on("r2", read, 2) as reader:
+            assert reader.receive() == "ready"
+            assert reader.receive() == [2]
+    again = Path("/run", f"{guest.name}.again")
+    with (
+        guest.on(HOSTS[0], publish, 0, again, range(4, 6), None) as first,
+        guest.on(HOSTS[1], publish, 1, again, range(4, 6), None) as second,
+        guest.on("r2", read, 5) as reader,
+    ):
+        assert reader.receive() == "ready"
+        assert first.receive() == second.receive() == "none"
+        assert reader.receive()[-1] == 5

@@ -1,0 +1,215 @@
+"""Processes that end with their tests: functions, and the command line, as forks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from tests.support import ROOT
+from tests.support.waiting import TIMEOUT_S
+
+_processes = multiprocessing.get_context("forkserver")
+_preloaded: list[str] = []
+# Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
+_paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
+
+
+def preload(*modules: str) -> None:
+    """Let children be forked off a process with one thread that has imported these, too.
+
+    To be called as test files are imported: the process starts with the first child.
+    """
+    _preloaded.extend(name for name in modules if name not in _preloaded)
+    _processes.set_forkserver_preload([*_preloaded, "tests.support.frozen"])
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """The same for a while, for large ones: each fork takes time for all that the process holds."""
+    forkserver._forkserver._stop()
+    _processes.set_forkserver_preload([*_preloaded, *modules, "tests.support.frozen"])
+    try:
+        yield
+    finally:
+        forkserver._forkserver._stop()
+        preload()
+
+
+preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")
+preload("httpx", "rich.logging", "rich.progress", "typer")  # for commands
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; an orphan stays as a zombie where nothing collects it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _state_of(pid) != "Z"
+    return False
+
+
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """A process that runs ``function(connection, *args)`` and never outlives its block."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self._connection, theirs = _processes.Pipe()
+        self._process = _processes.Process(
+            target=_run, args=(function, theirs, args, dict(os.environ))
+        )
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(TIMEOUT_S)
+        self._process.close()
+        self._connection.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """What the child sends next."""
+        assert self._connection.poll(timeout_s), f"the child sent nothing for {timeout_s} s"
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise AssertionError(f"the child ended with {self.wait()}") from None
+
+    def has_sent(self) -> bool:
+        """Wait until the child sends something, or ends; whether it sends something."""
+        assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            try:
+                return connection.recv(1, socket.MSG_PEEK) != b""
+            except ConnectionResetError:  # it ended before it read what it was sent
+                return False
+
+    def send(self, value: Any = None) -> None:
+        self._connection.send(value)
+
+    def signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            # Whoever forks children has seen the end of one a moment before telling us of it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"the child still runs after {timeout_s} s"
+        return self._process.exitcode
+
+    def wait_until_stopped(self) -> None:
+        """Wait until a SIGSTOP has taken effect."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while _state_of(self.pid) != "T":
+            assert self._process.exitcode is None, "the child ended"
+            assert time.monotonic() < deadline, "the child did not stop"
+            time.sleep(0.001)
+
+
+class Command(Child):
+    """``dbuffer ARGUMENTS``, but for the start of an interpreter that imports torch: seconds.
+
+    Its output goes to files in the directory. The command line itself is imported by the fork, as
+    it looks at its output and its environment then.
+    """
+
+    def __init__(self, directory: Path, *arguments: object) -> None:
+        number = len(list(directory.glob("command-*.out")))
+        self._output = directory / f"command-{number}.out"
+        self._errors = directory / f"command-{number}.err"
+        for path in (self._output, self._errors):
+            path.touch()
+        super().__init__(_command, self._output, self._errors, [str(each) for each in arguments])
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    def errors(self) -> str:
+        """What it has complained of so far."""
+        return self._errors.read_text()
+
+    def line(self, number: int) -> str:
+        """Wait for a line of its output; the first is 0."""
+        return self._wait_for_line(self._output, number)
+
+    def line_of_errors(self, number: int) -> str:
+        """Wait for a line of its complaints."""
+        return self._wait_for_line(self._errors, number)
+
+    def _wait_for_line(self, path: Path, number: int) -> str:
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            has_ended = self._process.exitcode is not None
+            *lines, _ = path.read_text().split("\n")
+            if number < len(lines):
+                return lines[number]
+            assert not has_ended, f"it ended with {self.wait()}: {self.errors()}"
+            assert time.monotonic() < deadline, f"no such line within {TIMEOUT_S} s"
+            time.sleep(0.005)
+
+    def communicate(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str, str]:
+        """Wait for its end; the exit status, and all that it printed and complained of."""
+        return self.wait(timeout_s), self.output(), self.errors()
+
+
+def _command(connection: Connection, output: Path, errors: Path, arguments: list[str]) -> None:
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    # As an interpreter opens them, whatever those of the process that this is a fork of are.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.argv = ["dbuffer", *arguments]
+    from dbuffer.__main__ import main
+
+    main()
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _run(
+    function: Callable[..., None],
+    connection: Connection,
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+) -> None:
+    # As a fork of the test's own process would have it: the server may be older than a change.
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores
+    try:
+        function(connection, *args)
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise

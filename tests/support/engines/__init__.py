@@ -1,0 +1,1 @@
+"""Real engines, models for them, and trainers and faults that they meet."""

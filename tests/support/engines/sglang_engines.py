@@ -1,0 +1,178 @@
+"""Real SGLang engines on a CPU, for tests: where they are, and how they are started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+
+PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+WHOLE = PYTHON.parent.parent / "made-from"
+
+NEEDS_SGLANG = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not WHOLE.is_file(), reason=f"there is no {PYTHON}: `python3 dev.py sglang` makes it"
+    ),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="SGLang's CPU tests are for x86-64"),
+]
+
+LOADER = "dbuffer.integrations.sglang.load_from_store"
+WAIT_S = 400
+"""For anything that is waited for, an engine's start on a busy machine included."""
+
+MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""SGLang imports every model that it has, unless told otherwise; that takes half a minute."""
+
+PROMPTS = ([1, 2, 3], list(range(1, 60)))
+"""A short one, and one of which the cache keeps much."""
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "skip_tokenizer_init": True,
+    "max_total_tokens": 2048,
+    "max_running_requests": 4,
+    "mem_fraction_static": 0.05,
+    "log_level": "warning",
+}
+
+
+def environment(models: Collection[str] = MODELS) -> dict[str, str]:
+    """For processes of an engine of one of these models."""
+    all_models = next(PYTHON.parent.parent.glob("lib/python*/site-packages/sglang/srt/models"))
+    others = [file.stem for file in all_models.glob("*.py") if file.stem not in models]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {
+        **clean,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # torch's compiler would look for what sglang_without_gpu stands in for.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def observe(
+    program: str, directory: Path, *arguments: str, models: Collection[str] = MODELS
+) -> Any:
+    """Run a test file with SGLang's Python; what it left in ``observed.json`` of the directory.
+
+    Everything that it started ends with it, whatever happens. A program that breaks its engine ends
+    with it, so its exit code says nothing.
+    """
+    log, observed = directory / "log.txt", directory / "observed.json"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PYTHON, program, str(directory), *arguments],
+            env=environment(models),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(2 * WAIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert observed.is_file(), log.read_text(errors="replace")[-8000:]
+    return json.loads(observed.read_text())
+
+
+def start_engine(checkpoint: Path, **more: Any) -> Any:
+    """An ``sglang.Engine`` that can follow; in a process of SGLang's Python."""
+    import sglang
+
+    ours = {"custom_weight_loader": [LOADER, "sglang_faults.make"]}
+    return sglang.Engine(model_path=str(checkpoint), **{**ENGINE, **ours, **more})
+
+
+def greedy(engine: Any, tokens: int = 12) -> list[list[int]]:
+    """What an engine answers each of :data:`PROMPTS` with."""
+    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    answers = engine.generate(input_ids=list(PROMPTS), sampling_params=parameters)
+    return [answer["output_ids"] for answer in answers]
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """Wait until the condition is true; what it is then."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Server:
+    """An SGLang server in a process of its own, which has schedulers in more of them."""
+
+    def __init__(self, checkpoint: Path, log: Path, *flags: str, port: int) -> None:
+        import httpx
+
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+        for name, value in {**ENGINE, "port": port, "dtype": "bfloat16"}.items():
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, *flags], env=environment(), stdout=output, stderr=subprocess.STDOUT
+            )
+        self._httpx = httpx
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    def wait_ready(self) -> None:
+        wait_for(f"{self.url} is ready", self._is_ready)
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text(errors="replace")[-8000:]
+        with contextlib.suppress(self._httpx.HTTPError):
+            return bool(self.client.get("/health").status_code == 200)
+        return False
+
+    def generate(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
+        """SGLang's answer: ``output_ids`` and ``meta_info``."""
+        parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": parameters}
+        response = self.client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def greedy(self) -> list[list[int]]:
+        return [self.generate(prompt)["output_ids"] for prompt in PROMPTS]
+
+    def version(self) -> str:
+        return str(self.client.get("/model_info").json()["weight_version"])
+
+    def is_paused(self) -> bool:
+        return bool(self.client.get("/ready").status_code != 200)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL all of it, as the end of a container does."""
+        import psutil
+
+        self.client.close()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for child in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self._process.wait(WAIT_S)

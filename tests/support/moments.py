@@ -1,0 +1,106 @@
+"""Moments in the life of a process at which tests kill or freeze it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+
+class Step(NamedTuple):
+    """A moment in the life of a sender, as Python's profiler sees it."""
+
+    event: str
+    """``call`` and ``return`` of a Python function, ``c_call`` and ``c_return`` of others."""
+    function: str
+    """Qualified name, without the module."""
+    file: str = ""
+    """Name of the file that the function works on: its local variable ``path``."""
+    nth: int = 1
+
+
+def at_step(step: Step, action: Callable[[], None]) -> None:
+    """Call ``action`` in this thread when it comes to ``step``."""
+    left = step.nth
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event != step.event:
+            return
+        name = argument.__name__ if event.startswith("c_") else frame.f_code.co_qualname
+        if name != step.function:
+            return
+        if step.file and getattr(frame.f_locals.get("path"), "name", None) != step.file:
+            return
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            action()
+
+    sys.setprofile(watch)
+
+
+def die() -> None:
+    """End this process as if the machine had turned on it: no handler runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Freeze this process until someone lets it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+CHANGING_CALLS = frozenset(
+    {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
+)
+
+"""Calls of the system that can change what is on the disk, or who holds it."""
+
+MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
+
+"""The same, and moments between them: a tensor is in its place and hashed, or the watch is
+ended by ``sys.setprofile(None)``."""
+
+COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
+
+"""The same, before each copy of tensors, too, and before what one rank tells the others."""
+
+LOOKS = frozenset(
+    {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
+)
+
+"""Calls by which a reader sees what is on the disk, or says what it reads."""
+
+
+def at_call(
+    number: int, action: Callable[[], None], names: frozenset[str] | None = MOMENTS
+) -> None:
+    """Call ``action`` in this thread before its ``number``-th call of one of these (None: of any).
+
+    No function that publishes has to be named for this: each state that the disk goes through lies
+    before one of the calls.
+    """
+    left = number
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        # Python handles no signal between the last line of a `with` block and the lock's release.
+        if event != "c_call" or argument.__name__ == "__exit__":
+            return
+        # Opens to read; just for speed.
+        changes_nothing = names is not LOOKS and frame.f_code.co_name == "open_regular"
+        if names is None or (argument.__name__ in names and not changes_nothing):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                action()
+
+    sys.setprofile(watch)
+
+
+def die_before_call(number: int) -> None:
+    """Kill this process before its ``number``-th call that can change what is on the disk."""
+    at_call(number, die, CHANGING_CALLS)

@@ -1,0 +1,112 @@
+"""Weights that know their version, name and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbuffer
+
+
+class Pattern:
+    """Tensors whose every element is a function of version, name and position.
+
+    A tensor from another version, under another's name or from another place in the file has no
+    element in common with the right one.
+    """
+
+    def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
+        self.names = [f"layers.{index}.weight" for index in range(num_tensors)]
+        position = torch.arange(numel, dtype=torch.int64)
+        self._base = torch.stack([position + (index << 24) for index in range(num_tensors)])
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """What is published as ``version`` (below 2**19)."""
+        return dict(zip(self.names, self._base + (version << 44), strict=True))
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A target to load into."""
+        return dict(zip(self.names, torch.zeros_like(self._base), strict=True))
+
+    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        """The version that all of these are of; None if they are a mix."""
+        if list(tensors) != self.names:
+            return None
+        version = int(tensors[self.names[0]][0]) >> 44
+        right = torch.unbind(self._base + (version << 44))
+        pairs = zip(self.names, right, strict=True)
+        return version if all(torch.equal(tensors[name], value) for name, value in pairs) else None
+
+
+class Sparse(Pattern):
+    """A pattern of which each version changes one element in so many: what deltas are for.
+
+    Each tensor tells all versions from one another still.
+    """
+
+    def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:
+        super().__init__(num_tensors, numel)
+        self.names = [f"sparse.{index}.weight" for index in range(num_tensors)]
+        self._one_in = one_in
+        self._position = torch.arange(numel, dtype=torch.int64)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        changed_at = version - (version - self._position) % self._one_in
+        return dict(zip(self.names, self._base + (changed_at.clamp(min=0) << 44), strict=True))
+
+    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        if list(tensors) != self.names:
+            return None
+        version = int(tensors[self.names[0]].max()) >> 44
+        right = self.weights(version)
+        return version if all(torch.equal(tensors[name], right[name]) for name in right) else None
+
+
+SMALL = Pattern()
+
+OTHER = Pattern(num_tensors=5, numel=700)
+
+SPARSE = Sparse()
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMALL) -> None:
+    """Send a pattern's weights as each of these versions."""
+    for version in versions:
+        sender.send(pattern.weights(version), version=version)
+
+
+def received(store: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the newest version, in memory of their own."""
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes: two NaNs may be the same, and 0.0 is not -0.0."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor of any bits at all, NaNs included."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
+    """The version that a receiver made now reads; it must be whole, and one of the patterns."""
+    with dbuffer.WeightReceiver(store, receiver_id="newest", verify=verify) as receiver:
+        loaded: dict[str, torch.Tensor] = {}
+
+        def load(pairs: Any) -> None:
+            loaded.update((name, tensor.clone()) for name, tensor in pairs)
+
+        version = receiver.load_into(load)
+    if version is not None:
+        pattern = next(p for p in (*patterns, SMALL, OTHER, SPARSE) if p.names == list(loaded))
+        assert pattern.version_of(loaded) == version
+    return version

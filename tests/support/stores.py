@@ -1,0 +1,91 @@
+"""Files of a store, and disks with little room."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dbuffer
+from dbuffer.store import filesystem
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
+    """Read the records of a store's receivers as JSON, by id: of each id the one written last."""
+    paths = (store / "receivers").glob("*.json")
+    records = [json.loads(path.read_bytes()) for path in paths if path.name[0] != "."]
+    return {one["receiver"]: one for one in sorted(records, key=lambda one: one["updated_at"])}
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A filesystem of its own; skips the test where none may be mounted."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "dbuffer-test", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    yield path
+    # Lazily: a traceback of what the test has caught may still hold a file open.
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int = 0) -> Path:
+    """Leave that much room and no more; the file to remove to make room again."""
+    path = disk / "filler"
+    stats = os.statvfs(disk)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    return path
+
+
+def weights_files(store: Path) -> dict[str, list[str]]:
+    """The weights files in each buffer."""
+    return {
+        buffer: sorted(path.name for path in (store / buffer).glob("weights-*"))
+        for buffer in ("A", "B")
+    }
+
+
+def version_files(store: Path) -> set[Path]:
+    """All weights files, and all deltas."""
+    return {*store.glob("[AB]/weights-*"), *store.glob("deltas/*")}
+
+
+def named_files(store: Path) -> set[Path]:
+    """Those that the manifests name."""
+    double = dbuffer.store.buffer.DoubleBuffer(store)
+    named = set()
+    for buffer in ("A", "B"):
+        if (manifest := double.undamaged_manifest(buffer)) is not None:
+            named.add(store / (manifest.anchor_buffer or buffer) / manifest.file)
+            named |= {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
+    return named
+
+
+def assert_tidy(store: Path) -> None:
+    """Nothing lies in the store but what it needs."""
+    assert version_files(store) <= named_files(store), "left over"
+    assert not list(store.rglob("*.tmp"))
+
+
+def make_temporaries_old(store: Path) -> None:
+    """Let what a dead process left look as if it had died a while ago."""
+    for path in store.rglob("*.tmp"):
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+def without_flock() -> None:
+    """Let this process's locks succeed always and hold nobody back."""
+    filesystem.try_lock = lambda descriptor, *, exclusive: True
+    filesystem.lock_within = lambda descriptor, timeout_s: True
+    filesystem.unlock = lambda descriptor: None
