@@ -17,6 +17,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.engines import preforked
+
 TRAINERS = ("fsdp2 bf16", "fsdp2", "zero-1", "zero-1 lora", "zero-2 bf16", "zero-3")
 
 
@@ -132,14 +134,25 @@ def start_deepspeed(model: Any, args: Any) -> Any:
 
 
 def run_ranks(program: str, main: Callable[[Path], None]) -> None:
-    """Become torchrun, which starts this program on two ranks; or be one of those, and run it."""
+    """Be torchrun, which starts this program on two ranks; or be one of those, and run it."""
     if "RANK" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        os.execv(sys.executable, [sys.executable, *torchrun, program, *sys.argv[1:]])
+        from torch.distributed.elastic.multiprocessing import subprocess_handler
+        from torch.distributed.run import main as torchrun
+
+        if preforked.is_fork():
+            subprocess_handler.SubprocessHandler._popen = _fork_rank
+        torchrun(["--standalone", "--nproc-per-node=2", program, *sys.argv[1:]])
+        return
     # torchrun starts ranks in sessions of their own: they would outlive it, if it were killed.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     distributed.init_process_group("gloo")
     main(Path(sys.argv[1]))
+
+
+def _fork_rank(_: Any, command: tuple[str, ...], env: dict[str, str]) -> preforked.Process:
+    """Start a rank as torchrun does, without another import of vLLM."""
+    arguments = list(command[command.index("-u") + 1 :])
+    return preforked.start(arguments, env=env, output=sys.stdout.buffer, new_session=True)
 
 
 def by_rank(seen: Any) -> list[Any]:

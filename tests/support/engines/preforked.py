@@ -195,6 +195,11 @@ def _helper() -> Helper | None:
     return _the_helper if _can_be_forked else None
 
 
+def is_fork() -> bool:
+    """Whether this process is a fork of a helper, and can have more of them in a moment."""
+    return _the_helper is not None
+
+
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
     """The helper that cannot be asked any more ends."""
     connection.close()
@@ -348,7 +353,7 @@ def import_all() -> None:
 
 if __name__ == "__main__":
     # Programs that import this have the helper that they were born with, not one more.
-    sys.modules["preforked"] = sys.modules["__main__"]
+    sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
     import_all()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     asked = socket.socket(fileno=int(sys.argv[1]))

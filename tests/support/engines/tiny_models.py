@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,19 @@ def save_model(family: str, seed: int, directory: Path) -> Path:
 def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     return load_file(checkpoint / "model.safetensors")
+
+
+def transformers_greedy(
+    model: Any, prompts: Iterable[list[int]], max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens that transformers answers each prompt with."""
+    answers = []
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None
+        )
+        answers.append(output[0][len(prompt) :].tolist())
+    return answers
 
 
 def save_mixed(base: Path, part: dict[str, torch.Tensor], path: Path) -> Path:
