@@ -11,7 +11,8 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
-python3 dev.py measure [test files]                  (seconds of each, by which tests are ordered)
+python3 dev.py measure [options of pytest]           (all tests; writes the seconds of each file,
+                                                      by which they are ordered)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
 environment (a minute at most, 2.7 GB); later ones reuse it until what it was made from changes.
@@ -92,7 +93,7 @@ COMMANDS = {
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
     "bench": ["python", "-m", "benchmarks"],
-    "measure": ["python", "tests/support/durations.py"],
+    "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--all", "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 

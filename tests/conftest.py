@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -36,9 +37,12 @@ pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
 from tests.support.children import preload, preloaded  # noqa: E402
-from tests.support.durations import ROOT, durations  # noqa: E402
+from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
 from tests.support.patterns import SMALL, SPARSE  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
+from tests.support.unchanged import BASE, changed_since, leave_out, left_out  # noqa: E402
+
+CHANGED = pytest.StashKey[list[str] | None]()
 
 settings.register_profile(
     "dbuffer",
@@ -62,12 +66,36 @@ def environment_stays() -> Iterator[None]:
         del os.environ[name]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files, longest first: of files side by side, a long one must not begin last.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run also what is left out while it is unchanged"
+    )
+    parser.addoption("--measure", action="store_true", help="write tests/durations.json")
 
-    A file that is not in the table is long if a test in it is marked as slow.
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[CHANGED] = config.workerinput["changed"]
+    else:
+        config.stash[CHANGED] = None if config.option.all else changed_since(BASE, ROOT)
+    if config.option.measure:
+        config.pluginmanager.register(Measurement())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all processes of a run leave out the same, whatever changes meanwhile."""
+    node.workerinput["changed"] = node.config.stash[CHANGED]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is unchanged, and sort files, longest first.
+
+    Of files side by side, a long one must not begin last. A file that is not in the table is long
+    if a test in it is marked as slow.
     """
+    leave_out(items, left_out(config.stash[CHANGED]))
     table = durations()
     marks = ("nfs", "slow")
     slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}

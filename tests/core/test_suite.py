@@ -1,0 +1,158 @@
+"""What a run of the tests leaves out, and how it measures itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import durations, unchanged
+from tests.support.children import Child
+from tests.support.durations import Duration
+from tests.support.unchanged import RULES, changed_since, leave_out, left_out
+
+NAMES = {rule.name for rule in RULES}
+
+
+def git(repository: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.test", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *identity, *arguments], cwd=repository, check=True, capture_output=True)
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone of a repository with two files, at the landing."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    origin = tmp_path / "origin"
+    (origin / "dbuffer" / "store").mkdir(parents=True)
+    (origin / "README.md").touch()
+    (origin / "dbuffer" / "store" / "mounts.py").write_text("1\n")
+    git(origin, "init")
+    git(origin, "add", ".")
+    git(origin, "commit", "-m", "one")
+    git(tmp_path, "clone", str(origin), "clone")
+    return tmp_path / "clone"
+
+
+def test_a_clean_clone_leaves_out_nothing(clone: Path) -> None:
+    assert changed_since("origin/main", clone) == []
+    assert left_out([]) == []
+
+
+def test_what_changed_is_committed_or_not_and_new_or_gone(clone: Path) -> None:
+    (clone / "README.md").write_text("more\n")
+    assert changed_since("origin/main", clone) == ["README.md"]
+    git(clone, "commit", "-a", "-m", "two")
+    git(clone, "mv", "dbuffer/store/mounts.py", "dbuffer/mounts.py")
+    (clone / "a name\nof two lines").touch()
+    changed = changed_since("origin/main", clone)
+    moved = {"dbuffer/store/mounts.py", "dbuffer/mounts.py"}
+    assert changed is not None
+    assert set(changed) == {"README.md", "a name\nof two lines", *moved}
+
+
+def test_what_others_landed_is_no_change(clone: Path) -> None:
+    (clone.parent / "origin" / "dbuffer" / "store" / "mounts.py").write_text("2\n")
+    git(clone.parent / "origin", "commit", "-a", "-m", "theirs")
+    (clone / "README.md").write_text("more\n")
+    git(clone, "commit", "-a", "-m", "ours")
+    git(clone, "fetch")
+    assert changed_since("origin/main", clone) == ["README.md"]
+
+
+def test_without_a_landing_everything_runs(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert changed_since("no-such-revision", clone) is None
+    assert changed_since("origin/main", tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert changed_since("origin/main", clone) is None
+    assert left_out(None) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        ("README.md", set()),
+        ("dbuffer/store/mounts.py", NAMES),
+        ("dbuffer/publish/sender.py", NAMES),
+        ("dbuffer/receive/receiver.py", NAMES),
+        ("requirements-cpu.txt", NAMES),
+        ("tests/support/children.py", NAMES),
+        ("dbuffer/integrations/vllm/rank.py", {"the oldest vLLM"}),
+        ("dbuffer/integrations/sglang/rank.py", {"SGLang's server"}),
+        ("dbuffer/integrations/engine/rank.py", {"the oldest vLLM", "SGLang's server"}),
+        ("dbuffer/mirror/mirror.py", {"half of the NFS lab"}),
+        ("dbuffer/integrations/trl/sync.py", set()),
+    ],
+)
+def test_a_change_runs_what_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch, changed: str, runs: set[str]
+) -> None:
+    monkeypatch.delenv("DBUFFER_SOAK", raising=False)
+    assert NAMES - {rule.name for rule in left_out(["CHANGELOG.md", changed])} == runs
+    monkeypatch.setenv("DBUFFER_SOAK", "1")
+    assert left_out(["CHANGELOG.md", changed]) == []
+
+
+def test_each_rule_selects_tests_and_says_why(request: pytest.FixtureRequest) -> None:
+    class Item(SimpleNamespace):
+        def add_marker(self, mark: pytest.MarkDecorator) -> None:
+            self.reason = mark.kwargs["reason"]
+
+    def scenario(*, both: bool) -> Item:
+        function = SimpleNamespace(scenario=SimpleNamespace(both=both))
+        return Item(path=unchanged.ROOT / "tests/lab/test_nfs.py", function=function)
+
+    files = ("vllm/test_oldest.py", "sglang/test_server.py")
+    items = [Item(path=unchanged.ROOT / "tests/integrations" / name) for name in files]
+    assert all(item.path.is_file() for item in items)
+    items.append(scenario(both=False))
+    others = [scenario(both=True), Item(path=unchanged.ROOT / "tests/core/test_crash.py")]
+    leave_out([*items, *others], list(RULES))  # type: ignore[list-item]
+    for item, rule in zip(items, RULES, strict=True):
+        assert rule.name in item.reason
+        assert "--all" in item.reason
+    assert not any(hasattr(item, "reason") for item in others)
+
+
+def work(connection: Connection, seconds: float) -> None:
+    while time.process_time() < seconds:
+        pass
+    connection.send(None)
+    connection.recv()
+
+
+def test_processor_time_is_that_of_all_processes_below() -> None:
+    """Of a child of a child, while it runs and after it has ended."""
+    work_s, lost_s = 0.3, 0.05
+    with Child(id) as started:
+        started.wait()
+    before_s = durations.processor_s(os.getpid())
+    with Child(work, work_s) as child:
+        child.receive()
+        assert durations.processor_s(os.getpid()) - before_s > work_s - lost_s
+        child.send()
+        assert child.wait() == 0
+    assert durations.processor_s(os.getpid()) - before_s > work_s - lost_s
+
+
+def test_a_table_keeps_rows_of_files_that_did_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(durations, "TABLE", tmp_path / "table.json")
+    ran, kept = "tests/core/test_suite.py", "tests/core/test_docs.py"
+    durations.write({kept: Duration(1, 2), ran: Duration(9, 9), "tests/gone.py": Duration(3, 4)})
+    measurement = durations.Measurement()
+    for name in ("test_one", "test_other[a::b]"):
+        report = SimpleNamespace(nodeid=f"{ran}::{name}", duration=1.5, processor_s=0.25)
+        measurement.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    session = SimpleNamespace(config=SimpleNamespace())
+    measurement.pytest_sessionfinish(session)  # type: ignore[arg-type]
+    assert list(durations.durations().items()) == [(ran, Duration(3, 0.5)), (kept, Duration(1, 2))]
