@@ -36,10 +36,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
+from dbuffer.runtime.timing import Timing  # noqa: E402
 from tests.support.children import preload, preloaded  # noqa: E402
 from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
 from tests.support.patterns import SMALL, SPARSE  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
+from tests.support.timings import set_timings, timings  # noqa: E402
 from tests.support.unchanged import BASE, changed_since, leave_out, left_out  # noqa: E402
 
 CHANGED = pytest.StashKey[list[str] | None]()
@@ -64,6 +66,15 @@ def environment_stays() -> Iterator[None]:
     os.environ.update(before)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def timing(request: pytest.FixtureRequest) -> Iterator[Timing]:
+    """The product's timings, with those of the marks ``timing``, for one test and its children."""
+    with timings() as replaceable:
+        for mark in reversed(list(request.node.iter_markers("timing"))):  # the test's own is last
+            set_timings(mark.kwargs)
+        yield replaceable
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -238,18 +249,6 @@ def damaged(template: Path, store: Path) -> Path:
     """A copy of the template, to be damaged."""
     shutil.copytree(template, store)
     return store
-
-
-@pytest.fixture
-def settle_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody take a store for damaged, and look again, without being noticed."""
-    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 60.0)
-
-
-@pytest.fixture
-def settle_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait two seconds to see whether a damaged store is only being written."""
-    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 0.01)
 
 
 @pytest.fixture

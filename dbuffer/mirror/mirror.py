@@ -33,6 +33,7 @@ from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -43,13 +44,6 @@ logger = logging.getLogger(__name__)
 
 MIRROR_LOCK_FILE = "mirror.lock"
 
-_STAND_BY_S = 0.5
-"""Interval at which a mirror that stands by looks whether the one before it has ended."""
-
-_PREPARED_S = 10.0
-"""Upper bound for how long another mirror takes to begin with a new history of the remote store."""
-
-_LOOK_S = 0.01
 
 _FINAL = (ClosedError, OptionError, WriterSupersededError)
 """Errors that no retry mends. All others may pass: a network that is cut, a full disk, a damaged
@@ -176,7 +170,7 @@ class Mirror(Closing, ProcessBound):
         if self._lock is None and not self._elect():
             self._wait_until_prepared()
             logger.info("another mirror of %s is at work: standing by", self._local.root)
-            while self._lock is None and not stop.wait(_STAND_BY_S):
+            while self._lock is None and not stop.wait(TIMING.stand_by_s):
                 self._elect()
         if not stop.is_set():
             self._follow(stop)
@@ -205,7 +199,7 @@ class Mirror(Closing, ProcessBound):
                     f"{self._local.root} did not catch up with {self._remote.root} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(TIMING.mirror_look_s)
 
     def close(self) -> None:
         """Stop. What was copied stays; a mirror that stands by takes over."""
@@ -265,14 +259,14 @@ class Mirror(Closing, ProcessBound):
 
     def _wait_until_prepared(self) -> None:
         """Wait until the elected mirror has begun with what the remote store holds now."""
-        deadline = time.monotonic() + _PREPARED_S
+        deadline = time.monotonic() + TIMING.prepared_s
         while is_stale(self._remote, self._local) and not self._elect():
             if time.monotonic() > deadline:
                 raise OptionError(
                     f"a mirror of another store than {self._remote.root} is at work in "
                     f"{self._local.root}; stop it, or give another directory"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(TIMING.mirror_look_s)
 
     # Following
 

@@ -20,14 +20,12 @@ from pathlib import Path
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.liveness import HEARTBEAT_S
 from dbuffer.store.records import PublishedRecord
 
 logger = logging.getLogger(__name__)
 
-RELAY_INTERVAL_S = 0.05
-"""Interval at which local records are read; only those that have changed go over the network."""
 
 _Key = tuple[str, str]
 """Id and token of a receiver."""
@@ -57,7 +55,7 @@ class AcknowledgementRelay:
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._stop.wait(RELAY_INTERVAL_S)
+            is_last = self._stop.wait(TIMING.relay_s)
             try:
                 self._relay()
                 self._problem = None
@@ -80,7 +78,7 @@ class AcknowledgementRelay:
             return
         for key, record in records.items():
             self._update(self._files.setdefault(key, PublishedRecord(self._remote, *key)), record)
-        if time.monotonic() - self._touched_at > HEARTBEAT_S:
+        if time.monotonic() - self._touched_at > TIMING.heartbeat_s:
             self._touched_at = time.monotonic()
             for file in self._files.values():
                 if file.record is not None and not file.record.has_ended:

@@ -32,6 +32,7 @@ from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedErr
 from dbuffer.ranks.rendezvous import meet
 from dbuffer.ranks.world import T, World
 from dbuffer.runtime.messages import described
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
 
@@ -47,8 +48,6 @@ _WORD_BYTES = 8
 _MESSAGE_BYTES = 1 << 30
 """Most bytes of what is collected that go in one message."""
 
-_ENDS_WITHIN_S = 1.0
-_LOOK_S = 0.01
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
@@ -229,9 +228,9 @@ class Agreement(World):
         self.close()
         others = [(rank, peer) for rank, peer in enumerate(self.peers) if rank != self.rank]
         # A process that is killed closes its connections a moment before it counts as ended.
-        deadline = time.monotonic() + _ENDS_WITHIN_S
+        deadline = time.monotonic() + TIMING.ranks_end_within_s
         while not any(peer.has_ended() for _, peer in others) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(TIMING.ranks_look_s)
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
             for rank, peer in others

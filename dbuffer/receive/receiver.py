@@ -25,6 +25,7 @@ from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.hold import Held, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
@@ -48,9 +49,6 @@ _NO_FAILURES = (
     errors.WaitTimeoutError,
 )
 """Errors that say nothing about whether the newest version can be applied."""
-
-_STOP_CHECK_S = 0.1
-"""Interval at which a wait looks at its stop event."""
 
 
 class WeightReceiver(Closing, ProcessBound):
@@ -371,7 +369,7 @@ class WeightReceiver(Closing, ProcessBound):
             return
         end = time.monotonic() + wait_s
         while not stop_event.is_set() and (left_s := end - time.monotonic()) > 0:
-            if self._watcher.wait(min(left_s, _STOP_CHECK_S)):
+            if self._watcher.wait(min(left_s, TIMING.stop_check_s)):
                 return
 
     def acknowledge(self, version: int) -> None:

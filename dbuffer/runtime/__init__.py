@@ -1,1 +1,1 @@
-"""Needs of long-lived objects: checked options, retries with a log."""
+"""Needs of long-lived objects: checked options, retries with a log, timings."""

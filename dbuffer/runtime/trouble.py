@@ -14,14 +14,7 @@ from typing import Self
 
 from dbuffer.errors import DBufferError, EngineUnreachableError
 from dbuffer.runtime.messages import described
-
-_RETRY_MIN_S = 0.5
-_RETRY_MAX_S = 30.0
-_RETRY_SHORT_MAX_S = 1.0
-"""Upper bound where a retry costs little: once a store or a server is back, it is used soon."""
-
-_LOG_MIN_S = 60.0
-_LOG_MAX_S = 3600.0
+from dbuffer.runtime.timing import TIMING
 
 
 class RetryLoop:
@@ -59,8 +52,8 @@ class RetryLoop:
     def _begin_failing(self) -> None:
         self._kinds: set[tuple[type[Exception], str | None]] = set()
         self._num_failures = 0
-        self._next_retry_s = _RETRY_MIN_S
-        self._log_s = _LOG_MIN_S
+        self._next_retry_s = TIMING.retry_min_s
+        self._log_s = TIMING.log_min_s
         self._log_at = 0.0
 
     def attempt(self) -> Self:
@@ -126,14 +119,14 @@ class RetryLoop:
             then = "waiting for a newer version" if is_lasting else "trying again until it works"
             self._log(error, f"{problem}; {then}")
         elif now >= self._log_at:
-            self._log_s = min(2 * self._log_s, _LOG_MAX_S)
+            self._log_s = min(2 * self._log_s, TIMING.log_max_s)
             self._log_at = now + self._log_s
             self._log(error, f"{problem}; still failing after {now - self._failing_since:.0f} s")
         self._kinds.add(kind)
         self.error = error
         self.retry_s = self._next_retry_s
         is_short = is_short or isinstance(error, EngineUnreachableError)
-        max_s = _RETRY_SHORT_MAX_S if is_short else _RETRY_MAX_S
+        max_s = TIMING.retry_short_max_s if is_short else TIMING.retry_max_s
         self._next_retry_s = min(2 * self.retry_s, max_s)
 
     def _log(self, error: Exception, message: str) -> None:

@@ -8,16 +8,8 @@ from collections.abc import Collection
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
-
-_POLL_MIN_S = 0.001
-_POLL_MAX_S = 0.05
-
-_LAST_WORD_S = 1.0
-"""Time for the last acknowledgement of a process that has ended to arrive. The process may have
-acknowledged and ended after its record was read, or the network may be late. A mirror relays the
-end together with the last acknowledgement. A problem with the store itself may be over as well,
-until the receiver looks at the store again."""
 
 
 def wait_applied(
@@ -34,7 +26,7 @@ def wait_applied(
     live. If none lives, the record that was written last counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
-    a local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Records older
+    a local mount; else after `Timing.presumed_dead_after_s`. Records older
     than ``writer``, which published the version, are of an earlier run, whose processes have ended.
 
     Raises:
@@ -43,7 +35,7 @@ def wait_applied(
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
-    pause_s = _POLL_MIN_S
+    pause_s = TIMING.acknowledgements_min_s
     expected = options.names("receivers", receivers)
     names = None if isinstance(expected, int) else set(expected)
     for name in names or ():
@@ -92,7 +84,7 @@ def wait_applied(
                 f"{store.root} within {timeout_s:g} s ({so_far})"
             )
         time.sleep(min(pause_s, left))
-        pause_s = min(2 * pause_s, _POLL_MAX_S)
+        pause_s = min(2 * pause_s, TIMING.acknowledgements_max_s)
 
 
 def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
@@ -140,7 +132,7 @@ def _has_lasted(
     """Whether a receiver was in a state before; ``noted_at``: when that was first seen."""
     now = time.monotonic()
     seen_at = noted_at.setdefault((record.receiver, record.token, state), now)
-    return now - seen_at >= _LAST_WORD_S
+    return now - seen_at >= TIMING.last_word_s
 
 
 def _who(record: ReceiverRecord) -> str:

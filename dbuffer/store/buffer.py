@@ -232,7 +232,7 @@ class DoubleBuffer:
         One that can be seen from here is looked at. One of another container or host lives as long
         as it locks its record, on a local mount; and on a network mount, where no lock can be
         trusted by all, until it has not touched its record for
-        :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Of a writer there is no such sign.
+        `Timing.presumed_dead_after_s`. Of a writer there is no such sign.
 
         A mirror that relays a record says in it that the receiver has ended, together with the last
         of its acknowledgements, which may still be on its way when the process is gone.

@@ -23,6 +23,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
 
@@ -38,9 +39,6 @@ TICK_S = 0.02
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a mount that knows no locks."""
 
-_LOCK_RETRY_MIN_S = 0.0005
-_LOCK_RETRY_MAX_S = 0.02
-_STALE_TEMPORARY_S = 60.0
 _STALE_RETRIES = 4
 """A file that is replaced between lookup and read is a stale handle; the next lookup finds the
 new one."""
@@ -367,7 +365,7 @@ def remove_stale_temporaries(directory: Path) -> None:
     Younger ones stay: another live process may be about to rename them. So does all that is named
     otherwise, or is someone else's: it was not made here.
     """
-    oldest = time.time() - _STALE_TEMPORARY_S
+    oldest = time.time() - TIMING.stale_temporary_s
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -541,13 +539,13 @@ def is_at(file: Descriptor, path: Path) -> bool:
 def lock_within(descriptor: int, timeout_s: float) -> bool:
     """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
     deadline = time.monotonic() + timeout_s
-    pause = _LOCK_RETRY_MIN_S
+    pause = TIMING.lock_retry_min_s
     while not try_lock(descriptor, exclusive=True):
         left = deadline - time.monotonic()
         if left <= 0:
             return False
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LOCK_RETRY_MAX_S)
+        pause = min(2 * pause, TIMING.lock_retry_max_s)
     return True
 
 

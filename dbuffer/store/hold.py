@@ -28,17 +28,13 @@ from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 2.0
-"""Longest time for which pointer and manifest may disagree. A writer is between the two for
-microseconds; a disagreement that lasts, while the pointer stands still, is damage."""
-
-_RETRY_S = 0.0005
 
 Announce = Callable[[int], None]
 """Function that announces in the store which version is about to be read."""
@@ -298,9 +294,9 @@ class Patience:
         now = time.monotonic()
         if about != self._about:
             self._about, self._since = about, now
-        elif now - self._since > _SETTLE_S:
+        elif now - self._since > TIMING.settle_s:
             return False
-        time.sleep(_RETRY_S)
+        time.sleep(TIMING.hold_retry_s)
         return True
 
 

@@ -20,14 +20,6 @@ from pathlib import Path
 
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord
 
-HEARTBEAT_S = 15.0
-"""Interval at which a receiver on a network mount touches its record."""
-
-PRESUMED_DEAD_AFTER_S = 120.0
-"""A process that cannot be seen from here counts as dead when it has not touched its record for so
-long. Eight heartbeats: other hosts may see a file's time up to a minute late, and a process that
-compiles or swaps may miss a few."""
-
 _STARTED_FIELD = 19
 """Index of the start time in ``/proc/PID/stat``, behind the name: in clock ticks since the boot."""
 

@@ -18,9 +18,9 @@ from typing import ClassVar
 
 from dbuffer.errors import OptionError
 from dbuffer.format import places
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor
-from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
 """Filesystems on which allocated space stays allocated when it is written again.
@@ -35,9 +35,6 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
 )
 """Filesystems that only this host writes. All others count as network mounts: what works between
 hosts also works on one, and not the other way round."""
-
-_CLOCK_S = 60.0
-"""Interval at which a server's clock is compared with this host's."""
 
 
 class Medium(ABC):
@@ -171,7 +168,7 @@ class NetworkMedium(Medium):
 
     def now(self) -> float:
         now = time.monotonic()
-        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
+        if self._measured_at is None or now - self._measured_at > TIMING.clock_s:
             self._measured_at = now
             # Who may not write there takes the clocks for the same.
             with contextlib.suppress(OSError):
@@ -179,7 +176,7 @@ class NetworkMedium(Medium):
         return time.time() + self._ahead_s
 
     def shows_life(self, record: Path) -> bool:
-        return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
+        return filesystem.was_touched_within(record, TIMING.presumed_dead_after_s, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
         """Return at once: locks may have no effect, and no file is written a second time."""

@@ -19,15 +19,13 @@ from typing import NamedTuple
 from dbuffer.errors import DBufferError
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.weights_files import WeightsFiles
 
 logger = logging.getLogger(__name__)
-
-KEEP_AT_LEAST_S = 2.0
-"""Readers that write no record (a read-only mount, `dbuffer verify`) have this long to finish."""
 
 
 class _Retired(NamedTuple):
@@ -139,7 +137,7 @@ class NetworkFiles(WeightsFiles):
     def _is_needed(self, path: Path, retired: _Retired, reader: str | None) -> bool:
         age_s = time.monotonic() - retired.since
         if age_s < self.reader_timeout_s:
-            is_fresh = time.monotonic() - retired.superseded_at < KEEP_AT_LEAST_S
+            is_fresh = time.monotonic() - retired.superseded_at < TIMING.keep_superseded_s
             return reader is not None or is_fresh
         if reader is not None:
             logger.warning(

@@ -23,11 +23,12 @@ from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.messages import described
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.liveness import HEARTBEAT_S, Process, owner_fields
+from dbuffer.store.liveness import Process, owner_fields
 
 logger = logging.getLogger(__name__)
 
@@ -238,12 +239,12 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
 
 
 def _start_heartbeat(show_life: Callable[[], None]) -> threading.Event:
-    """Call a method every :data:`HEARTBEAT_S` while its object is in use; what ends that."""
+    """Call a method every `Timing.heartbeat_s` while its object is in use; what ends that."""
     stop = threading.Event()
     method = weakref.WeakMethod(show_life)
 
     def beat() -> None:
-        while not stop.wait(HEARTBEAT_S):
+        while not stop.wait(TIMING.heartbeat_s):
             if (beat_once := method()) is None:
                 return
             with contextlib.suppress(MemoryError):  # the next one may find some

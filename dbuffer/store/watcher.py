@@ -24,13 +24,12 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.medium import medium_of
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 60.0
-"""Time before inotify is tried again after its limits were used up."""
 
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 
@@ -106,7 +105,7 @@ class Watcher(FileSystemEventHandler):
                 observer.stop()  # ends the thread that it began with
             if not isinstance(error, OSError) or error.errno in _OUT_OF_INOTIFY:
                 log_once(logger, "no inotify for %s (%s): polling", directory, str(error))
-                self._watch_from = time.monotonic() + _RETRY_S
+                self._watch_from = time.monotonic() + TIMING.inotify_retry_s
             elif error.errno != errno.ENOENT:  # that: it was removed since we looked
                 raise
             return False

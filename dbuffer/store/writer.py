@@ -33,6 +33,7 @@ from dbuffer.errors import (
 from dbuffer.format import places
 from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
 from dbuffer.runtime import options
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
@@ -51,16 +52,6 @@ FILES: dict[str, type[WeightsFiles]] = {
     NetworkMedium.name: NetworkFiles,
 }
 """Weights files of a writer, by the name of its store's medium."""
-
-FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
-"""Time for which the last record of an id that the user gave is kept after its receiver ended."""
-
-FORGET_EPHEMERAL_AFTER_S = 60.0
-"""Time for which other records are kept: of a generated id, and of an id that has a later record.
-A sender that waits for a version counts receivers that applied it and ended."""
-
-FORGET_EVERY_S = 10.0
-"""Minimum time between two searches for such records, as versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,14 +414,18 @@ class BufferWriter:
         last = {record.receiver: record.token for record in records}
         for record in records:
             is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
-            keep_s = FORGET_RECEIVERS_AFTER_S if is_last_of_name else FORGET_EPHEMERAL_AFTER_S
+            keep_s = (
+                TIMING.forget_receivers_after_s
+                if is_last_of_name
+                else TIMING.forget_ephemeral_after_s
+            )
             with contextlib.suppress(StoreNotFoundError):
                 if now - record.updated_at > keep_s and not self.store.may_live(record):
                     path = self.store.record_path(record.receiver, record.token)
                     path.unlink(missing_ok=True)
 
     def _forget_now_and_then(self) -> None:
-        if time.monotonic() - self._forgot_at < FORGET_EVERY_S:
+        if time.monotonic() - self._forgot_at < TIMING.forget_every_s:
             return
         try:
             self._forget_dead_receivers()

@@ -30,7 +30,6 @@ import torch
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.publish import delta_chain
-from dbuffer.store import hold as store_hold
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
@@ -40,7 +39,7 @@ from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
 from tests.support.soak import Record, is_soak, moments, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
-pytestmark = [pytest.mark.usefixtures("settle_slowly"), pytest.mark.soak]
+pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
 
 SOON_S = 5.0
 """What must not wait for anybody takes milliseconds; a busy machine may need longer.
@@ -201,18 +200,12 @@ def noting(number: int) -> Iterator[None]:
         raise
 
 
-def settle_slowly() -> None:
-    """As the fixture of this name does in the test's own process."""
-    store_hold._SETTLE_S = 60.0
-
-
 def kill_at_every_moment(
     connection: Connection,
     directory: Path,
     situation: str,
     check: Callable[[Path, int | None, str], None] = assert_recovers,
 ) -> None:
-    settle_slowly()
     flip = Flip(last_before(situation))
     for number in itertools.count(1):
         store = directory / f"{number}"
@@ -241,7 +234,6 @@ def test_killed_at_every_moment_of_a_publish_to_a_disk(
 
 
 def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path) -> None:
-    settle_slowly()
     crashed = directory / "crashed"
     # As in the middle of the copy into a new file: that file is there, and in no manifest.
     for number in itertools.count(1):
@@ -295,7 +287,6 @@ def test_killed_in_the_middle_of_a_stream(store: Path, dies_before: int) -> None
 
 
 def give_the_first_version_again(connection: Connection, directory: Path) -> None:
-    settle_slowly()
     for number in itertools.count(1):
         store = directory / f"{number}"
         if not fork_and_kill(functools.partial(publish_up_to, store, "first ever", number, die)):
@@ -601,7 +592,6 @@ def freeze_at_every_moment(
     connection: Connection, directory: Path, situation: str, mount: str
 ) -> None:
     os.environ["DBUFFER_MOUNT"] = mount
-    settle_slowly()
     flip = Flip(last_before(situation))
     for number in itertools.count(1):
         store = directory / f"{number}"

@@ -43,7 +43,7 @@ from tests.support.damage import (
 from tests.support.patterns import SMALL, SPARSE, newest
 from tests.support.soak import is_soak
 
-pytestmark = pytest.mark.usefixtures("settle_quickly")
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 
 @given(data=st.data())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import dbuffer
 from dbuffer.format.layout import digest
-from dbuffer.store import hold
+from dbuffer.runtime.timing import TIMING
 from tests.support.children import Child
 from tests.support.damage import (
     NEWEST,
@@ -31,7 +31,7 @@ from tests.support.damage import (
 from tests.support.patterns import SMALL, SPARSE, newest
 from tests.support.soak import is_soak
 
-pytestmark = pytest.mark.usefixtures("settle_quickly")
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 
 @given(place=st.integers(0, 8 * 2048 * len(SMALL.names) - 1))
@@ -190,7 +190,7 @@ def test_layout_that_lies_out_of_place_is_refused_and_the_file_named(damaged: Pa
 
 def use_truncated_files(connection: Connection, template: Path, copy: Path) -> None:
     """Cut each weights file short, and read and publish; send what came of it."""
-    hold._SETTLE_S = 0.01
+    TIMING.settle_s = 0.01
     for buffer in ("A", "B"):
         path, manifest = weights_file(template, buffer)
         sizes = {0, 1, 4096, manifest["checksums_offset"], manifest["file_bytes"] - 1}

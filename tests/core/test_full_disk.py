@@ -116,11 +116,11 @@ def test_full_at_any_page(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_deltas_full_at_any_page(disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever file of a delta, or of an anchor after some, comes too late."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
-    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     failures = last = 0
     with dbuffer.WeightSender(disk / "store", checksum=True, delta=True) as sender:
@@ -148,13 +148,13 @@ def test_deltas_full_at_any_page(disk: Path, mount: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_room_for_two_versions_is_enough_for_deltas(
     disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And for the anchors between them, and after an error."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
-    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
     with dbuffer.WeightSender(disk / "store", delta=True, checksum=True) as sender:
         for version in range(1, 10):
             sender.send(CHANGING.weights(version))

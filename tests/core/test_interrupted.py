@@ -55,7 +55,7 @@ def assert_goes_on(
             assert_tidy(store)
 
 
-@pytest.mark.usefixtures("settle_slowly")
+@pytest.mark.timing(settle_s=60.0)
 @pytest.mark.parametrize(
     ("situation", "mount"),
     [

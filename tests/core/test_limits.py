@@ -15,7 +15,7 @@ import torch
 
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.store import watcher
+from dbuffer.runtime.timing import TIMING
 from tests.support.children import Child
 from tests.support.waiting import error_of
 
@@ -50,7 +50,7 @@ def allow_threads(number: int | None) -> None:
 
 def live_without_threads(connection: Connection, directory: Path, mount: str) -> None:
     os.environ["DBUFFER_MOUNT"] = mount
-    watcher._RETRY_S = 0.0
+    TIMING.inotify_retry_s = 0.0
     become_nobody(directory)
     store, local = directory / "store", directory / "local"
     with (

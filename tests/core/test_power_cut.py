@@ -27,7 +27,7 @@ import dbuffer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
 from tests.support.soak import is_soak
 
-pytestmark = pytest.mark.usefixtures("settle_quickly")
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 Entries = dict[str, int]
 """A directory: names, and numbers of inodes."""

@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.store import filesystem, network_files
+from dbuffer.runtime.timing import TIMING
+from dbuffer.store import filesystem
 from tests.support.children import Child
 from tests.support.moments import at_call, die
 from tests.support.soak import is_soak, patience_s
@@ -441,7 +442,7 @@ def live(rank: int, plan: Plan, address: str) -> tuple[list[Attempt], int]:
     if rank >= plan.size:
         return [], 0
     random.seed(plan.seed)
-    network_files.KEEP_AT_LEAST_S = 0.0
+    TIMING.keep_superseded_s = 0.0
     os.environ[filesystem.MOUNT_VARIABLE] = plan.mount
     with contextlib.ExitStack() as stack:
         checker = None

@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 
 import dbuffer
 from dbuffer.publish import delta_chain
-from dbuffer.store import hold, network_files
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.checked_medium import CheckedMedium, failing_at
 from tests.support.children import Child, preload
@@ -45,6 +45,7 @@ from tests.support.damage import flip_bit
 from tests.support.moments import die, die_before_call
 from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
+from tests.support.timings import timings
 
 preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
 
@@ -157,7 +158,7 @@ def publish_changes_and_die(
 
 
 def set_short_limits() -> None:
-    network_files.KEEP_AT_LEAST_S = 0.0
+    TIMING.keep_superseded_s = 0.0
     # The weights are small, and deltas soon as large; chains are to end, and not with each version.
     delta_chain.MAX_CHAIN, delta_chain.MAX_CHAIN_SHARE = 3, 100.0
 
@@ -204,7 +205,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
         for module, name in (
-            (network_files, "KEEP_AT_LEAST_S"),
             (delta_chain, "MAX_CHAIN"),
             (delta_chain, "MAX_CHAIN_SHARE"),
         ):
@@ -626,7 +626,7 @@ class NetworkStoreMachine(StoreMachine):
             os.truncate(file, size // 2 if damage == "cut short" else 0)
         verify = self.options["checksum"]
         with (
-            mock.patch.object(hold, "_SETTLE_S", 0.01),
+            timings(settle_s=0.01),
             dbuffer.WeightReceiver(
                 self.store, receiver_id="check", verify=verify, num_threads=1
             ) as receiver,

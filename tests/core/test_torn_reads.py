@@ -32,7 +32,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.publish import delta_chain
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store import filesystem, network_files
+from dbuffer.runtime.timing import TIMING
+from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
@@ -103,7 +104,7 @@ def switch_off_what_is_not_in(layers: Layers) -> None:
     if layers.is_network:
         os.environ["DBUFFER_MOUNT"] = "network"
         layout.SPAN_BYTES = 32 * 1024  # so that a reader is in the middle of a file for long
-        network_files.KEEP_AT_LEAST_S = 0.0
+        TIMING.keep_superseded_s = 0.0
         os.pread, os.preadv = stale_if_removed(os.pread), stale_if_removed(os.preadv)
     if layers.announces is False:
         WeightReceiver._announce = lambda self, version: None

@@ -24,7 +24,7 @@ from tests.support.waiting import error_of
 
 NOBODY = 65534
 
-pytestmark = pytest.mark.usefixtures("settle_quickly")
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 

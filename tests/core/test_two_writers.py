@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.store import filesystem, network_files
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.moments import Step, at_step, stop
@@ -290,12 +290,12 @@ def test_closed_sender_says_so(store: Path) -> None:
     assert time.monotonic() - started < SOON_S
 
 
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_version_published_while_another_takes_over_keeps_its_file(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where locks hold nobody back, the old sender may publish until it sees the new one."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
-    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
     monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
     monkeypatch.setattr(filesystem, "lock_within", lambda *_, **__: True)
     put, late = filesystem.replace_file, [3]

@@ -43,7 +43,6 @@ from dbuffer.errors import (
     UnsupportedError,
 )
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine import store_view
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -60,8 +59,9 @@ from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import FollowStore
-from dbuffer.integrations.vllm.api_servers import LOOK_S, SharedFollower
+from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Command
@@ -270,10 +270,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name in LOGS and r.levelno > logging.INFO]
 
 
+@pytest.mark.timing(rank_gone_s=0.1)
 def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(
-    sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
+    sender: dbuffer.WeightSender, store: Path
 ) -> None:
-    monkeypatch.setattr(store_view, "_GONE_S", 0.1)
     with about_to_switch(sender, store, is_server=True) as (engine, follower):
         records = {path: json.loads(path.read_text()) for path in store.glob("receivers/*.json")}
         engine.endpoint.end()
@@ -1176,7 +1176,7 @@ def test_api_server_that_stands_by_asks_the_engine_nothing(
         await first.do("startup")
         calls = engine.calls
         await second.do("startup")
-        await asyncio.sleep(2.5 * LOOK_S)
+        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
         assert engine.calls == calls
         for lifespan in (second, first):
             await lifespan.do("shutdown")
@@ -1196,7 +1196,7 @@ def test_no_api_server_is_ready_before_the_engine_is(
         lifespans = [Lifespan(client), Lifespan(client)]
         for lifespan in lifespans:
             await lifespan.tell("startup")
-        await asyncio.sleep(2.5 * LOOK_S)
+        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
         assert all(lifespan.answers.empty() for lifespan in lifespans)
         sender.send(SMALL.weights(1))
         for lifespan in lifespans:

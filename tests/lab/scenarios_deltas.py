@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.store import network_files
+from dbuffer.runtime.timing import TIMING
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
 from tests.lab.scenarios_mirror import local_stores, mirror
@@ -42,7 +42,7 @@ def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> Non
 
 def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
     """Go on from the version that is there; send whether each is a delta."""
-    network_files.KEEP_AT_LEAST_S = 2.0
+    TIMING.keep_superseded_s = 2.0
     with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
         for version in range(sender._writer.next_version(None), last + 1):
             published = sender.send(SMALL_CHANGES.weights(version))

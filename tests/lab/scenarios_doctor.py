@@ -6,6 +6,7 @@ import statistics
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dbuffer.runtime.timing import TIMING
 from dbuffer.tools import doctor
 from dbuffer.tools.doctor import peer, probes
 from tests.lab.guest import Guest, times_to_look
@@ -22,7 +23,7 @@ def examine(connection: Connection, path: Path) -> None:
 
 def look_without_a_pause(connection: Connection, path: Path, times: int) -> None:
     """Be the first host that looks for a peer all the time, also while it is coming."""
-    peer._LOOK_INTERVAL_S, peer._NUM_VERSIONS = 0.0, 1
+    TIMING.peer_look_s, peer._NUM_VERSIONS = 0.0, 1
     site = probes.Site.at(path, allow_shared_store=False)
     for _ in range(times):
         connection.send("looks")

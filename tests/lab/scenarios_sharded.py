@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
 from dbuffer.format.places import BUFFERS, part_name
-from dbuffer.store import network_files
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
@@ -53,7 +53,7 @@ def publish(
     on_last: tuple[Step, Callable[[], None]] | None,
     pattern: Pattern = WEIGHTS,
 ) -> None:
-    network_files.KEEP_AT_LEAST_S = 0.5
+    TIMING.keep_superseded_s = 0.5
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)

@@ -24,10 +24,9 @@ import torch
 import dbuffer
 from dbuffer.receive import reader as reader_module
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store import network_files
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import Held
 from dbuffer.store.medium import medium_of
-from dbuffer.store.network_files import KEEP_AT_LEAST_S
 from tests.lab.guest import EXPORT, Guest, times_to_look, until
 from tests.lab.lab import scenario
 from tests.support.children import Child
@@ -155,7 +154,7 @@ def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, d
 
 def publish_until_told(connection: Connection, path: Path, name: str) -> None:
     """Publish at full speed, and keep old files for those alone who say that they read them."""
-    network_files.KEEP_AT_LEAST_S = 0.0
+    TIMING.keep_superseded_s = 0.0
     with dbuffer.WeightSender(path / name, num_threads=1) as sender:
         for version in itertools.count(1):
             sender.send(WEIGHTS.weights(version))
@@ -459,7 +458,7 @@ def test_a_readers_network_is_cut_in_mid_read(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         # Not on w, whose kernel would keep a file that is open there.
         trio = Trio(guest, stack, keepers=("r2",))
-        for cut_s in (KEEP_AT_LEAST_S + 0.5, READER_TIMEOUT_S + 2):
+        for cut_s in (TIMING.keep_superseded_s + 0.5, READER_TIMEOUT_S + 2):
             trio.publish()
             cut_at = trio.version
             stop_at(trio.readers["r"], Step("call", "read_tensors"))

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from tests.support import ROOT
+from tests.support.timings import current_timings, set_timings
 from tests.support.waiting import TIMEOUT_S
 
 _processes = multiprocessing.get_context("forkserver")
@@ -73,7 +74,8 @@ class Child:
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         self._connection, theirs = _processes.Pipe()
         self._process = _processes.Process(
-            target=_run, args=(function, theirs, args, dict(os.environ))
+            target=_run,
+            args=(function, theirs, args, dict(os.environ), current_timings()),
         )
         self._process.start()
         theirs.close()
@@ -201,8 +203,10 @@ def _run(
     connection: Connection,
     args: tuple[Any, ...],
     environment: dict[str, str],
+    seconds: dict[str, float],
 ) -> None:
     # As a fork of the test's own process would have it: the server may be older than a change.
+    set_timings(seconds)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores

@@ -21,6 +21,7 @@ import torch
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
 from dbuffer.runtime.messages import listed
+from dbuffer.runtime.timing import TIMING
 from dbuffer.weights.names import NameMap, read_mapping_file
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
 """Environment variable with the path to which Atropos' servers write the mapping."""
 
-_SETTLE_S = 2.0
-"""Seconds to retry an unreadable file: the server does not write it atomically."""
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
 _KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
@@ -116,7 +115,7 @@ class ParameterMapping:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file, for a while also one that is not complete yet."""
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + TIMING.mapping_settle_s
         while True:
             try:
                 return cls(path, read_mapping_file(path))

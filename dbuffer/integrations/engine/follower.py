@@ -31,15 +31,13 @@ from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights, label_of
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
 """Last follower in this process that began with each engine."""
-
-_MIN_WAIT_S = 0.5
-"""Least wait between two attempts, also when a newer version follows the failed one at once."""
 
 
 class Follower(Closing):
@@ -478,7 +476,7 @@ class Follower(Closing):
         Half a second is waited in any case: a store that is in trouble may call anything newer.
         """
         end = time.monotonic() + timeout_s
-        stop_event.wait(min(timeout_s, _MIN_WAIT_S))
+        stop_event.wait(min(timeout_s, TIMING.follow_again_s))
         failed = self._failed_version
         self._report.retried()
         if self._view is not None and failed is not None and not stop_event.is_set():

@@ -21,14 +21,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from dbuffer.errors import RankFailedError
 from dbuffer.ranks.agreement import connect
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.liveness import Process
 
 AnswerT = TypeVar("AnswerT")
 
 _LOST = "was lost"
 
-_DYING_S = 0.5
-_STATE_CHECK_S = 0.01
 
 RANK_TIMEOUT_S = 600.0
 """Longest wait for a rank that does not come. A load of a large model must fit; the end of a rank
@@ -147,9 +146,9 @@ class RankChannel:
         state = process.state
         if problem == _LOST:
             # The kernel closes a dead process's connections before it counts as dead.
-            deadline = time.monotonic() + _DYING_S
+            deadline = time.monotonic() + TIMING.rank_dying_s
             while not state and time.monotonic() < deadline:
-                time.sleep(_STATE_CHECK_S)
+                time.sleep(TIMING.rank_state_s)
                 state = process.state
         why = f": it {state}" if state else ""
         return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"

@@ -39,14 +39,12 @@ from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
 logger = logging.getLogger(__name__)
 
-_NETWORK_LAG_S = 5.0
-"""Longest time for which a host may see an older version than the newest on a network mount."""
-_LOOK_S = 0.05
 
 _MAX_ROUNDS = 5
 """Most attempts of ranks that took different versions to agree on the newest of them."""
@@ -299,7 +297,7 @@ class RankReceiver:
         origin = DoubleBuffer(
             self.options.store, allow_shared_store=self.options.allow_shared_store
         )
-        may_lag_s = 0.0 if origin.medium.maps_files else _NETWORK_LAG_S
+        may_lag_s = 0.0 if origin.medium.maps_files else TIMING.network_lag_s
         deadline = time.monotonic() + may_lag_s
         while True:
             pointer = origin.newest_pointer() if origin.exists() else None
@@ -311,7 +309,7 @@ class RankReceiver:
                     f"version {version} was not published in {self.options.store}: the newest is "
                     f"{newest or 'none'}"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(TIMING.network_look_s)
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest()

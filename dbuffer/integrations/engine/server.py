@@ -17,13 +17,13 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.timing import TIMING
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
 _LONG_S = 600.0
 """Time-out of calls that may have to wait for requests, or load."""
 _RESUME_TRIES = 5
-_RESUME_RETRY_S = 0.2
 
 
 class EngineServer(Engine):
@@ -105,7 +105,7 @@ class EngineServer(Engine):
             try:
                 self._request("POST", path, **more)
             except (EngineUnreachableError, EngineUpdateError):
-                time.sleep(_RESUME_RETRY_S)
+                time.sleep(TIMING.resume_retry_s)
             else:
                 return
         self._request("POST", path, **more)

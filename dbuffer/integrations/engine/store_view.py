@@ -18,15 +18,10 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, r
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
-
-_READY_CHECK_S = 0.002
-"""Seconds between two looks whether all ranks are ready: a few small files, mostly in memory."""
-_GONE_S = 5.0
-"""Seconds after which a rank whose record is missing has left the store, or whose process has ended
-is lost: a live rank removes its record when it leaves, and a dead one cannot."""
 
 
 class StoreView:
@@ -192,7 +187,7 @@ class StoreView:
             ended = [rank for rank in behind if self._has_ended(records[rank])]
             if not (gone or ended):
                 complete_at = time.monotonic()
-            elif time.monotonic() - complete_at > _GONE_S:
+            elif time.monotonic() - complete_at > TIMING.rank_gone_s:
                 raise self._lost(goal, gone, ended)
             require_alive()
             if stop_event is not None and stop_event.is_set():
@@ -202,7 +197,7 @@ class StoreView:
                     f"version {goal.version} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
-            time.sleep(_READY_CHECK_S)
+            time.sleep(TIMING.ready_check_s)
 
     def _rank_records(self) -> dict[str, ReceiverRecord | None]:
         return {rank: self._record(rank) for rank in self._rank_ids}

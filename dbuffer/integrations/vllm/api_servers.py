@@ -12,11 +12,10 @@ from typing import Self
 
 from dbuffer.errors import DBufferError
 from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.runtime.timing import TIMING
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""Seconds between two looks of an API server whether it is its turn."""
 
 _MAX_API_SERVERS = 4096
 
@@ -60,7 +59,7 @@ class SharedFollower:
                 if shared.is_led():
                     shared._standing_by = asyncio.create_task(shared._stand_by())
                     return shared
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(TIMING.api_server_look_s)
             shared._follower = await follow_until_ready()
             shared._announce()
         except BaseException:
@@ -95,7 +94,7 @@ class SharedFollower:
 
     async def _stand_by(self) -> None:
         while not self.try_lead():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(TIMING.api_server_look_s)
         logger.info("the API server that followed has ended: this one follows from here on")
         self._announce()
         try:

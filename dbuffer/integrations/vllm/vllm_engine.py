@@ -29,11 +29,10 @@ from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
 ResultT = TypeVar("ResultT")
-
-_ALIVE_CHECK_S = 1.0
 
 
 class OfflineVllm(Engine):
@@ -94,7 +93,7 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
     is_done = threading.Event()
 
     def watch() -> None:
-        while not is_done.wait(_ALIVE_CHECK_S):
+        while not is_done.wait(TIMING.alive_check_s):
             if resources.engine_dead:
                 for future in list(pending.values()):
                     with contextlib.suppress(InvalidStateError):  # it was answered just now
@@ -197,7 +196,7 @@ class AsyncVllm(Engine):
             raise EngineEndedError("its event loop has ended")
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         # vLLM never answers a call that was in flight when its engine died.
-        while not wait([future], _ALIVE_CHECK_S).done:
+        while not wait([future], TIMING.alive_check_s).done:
             if self._engine.errored or not self._loop.is_running():
                 future.cancel()
                 raise EngineEndedError("the engine, or its event loop, has ended in mid-call")

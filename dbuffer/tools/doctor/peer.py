@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbuffer import errors
 from dbuffer.runtime import options
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
@@ -36,14 +37,6 @@ if TYPE_CHECKING:
 
 _NUM_VERSIONS = 20
 _NUM_VALUES = 1 << 16
-_LIMIT_S = 10.0
-"""Time that the peer has to acknowledge a version."""
-_ANSWER_TIMEOUT_S = 15.0
-"""Time that a peer has to acknowledge its first version."""
-_SILENCE_S = 120.0
-"""Time without a version after which the peer gives up."""
-_POLL_S = 0.01
-_LOOK_INTERVAL_S = 0.1
 
 _RECEIVER = "peer"
 _INTRODUCTION = "peer.json"
@@ -97,7 +90,7 @@ def wait_for_host(
         WeightReceiver(
             place / "store",
             receiver_id=_RECEIVER,
-            poll_interval_s=_POLL_S,
+            poll_interval_s=TIMING.peer_poll_s,
             verify=True,
             # The directory is private; its owner may have another user id on the other host.
             allow_shared_store=True,
@@ -139,7 +132,7 @@ def _introduce(place: Path) -> None:
 def _receive(receiver: WeightReceiver) -> dict[str, Any]:
     version, num_seen, is_last = None, 0, False
     while not is_last:
-        with receiver.open(version, timeout_s=_SILENCE_S) as snapshot:
+        with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
             version, first_host, num_seen = snapshot.version, snapshot.metadata, num_seen + 1
             is_last = first_host["is_last"]
             if is_last:
@@ -158,9 +151,9 @@ def _try_to_send(store: Path) -> None:
 
 def _wait_until_removed(place: Path) -> None:
     """Keep the last acknowledgement, or the problem, until the first host has seen it."""
-    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(TIMING.peer_poll_s)
         filesystem.refresh(place.parent)
 
 
@@ -185,7 +178,7 @@ def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tup
         if meetings or time.monotonic() >= deadline:
             return tuple(meetings)
         progress(f"waiting for 'dbuffer doctor {site.base} --peer' on another host")
-        time.sleep(_LOOK_INTERVAL_S)
+        time.sleep(TIMING.peer_look_s)
 
 
 def _waiting_peers(site: Site) -> list[Path]:
@@ -234,10 +227,10 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
     with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
         try:
             # Not counted: the peer opens its files for the first time, and caches are cold.
-            delays_ms.append(_delay_ms(sender, _ANSWER_TIMEOUT_S))
+            delays_ms.append(_delay_ms(sender, TIMING.peer_answer_s))
             for number in range(1, _NUM_VERSIONS + 1):
                 progress(f"how late another host sees a version: {number}")
-                delays_ms.append(_delay_ms(sender, _LIMIT_S))
+                delays_ms.append(_delay_ms(sender, TIMING.peer_limit_s))
             progress("whether a lock keeps another host out")
             locks_exclude = _locks_exclude(sender)
         except errors.WaitTimeoutError:
@@ -279,7 +272,7 @@ def _send(sender: WeightSender, *, is_last: bool = False) -> int:
 def _locks_exclude(sender: WeightSender) -> bool:
     """Tell the peer to take the store over; return whether it cannot."""
     try:
-        _delay_ms(sender, _LIMIT_S, is_last=True)
+        _delay_ms(sender, TIMING.peer_limit_s, is_last=True)
         _send(sender)
     except errors.WriterSupersededError:
         return False
@@ -345,7 +338,7 @@ def _mounts(site: Site, meeting: Meeting) -> Outcome:
 
 def _delays(meeting: Meeting) -> Outcome:
     if meeting.is_late:
-        result = f"a version was not seen within {_LIMIT_S:g} s"
+        result = f"a version was not seen within {TIMING.peer_limit_s:g} s"
         return "broken", result, "workers there would not see new versions"
     median_ms, max_ms = statistics.median(meeting.delays_ms), max(meeting.delays_ms)
     result = (

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from dbuffer.errors import DBufferError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.medium import Medium, medium_of
@@ -46,8 +47,6 @@ Outcome: TypeAlias = tuple[Verdict, str, str]
 """Verdict, result and consequence of a probe, as in its `Finding`."""
 
 _PROBE_BYTES = 1 << 20
-_WATCH_S = 0.3
-_EVENT_TIMEOUT_S = 1.0
 _INOTIFY_INSTANCES = 8
 """Each receiver takes one instance; an engine has a receiver for each rank of a host."""
 
@@ -254,7 +253,7 @@ def _probe_rename(site: Site) -> Outcome:
         filesystem.make_directory(place / "from")
         path, number = place / "pointer", 0
         filesystem.replace_file(path, b"0" * 300, scratch=place / "from")
-        other.begin("watch", str(path), _WATCH_S)
+        other.begin("watch", str(path), TIMING.doctor_watch_s)
         while not other.is_done():
             number += 1
             filesystem.replace_file(path, b"%d" % (number % 10) * 300, scratch=place / "from")
@@ -386,12 +385,12 @@ def _probe_events(site: Site) -> Outcome:
             watcher.wait(0.0)  # starts to watch
             started = time.perf_counter()
             filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
-            came = watcher.wait(_EVENT_TIMEOUT_S)
+            came = watcher.wait(TIMING.doctor_event_s)
             delay_ms = 1e3 * (time.perf_counter() - started)
         finally:
             watcher.close()
     if not came:
-        return "adapted", f"no event within {_EVENT_TIMEOUT_S:g} s", POLLING
+        return "adapted", f"no event within {TIMING.doctor_event_s:g} s", POLLING
     return "good", f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish"
 
 

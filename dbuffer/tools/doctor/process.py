@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
 from dbuffer.errors import StoreAccessError
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
-
-_ANSWER_TIMEOUT_S = 60.0
 
 _PROGRAM = """
 import sys
@@ -77,7 +76,7 @@ class OtherProcess:
 
     def answer(self) -> Any:
         """Return the result of the started task."""
-        line = self._answers.readline() if self.is_done(_ANSWER_TIMEOUT_S) else b""
+        line = self._answers.readline() if self.is_done(TIMING.doctor_answer_s) else b""
         if not line:
             raise StoreAccessError(
                 f"the probe's other process ({sys.executable}) did not answer: exit status "

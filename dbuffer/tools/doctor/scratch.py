@@ -12,15 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.filesystem import os_errors
 
 logger = logging.getLogger(__name__)
 
 PREFIX = ".dbuffer-doctor-"
 """Beginning of all names that the doctor makes in a user's directory."""
-
-STALE_S = 24 * 3600.0
-"""Age of directories that killed doctors left behind; no living doctor waits that long."""
 
 
 @contextlib.contextmanager
@@ -43,7 +41,7 @@ def remove_stale(directory: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-                if is_ours and now - status.st_mtime > STALE_S:
+                if is_ours and now - status.st_mtime > TIMING.doctor_stale_s:
                     remove_tree(path)
 
 

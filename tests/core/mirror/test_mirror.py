@@ -417,16 +417,15 @@ def test_layouts_that_change_begin_a_chain(
 
 
 @pytest.mark.parametrize("damage", ["lost", "flipped", "emptied"])
+@pytest.mark.timing(settle_s=0.05)
 def test_a_damaged_remote_delta(
     remote: Path,
     local: Path,
     changing: dbuffer.WeightSender,
     damage: str,
     mount: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it needs is read whole where that is there, or with the next version."""
-    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 0.05)
     may_go_on = threading.Event()
 
     def on_copied(copied: Publication) -> None:
@@ -1010,11 +1009,9 @@ def test_a_stale_mirror_that_is_in_use_is_refused(remote: Path, local: Path) -> 
         assert contents(local) == before
 
 
-def test_two_remote_stores_do_not_share_a_local_one(
-    remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.timing(prepared_s=0.3)
+def test_two_remote_stores_do_not_share_a_local_one(remote: Path, local: Path) -> None:
     """While the one's mirror is at work, the other's readers would be given its versions."""
-    monkeypatch.setattr("dbuffer.mirror.mirror._PREPARED_S", 0.3)
     publish(remote, 50)
     another = remote.with_name("another")
     publish(another, 1)

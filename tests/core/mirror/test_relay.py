@@ -19,8 +19,8 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
-from dbuffer.store.acknowledgements import _LAST_WORD_S
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child
@@ -143,7 +143,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
         assert reader.wait() == 0
         sender.send(SMALL.weights(2))
         with pytest.raises(dbuffer.WaitTimeoutError):
-            sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
+            sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
         may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=5)
         until("its end is told", lambda: record_of(remote, "rank").has_ended)
@@ -184,7 +184,7 @@ def test_what_has_not_changed_is_not_written_again(
     before = path.stat().st_ino, path.stat().st_mtime_ns
     for held in (1, None, 1, None):
         record.write(held_version=held, stats={"loads": float(held or 0)})
-        time.sleep(2 * RELAY_INTERVAL_S)
+        time.sleep(2 * TIMING.relay_s)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
     record.write(applied_version=2)
     until("it is carried", lambda: record_of(remote, "rank").applied_version == 2)
@@ -227,7 +227,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
     receivers.rename(remote / "away")
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
-    time.sleep(3 * RELAY_INTERVAL_S)
+    time.sleep(3 * TIMING.relay_s)
     (remote / "away").rename(receivers)
     until("it is carried", lambda: record_of(remote, "rank"))
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
@@ -237,7 +237,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
     (receivers / record.path.name).mkdir()
     record.write(applied_version=2)
     until("it is told", lambda: caplog.records)
-    time.sleep(3 * RELAY_INTERVAL_S)
+    time.sleep(3 * TIMING.relay_s)
     assert len(caplog.records) == 1
     assert "cannot relay acknowledgements to" in caplog.text
     (receivers / record.path.name).rmdir()

@@ -28,6 +28,7 @@ from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.publish import delta_chain
 from dbuffer.receive import reader as reader_module
 from dbuffer.receive.stager import Stager
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
@@ -50,11 +51,6 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
-
-
-@pytest.fixture
-def files_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
 
 
 def make_sender(store: Path, **options: bool) -> dbuffer.WeightSender:
@@ -155,7 +151,8 @@ def test_a_chain_may_have_more_deltas_than_descriptors(
         assert None not in child.receive(), "the next sender builds upon it"
 
 
-@pytest.mark.usefixtures("mount", "short_chains", "files_go_at_once")
+@pytest.mark.usefixtures("mount", "short_chains")
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store: Path) -> None:
     target = SPARSE.empty()
     with (
@@ -192,9 +189,8 @@ def test_a_reader_that_follows_reads_no_file_again(store: Path, network: None) -
         assert read == [2, 2]
 
 
-def test_a_reader_goes_on_past_a_new_anchor(
-    store: Path, network: None, short_chains: None, files_go_at_once: None
-) -> None:
+@pytest.mark.timing(keep_superseded_s=0.0)
+def test_a_reader_goes_on_past_a_new_anchor(store: Path, network: None, short_chains: None) -> None:
     """The anchor is for who comes late: its chain still begins before it."""
     with make_sender(store) as sender, reader_of(store) as reader, reads_from_files() as read:
         anchors = []
@@ -284,8 +280,9 @@ def test_patches_are_the_trainers_again_when_they_are_published(store: Path, mou
             assert newest(store, verify=True) == version
 
 
+@pytest.mark.timing(settle_s=0.01)
 def test_a_sender_builds_upon_no_version_that_is_damaged(
-    store: Path, mount: str, settle_quickly: None, caplog: pytest.LogCaptureFixture
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_sender(store) as first:
         publish(first, 1, 2, 3)
@@ -587,7 +584,8 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
 # What goes and what stays
 
 
-@pytest.mark.usefixtures("short_chains", "files_go_at_once")
+@pytest.mark.usefixtures("short_chains")
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_nothing_is_left_but_what_the_manifests_name(store: Path, mount: str) -> None:
     with make_sender(store) as sender:
         for version in range(1, 30):
@@ -598,7 +596,8 @@ def test_nothing_is_left_but_what_the_manifests_name(store: Path, mount: str) ->
         assert len(list(store.glob("[AB]/weights-*"))) <= 3
 
 
-@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once")
+@pytest.mark.usefixtures("network", "short_chains")
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> None:
     """The anchor that it needs, and the deltas since, long after newer anchors."""
     with make_sender(store) as sender, reader_of(store, "slow") as slow:
@@ -616,7 +615,8 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> No
         assert not needed & version_files(store)
 
 
-@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once")
+@pytest.mark.usefixtures("network", "short_chains")
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_reader_without_end_is_waited_for_only_so_long(
     store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,13 +652,13 @@ def test_what_a_dead_sender_left_is_removed_in_time(
     with make_sender(store) as second:
         named = named_files(store)
         assert opened(reader_of(store)) == 3
-        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        now_s += 2 * TIMING.keep_superseded_s + READER_TIMEOUT_S
         publish(second, 4, 5)
         assert not orphan.exists()
         assert alien.exists()
         assert named <= version_files(store)  # what came since stands on these
         publish(second, 21, 22)
-        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        now_s += 2 * TIMING.keep_superseded_s + READER_TIMEOUT_S
         publish(second, 23, 24)
         assert not named & version_files(store)
 
@@ -705,7 +705,8 @@ def test_delta_bytes_are_those_of_the_file(store: Path, mount: str) -> None:
         assert sender.send(SPARSE.weights(3)).delta_bytes is None
 
 
-def test_a_store_is_verified(store: Path, mount: str, settle_quickly: None) -> None:
+@pytest.mark.timing(settle_s=0.01)
+def test_a_store_is_verified(store: Path, mount: str) -> None:
     with make_sender(store) as sender:
         publish(sender, 1, 2, 3, 4)
     double = DoubleBuffer(store)
@@ -1098,7 +1099,8 @@ def damaged_chain(store: Path, sender: dbuffer.WeightSender, damage: str) -> Pat
     return path
 
 
-@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.usefixtures("network")
+@pytest.mark.timing(settle_s=0.01)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: str) -> None:
     with make_sender(store) as sender, contextlib.ExitStack() as stack:
@@ -1128,7 +1130,8 @@ def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: st
         assert manifest_of(store).anchor is not None, "from there on as ever"
 
 
-@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.usefixtures("network")
+@pytest.mark.timing(settle_s=0.01)
 def test_a_lost_delta_is_seen_by_the_sender_itself(store: Path) -> None:
     with make_sender(store) as sender:
         damaged_chain(store, sender, "lost")
@@ -1143,7 +1146,8 @@ def test_a_lost_delta_is_seen_by_the_sender_itself(store: Path) -> None:
         assert newest(store, verify=True) == 9
 
 
-@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.usefixtures("network")
+@pytest.mark.timing(settle_s=0.01)
 @pytest.mark.parametrize("damage", ["lost", "emptied", "cut short", "flipped"])
 def test_after_a_damaged_anchor_the_next_version_is_whole(store: Path, damage: str) -> None:
     with make_sender(store) as sender, reader_of(store, "follows") as follows:
@@ -1165,7 +1169,8 @@ def test_after_a_damaged_anchor_the_next_version_is_whole(store: Path, damage: s
             assert opened(follows) == version == newest(store, verify=True)
 
 
-@pytest.mark.usefixtures("network", "short_chains", "files_go_at_once", "settle_quickly")
+@pytest.mark.usefixtures("network", "short_chains")
+@pytest.mark.timing(keep_superseded_s=0.0, settle_s=0.01)
 @pytest.mark.parametrize("what", ["newest manifest", "idle manifest", "pointer", "all"])
 def test_no_version_stands_on_a_file_that_is_about_to_go(store: Path, what: str) -> None:
     """Whose manifest was damaged, so that no record names it: it is nothing to stand on."""
@@ -1184,7 +1189,8 @@ def test_no_version_stands_on_a_file_that_is_about_to_go(store: Path, what: str)
                 assert newest(store, verify=True) == later
 
 
-@pytest.mark.usefixtures("network", "settle_quickly")
+@pytest.mark.usefixtures("network")
+@pytest.mark.timing(settle_s=0.01)
 def test_a_stager_says_what_it_cannot_have_and_has_the_next(store: Path) -> None:
     with make_sender(store) as sender:
         path = damaged_chain(store, sender, "flipped")

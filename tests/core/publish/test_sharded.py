@@ -33,7 +33,8 @@ from dbuffer.format.places import is_part_of
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import Box, assign_writes
 from dbuffer.ranks import agreement
-from dbuffer.store import filesystem, network_files
+from dbuffer.runtime.timing import TIMING
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.verification import verify_store
 from tests.support.moments import COPIES, at_call, die, stop
@@ -366,7 +367,7 @@ def test_large_plain_tensors_are_spread_over_the_ranks():
 
 def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
     """As to a network mount, where old files go as soon as nobody reads them."""
-    network_files.KEEP_AT_LEAST_S = keep_s
+    TIMING.keep_superseded_s = keep_s
     with mounted("network"), ShardedWeightSender(store) as sender:
         for version in versions:
             sender.send(pattern_of(version, distributed.get_world_size()), version=version)
@@ -789,7 +790,7 @@ WHOLE = Way()
 
 
 def open_and_send(rank: int, store: Path, version: int, way: Way = WHOLE) -> None:
-    network_files.KEEP_AT_LEAST_S = 0.0
+    TIMING.keep_superseded_s = 0.0
     with mounted(way.mount), way.open(store) as sender:
         sender.send(way.weights(version), version=version)
 

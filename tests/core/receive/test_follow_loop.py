@@ -21,7 +21,6 @@ from dbuffer.errors import (
     WeightsMismatchError,
 )
 from dbuffer.receive.follow_loop import FollowLoop
-from dbuffer.runtime import trouble
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 from tests.support.waiting import until
@@ -78,10 +77,10 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     assert f"testing {store} works again" in ended
 
 
+@pytest.mark.timing(retry_min_s=1000.0)
 def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(
-    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    store: Path, receiver: dbuffer.WeightReceiver
 ) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
     publish(store, 1)
     loop = FollowLoop(receiver, "testing", logger)
     fail(loop, ValueError("not this one"))
@@ -94,10 +93,10 @@ def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(
     later.join()
 
 
+@pytest.mark.timing(retry_min_s=0.01)
 def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(
-    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    store: Path, receiver: dbuffer.WeightReceiver
 ) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.01)
     publish(store, 1)
     loop = FollowLoop(receiver, "testing", logger)
     fail(loop, WeightsMismatchError("one tensor too many"))
@@ -184,10 +183,8 @@ def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(
     assert not caplog.records
 
 
-def test_a_stop_ends_a_wait_within_a_second(
-    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
+@pytest.mark.timing(retry_min_s=1000.0)
+def test_a_stop_ends_a_wait_within_a_second(store: Path, receiver: dbuffer.WeightReceiver) -> None:
     publish(store, 1)
     stop = threading.Event()
     loop = FollowLoop(receiver, "testing", logger, stop=stop)

@@ -42,7 +42,7 @@ from dbuffer.errors import (
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.stager import Staged, Stager
-from dbuffer.runtime import trouble
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child
@@ -127,12 +127,6 @@ def assert_whole(staged: Staged, version: int) -> None:
 def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
     with dbuffer.WeightSender(store, checksum=True) as made:
         yield made
-
-
-@pytest.fixture
-def retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.01)
-    monkeypatch.setattr(trouble, "_RETRY_MAX_S", 0.05)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -547,8 +541,9 @@ def test_without_verify_nothing_is_read_to_find_damage(
 
 
 @both_modes
+@pytest.mark.timing(settle_s=0.01)
 def test_a_truncated_file_is_told_and_a_newer_version_is_staged_by_itself(
-    store: Path, sender: dbuffer.WeightSender, settle_quickly: None, copy: bool
+    store: Path, sender: dbuffer.WeightSender, copy: bool
 ) -> None:
     with staging(store, copy=copy) as follower:
         with damaged_before_it_is_seen(lambda path: os.truncate(path, 100)):
@@ -592,8 +587,9 @@ def test_a_check_is_asked_once_a_layout(store: Path, sender: dbuffer.WeightSende
 
 
 @both_modes
+@pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.05)
 def test_a_mended_version_is_staged_by_itself(
-    store: Path, sender: dbuffer.WeightSender, retry_soon: None, copy: bool
+    store: Path, sender: dbuffer.WeightSender, copy: bool
 ) -> None:
     with staging(store, copy=copy, verify=True) as follower:
         with damaged_before_it_is_seen(flip):
@@ -605,13 +601,12 @@ def test_a_mended_version_is_staged_by_itself(
         assert_whole(follower.take(timeout_s=0), 1)
 
 
+@pytest.mark.timing(retry_min_s=0.02)
 def test_a_failed_version_is_tried_again_at_growing_intervals_and_told_once(
     store: Path,
     sender: dbuffer.WeightSender,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 0.02)
     with staging(store, verify=True) as follower:
         with damaged_before_it_is_seen(flip):
             publish(sender, 1)
@@ -621,11 +616,10 @@ def test_a_failed_version_is_tried_again_at_growing_intervals_and_told_once(
     assert len([entry for entry in caplog.records if entry.levelname == "ERROR"]) == 1
 
 
+@pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
 def test_damage_that_was_mended_is_seen_at_once_by_who_takes(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+    store: Path, sender: dbuffer.WeightSender
 ) -> None:
-    monkeypatch.setattr(trouble, "_RETRY_MIN_S", 1000.0)
-    monkeypatch.setattr(trouble, "_RETRY_MAX_S", 1000.0)
     with staging(store, verify=True) as follower:
         with damaged_before_it_is_seen(flip):
             publish(sender, 1)
@@ -656,8 +650,9 @@ def test_a_damaged_previous_version_is_refused_when_it_is_asked_for(
         assert child.receive(5) == "closed"
 
 
+@pytest.mark.timing(settle_s=0.01)
 def test_the_previous_version_can_be_taken_where_the_newest_is_damaged(
-    store: Path, sender: dbuffer.WeightSender, settle_quickly: None
+    store: Path, sender: dbuffer.WeightSender
 ) -> None:
     publish(sender, 1, 2)
     os.truncate(file_of(store, 2), 100)
@@ -665,8 +660,9 @@ def test_the_previous_version_can_be_taken_where_the_newest_is_damaged(
         assert_whole(follower.take(1, timeout_s=IN_TIME_S), 1)
 
 
+@pytest.mark.timing(settle_s=0.01)
 def test_a_previous_version_that_is_about_to_be_overwritten_is_not_called_corrupt(
-    store: Path, sender: dbuffer.WeightSender, settle_quickly: None
+    store: Path, sender: dbuffer.WeightSender
 ) -> None:
     """A sender locks the file first, and marks the buffer then."""
     publish(sender, 1, 2)
@@ -716,9 +712,8 @@ def test_a_manifest_damaged_while_its_version_is_taken_harms_nobody(
         wait_until_staged(store, 2)
 
 
-def test_a_store_that_is_removed_is_told(
-    store: Path, sender: dbuffer.WeightSender, retry_soon: None
-) -> None:
+@pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.05)
+def test_a_store_that_is_removed_is_told(store: Path, sender: dbuffer.WeightSender) -> None:
     publish(sender, 1, 2)
     with staging(store) as follower:
         wait_until_staged(store, 2)
@@ -797,8 +792,9 @@ def test_damage_between_checking_and_copying_is_seen(
             follower.take(timeout_s=IN_TIME_S)
 
 
+@pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.05)
 def test_a_pointer_that_is_away_for_a_while_leaves_no_problem_and_what_is_staged(
-    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+    store: Path, sender: dbuffer.WeightSender
 ) -> None:
     """Nothing new is published afterwards: what was staged before is still all there is."""
     publish(sender, 1)
@@ -815,8 +811,9 @@ def test_a_pointer_that_is_away_for_a_while_leaves_no_problem_and_what_is_staged
         assert_whole(follower.take(timeout_s=0), 1)
 
 
+@pytest.mark.timing(retry_min_s=0.01, retry_max_s=0.05)
 def test_while_the_pointer_is_away_nothing_older_is_the_newest(
-    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+    store: Path, sender: dbuffer.WeightSender
 ) -> None:
     publish(sender, 1, 2)
     with staging(store) as follower:
@@ -1201,9 +1198,7 @@ class StagerMachine(RuleBasedStateMachine):
     def begin(self, copy: bool) -> None:
         name = f"dbuffer-test-stager-{os.getpid()}-{next(self.numbers)}"
         self.store = SHARED_MEMORY / name
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(trouble, "_RETRY_MIN_S", 0.01)
-        self.patch.setattr(trouble, "_RETRY_MAX_S", 0.02)
+        TIMING.retry_min_s, TIMING.retry_max_s = 0.01, 0.02
         self.sender = self.make_sender()
         self.stager = self.make_stager(copy)
         self.newest = 0
@@ -1224,7 +1219,6 @@ class StagerMachine(RuleBasedStateMachine):
         if hasattr(self, "stager"):
             self.stager.close()
             self.sender.close()
-            self.patch.undo()
             shutil.rmtree(self.store)
 
     is_there = precondition(lambda self: self.pointer is None)

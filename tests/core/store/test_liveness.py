@@ -22,11 +22,12 @@ from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.store import filesystem, network_files
+from dbuffer.runtime.timing import TIMING, Timing
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.listing import _file_state
-from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
+from dbuffer.store.liveness import Process, owner_fields
 from dbuffer.store.records import RecordFile
 from dbuffer.tools.commands.status import read_status
 from tests.support.children import Child
@@ -131,15 +132,13 @@ def test_a_mirror_names_the_reader_of_another_container_while_it_lives(
 
 def make_old(path: Path) -> None:
     """Let its owner have been silent for as long as makes it count as dead."""
-    then = time.time() - PRESUMED_DEAD_AFTER_S - 20
+    then = time.time() - TIMING.presumed_dead_after_s - 20
     os.utime(path, (then, then))
 
 
 @pytest.mark.parametrize("mount", ["network"])
-def test_what_another_container_reads_is_kept(
-    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
+@pytest.mark.timing(keep_superseded_s=0.0)
+def test_what_another_container_reads_is_kept(store: Path, mount: str) -> None:
     with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
         publish(sender, 1)
         [file] = weights_files(store)["B"] + weights_files(store)["A"]
@@ -190,7 +189,7 @@ def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[st
         publish(sender, 1)
         put(store, **where)
         assert is_alive(store)
-        then = time.time() - PRESUMED_DEAD_AFTER_S + 20
+        then = time.time() - TIMING.presumed_dead_after_s + 20
         os.utime(path_of(store), (then, then))
         assert is_alive(store)
         make_old(path_of(store))
@@ -200,10 +199,8 @@ def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[st
 
 
 @pytest.mark.parametrize("mount", ["network"])
-def test_an_idle_receiver_touches_its_record(
-    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
+@pytest.mark.timing(heartbeat_s=0.02)
+def test_an_idle_receiver_touches_its_record(store: Path, mount: str) -> None:
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
     receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
@@ -340,11 +337,11 @@ def test_of_two_living_containers_that_are_alike_both_are_waited_for(
 
 
 @pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.timing(heartbeat_s=0.02)
 def test_a_living_receiver_whose_record_was_removed_writes_it_again(
-    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+    store: Path, mount: str
 ) -> None:
     """A host that could not see it took it for dead."""
-    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
     dbuffer.WeightSender(store).close()
     record = RecordFile(store, NAME)
     record.write(applied_version=3)
@@ -498,9 +495,9 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
 
 
 def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
-    store: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, timing: Timing
 ) -> None:
-    monkeypatch.setattr("dbuffer.store.writer.FORGET_EVERY_S", 0.0)
+    timing.forget_every_s = 0.0
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
@@ -513,7 +510,7 @@ def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
             child.receive()
         publish(sender, 2)
         assert names() == {made_up, "named"}, "who waits for a version counts those that ended"
-        monkeypatch.setattr("dbuffer.store.writer.FORGET_EPHEMERAL_AFTER_S", 0.0)
+        timing.forget_ephemeral_after_s = 0.0
         with dbuffer.WeightReceiver(store) as living:
             assert living.load_into(SMALL.empty()) == 2
             publish(sender, 3)

@@ -41,6 +41,10 @@ MEGABYTE = 1 << 20
 LARGE = Pattern(num_tensors=3, numel=MEGABYTE // 4)  # 2 MiB each: several spans
 
 
+hasty = pytest.mark.timing(keep_superseded_s=0.0)
+"""A writer that keeps nothing just for a moment: what no record holds, it removes."""
+
+
 @pytest.fixture
 def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
     with dbuffer.WeightSender(store, num_threads=2) as sender:
@@ -158,7 +162,7 @@ def test_readers_map_nothing_and_keep_nothing_open(
     assert mapped_and_opened(store) == (False, {})
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_writers_map_nothing_and_keep_open_for_writing_what_is_there(
     store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,13 +522,7 @@ def come_round(store: Path, number: int, how: str, times: int) -> bool:
     return bool(came_round)
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that keeps nothing just for a moment: what no record holds, it removes."""
-    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
-
-
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path: Path) -> None:
     """The writer looks at the records after it has taken the manifest away, and the reader at
     the manifest after it has written its record: one of them sees the other."""
@@ -569,7 +567,7 @@ def publish_under_a_reader(store: Path, number: int) -> tuple[bool, int] | None:
     return announced[0], version
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(
     shm_path: Path,
 ) -> None:
@@ -614,7 +612,7 @@ def hold_older_at(number: int, store: Path) -> bool | None:
         return held[0] is not None
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @pytest.mark.parametrize(
     "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
@@ -823,7 +821,7 @@ def test_damage_is_refused_before_the_target_is_touched(
     assert load(receiver, LARGE) == 1
 
 
-@pytest.mark.usefixtures("settle_quickly")
+@pytest.mark.timing(settle_s=0.01)
 def test_a_file_cut_short_is_refused(
     store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
 ) -> None:
@@ -1011,7 +1009,7 @@ def test_what_does_not_come_back_as_it_was_written_is_an_error(
     assert newest(store) == 4
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1069,7 +1067,7 @@ def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightS
     assert not list((store / "receivers").glob("rank-0*"))
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.WeightSender) -> None:
     stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
     try:
@@ -1147,7 +1145,7 @@ def hold_for_ever(connection: Connection, store: Path) -> None:
         connection.recv()
 
 
-@pytest.mark.usefixtures("hasty")
+@hasty
 def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(
     store: Path, sender: dbuffer.WeightSender
 ) -> None:

@@ -19,10 +19,11 @@ import torch
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
 from dbuffer.store.contents import Contents
 from dbuffer.store.liveness import owner_fields
-from dbuffer.store.network_files import KEEP_AT_LEAST_S, NetworkFiles
+from dbuffer.store.network_files import NetworkFiles
 from tests.support.children import Child
 from tests.support.patterns import OTHER, SMALL, newest, publish
 from tests.support.stores import weights_files
@@ -116,16 +117,16 @@ class Retiring:
 def test_a_file_that_nobody_says_to_read_goes_after_a_moment(old_file: Path, clock: Clock) -> None:
     retiring = Retiring(old_file, 7, clock)
     assert retiring.is_there_at(0.0)
-    assert retiring.is_there_at(KEEP_AT_LEAST_S - 0.01)
+    assert retiring.is_there_at(TIMING.keep_superseded_s - 0.01)
     assert not retiring.let_go
-    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert not retiring.is_there_at(TIMING.keep_superseded_s)
     assert retiring.let_go == [old_file]
 
 
 def test_a_file_stays_while_a_record_says_that_it_is_read(old_file: Path, clock: Clock) -> None:
     retiring = Retiring(old_file, 7, clock)
     retiring.records = [record_of(None, "one"), record_of(7, "two"), record_of(8, "three")]
-    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.is_there_at(TIMING.keep_superseded_s)
     assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
     retiring.records = [record_of(None, "one"), record_of(8, "three")]
     assert not retiring.is_there_at(READER_TIMEOUT_S - 0.005)
@@ -150,9 +151,9 @@ def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(
     retiring._files._retired.clear()
     retiring._files._retire(old_file, range(4, 8))
     retiring.records = [record_of(3, "before"), record_of(5, "one"), record_of(8, "after")]
-    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.is_there_at(TIMING.keep_superseded_s)
     retiring.records = [record_of(3, "before"), record_of(8, "after")]
-    assert not retiring.is_there_at(KEEP_AT_LEAST_S + 0.01)
+    assert not retiring.is_there_at(TIMING.keep_superseded_s + 0.01)
 
 
 def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waited_for(
@@ -172,8 +173,8 @@ def test_a_file_of_which_nothing_is_known_goes_when_all_read_others(
 ) -> None:
     retiring = Retiring(old_file, None, clock, named=(7, 8))
     retiring.records = [record_of(held)]
-    assert retiring.is_there_at(KEEP_AT_LEAST_S - 0.01)
-    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.is_there_at(TIMING.keep_superseded_s - 0.01)
+    assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
 def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) -> None:
@@ -182,7 +183,7 @@ def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) 
     for age_s in (0.5, 1.0, 1.5):
         assert retiring.is_there_at(age_s)
         retiring._files._retire(old_file, range(7, 8))
-    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
 def test_a_file_that_cannot_be_removed_is_no_error(
@@ -197,7 +198,7 @@ def test_a_file_that_cannot_be_removed_is_no_error(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.is_there_at(TIMING.keep_superseded_s)
     assert str(old_file) in caplog.text
 
 
@@ -205,7 +206,7 @@ def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -
     retiring = Retiring(old_file, 7, clock)
     old_file.unlink()
     retiring._files.close_at = lambda path: None
-    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -228,11 +229,11 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(
         assert len(files - seen) == 1, "a version has a file that no version had before"
         seen |= files
         # At one a second: the two that are named, and those of the last two seconds.
-        assert len(files) <= 2 + KEEP_AT_LEAST_S
+        assert len(files) <= 2 + TIMING.keep_superseded_s
         clock.now_s += 1.0
-    clock.now_s += KEEP_AT_LEAST_S
+    clock.now_s += TIMING.keep_superseded_s
     publish(sender, 11)
-    clock.now_s += KEEP_AT_LEAST_S
+    clock.now_s += TIMING.keep_superseded_s
     publish(sender, 12)
     assert len(files_in(store)) == 2, "two versions need room for two"
 
@@ -281,7 +282,7 @@ def test_records_of_dead_processes_count_only_where_nobody_can_tell(
         record = dataclasses.replace(record, **owner_fields() | {"pid": pid, "started": 0})
     put_record(store, record)
     publish(sender, 3)
-    clock.now_s += KEEP_AT_LEAST_S
+    clock.now_s += TIMING.keep_superseded_s
     publish(sender, 4)
     assert (store / "B" / old).exists() == (not is_here)
 
@@ -296,7 +297,7 @@ def test_a_damaged_record_does_not_stop_publishing(
     publish(sender, 1, 2)
     (store / "receivers" / "broken.json").write_bytes(b'{"format":1,"receiver":')
     for version in (3, 4, 5):
-        clock.now_s += KEEP_AT_LEAST_S
+        clock.now_s += TIMING.keep_superseded_s
         publish(sender, version)
         assert newest(store) == version
     assert len(files_in(store)) <= 3
@@ -338,7 +339,7 @@ def test_failures_leave_no_growing_heap(
         with contextlib.suppress(dbuffer.StoreAccessError):
             sender.send(OTHER.weights(failing + 2), version=failing + 2)
         monkeypatch.setattr(os, "fsync", real_fsync)
-        clock.now_s += KEEP_AT_LEAST_S
+        clock.now_s += TIMING.keep_superseded_s
     clock.now_s += READER_TIMEOUT_S
     publish(sender, 100)
     clock.now_s += READER_TIMEOUT_S
@@ -390,7 +391,8 @@ def test_writers_that_die_again_and_again_leave_little(store: Path) -> None:
         with Child(publish_and_die_above, store) as child:
             assert child.wait() == -signal.SIGKILL
         left.append(len(files_in(store)))
-        grow_older(store, KEEP_AT_LEAST_S / 2)  # what one writer lives, on the filesystem's clock
+        # The life of one writer, by the filesystem's clock.
+        grow_older(store, TIMING.keep_superseded_s / 2)
     assert max(left[2:]) <= left[1] + 5, left
     assert newest(store) == 30
 

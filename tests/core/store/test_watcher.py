@@ -201,8 +201,8 @@ def test_without_inotify_it_sleeps_and_says_so_once(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.timing(inotify_retry_s=0.1)
 def test_inotify_is_used_when_there_is_some_again(directory, watch, monkeypatch):
-    monkeypatch.setattr(watcher, "_RETRY_S", 0.1)
     waiting = watch(directory / "CURRENT")
     with monkeypatch.context() as exhausted:
         fail_to_observe(exhausted, errno.EMFILE)

@@ -334,10 +334,10 @@ def until_there(path: Path) -> str:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_path, mount):
     """Others are published meanwhile, by a sender that waits for nobody."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
     go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
     copy = tmp_path / "copy"
     command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 import dbuffer
+from dbuffer.runtime.timing import TIMING, Timing
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli, doctor
@@ -37,7 +38,7 @@ NOBODY = 65534
 
 preload("dbuffer.tools.doctor", "tests.support.forked_program")
 
-WATCH_S = probes._WATCH_S
+WATCH_S = Timing().doctor_watch_s
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -48,8 +49,10 @@ def as_users_have_it() -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_examinations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S / 10)  # by two processes at full speed
+def quick_examinations(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timing: Timing
+) -> None:
+    timing.doctor_watch_s = WATCH_S / 10  # by two processes at full speed
     if "as_users_have_it" not in request.fixturenames:
         fork_programs(monkeypatch)
 
@@ -103,8 +106,8 @@ def left_behind(directory: Path) -> list[Path]:
 
 
 @pytest.mark.usefixtures("as_users_have_it")
-def test_a_good_place(any_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
+def test_a_good_place(any_place: Path, timing: Timing) -> None:
+    timing.doctor_watch_s = WATCH_S
     examination = doctor.examine(any_place)
     assert examination.broken == ()
     assert examination.probed_in == str(any_place)
@@ -252,10 +255,11 @@ def test_what_does_not_work(
     function: str,
     behaviour: Callable[..., Any],
     broken: dict[str, int],
+    timing: Timing,
 ) -> None:
     monkeypatch.setattr(filesystem, function, behaviour)
     if function == "replace_file":
-        monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
+        timing.doctor_watch_s = WATCH_S
     assert broken_guarantees(doctor.examine(place)) == broken
     assert list(place.iterdir()) == []
 
@@ -308,11 +312,11 @@ def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_by(examination, "locks (flock)").verdict == "adapted"
 
 
+@pytest.mark.timing(doctor_event_s=0.1)
 def test_without_events(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("dbuffer.store.watcher.Observer.start", fail(errno.EMFILE))
-    monkeypatch.setattr(probes, "_EVENT_TIMEOUT_S", 0.1)
     examination = doctor.examine(place)
     assert examination.broken == ()
     finding = found_by(examination, "inotify")
@@ -423,8 +427,8 @@ def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
         peer.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
-def test_a_host_that_sees_nothing_new(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_LIMIT_S", 0.1)
+@pytest.mark.timing(peer_limit_s=0.1)
+def test_a_host_that_sees_nothing_new(place: Path) -> None:
     with Child(be_peer_that_sees_nothing_new, place) as child:
         wait_for_peer(place)
         examination = doctor.examine(place)
@@ -473,8 +477,8 @@ def be_peer_that_dies(connection: Connection, place: Path) -> None:
     be_peer(connection, place)
 
 
-def test_a_peer_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_ANSWER_TIMEOUT_S", 0.5)
+@pytest.mark.timing(peer_answer_s=0.5)
+def test_a_peer_that_dies(place: Path) -> None:
     with Child(be_peer_that_dies, place) as child:
         wait_for_peer(place)
         examination = doctor.examine(place)
@@ -489,8 +493,8 @@ def be_host_that_dies(connection: Connection, place: Path) -> None:
     doctor.examine(place, timeout_s=TIMEOUT_S)
 
 
-def test_a_first_host_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_SILENCE_S", 1.0)
+@pytest.mark.timing(peer_silence_s=1.0)
+def test_a_first_host_that_dies(place: Path) -> None:
     with Child(be_host_that_dies, place):
         with pytest.raises(dbuffer.StoreAccessError, match="fell silent"):
             peer.wait_for_host(place, timeout_s=TIMEOUT_S)
@@ -528,7 +532,7 @@ def test_what_killed_doctors_left_goes_after_a_while(place: Path) -> None:
     for path in (old, young):
         (path / "inside").mkdir(parents=True)
         path.chmod(0o700)
-    os.utime(old, (time.time() - 2 * scratch.STALE_S,) * 2)
+    os.utime(old, (time.time() - 2 * TIMING.doctor_stale_s,) * 2)
     doctor.examine(place)
     assert left_behind(place) == [young]
 

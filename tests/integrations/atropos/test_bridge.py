@@ -774,14 +774,13 @@ def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None
         ({"0.weight": {"name": "w"}}, "vllm_name"),
     ],
 )
+@pytest.mark.timing(mapping_settle_s=0.1)
 def test_mapping_for_another_model_is_refused_before_anything_is_written(
     publish_with: Any,
     store: Path,
     entries: dict[str, Any],
     problem: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dbuffer.integrations.atropos.mapping._SETTLE_S", 0.1)
     with pytest.raises(dbuffer.OptionError, match=problem) as caught:
         publish_with(entries)
     assert MAPPING_FILE in str(caught.value)
