@@ -26,8 +26,8 @@ def wait_applied(
     live. If none lives, the record that was written last counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
-    a local mount; else after `Timing.presumed_dead_after_s`. Records older
-    than ``writer``, which published the version, are of an earlier run, whose processes have ended.
+    a local mount; else after `Timing.presumed_dead_after_s`. Records older than ``writer``, which
+    published the version, are of an earlier run, whose processes have ended.
 
     Raises:
         StoreNotFoundError, WriterSupersededError: the store is not this writer's any more, so

@@ -35,7 +35,6 @@ from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
 
-
 Announce = Callable[[int], None]
 """Function that announces in the store which version is about to be read."""
 
