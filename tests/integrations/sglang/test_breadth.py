@@ -6,71 +6,23 @@ Each case is a program of its own. They run in soaks; by hand,
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import dbuffer
-from tests.integrations.sglang.test_sglang import label, outcome
-from tests.support.engines.families import CONFIGURATIONS, save_family
-from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, greedy, observe, start_engine
-from tests.support.engines.tiny_models import save_model
+from tests.programs import sglang_families
+from tests.programs.sglang_families import CASES, ORDER
+from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, observe
 from tests.support.soak import in_soaks_alone
 
 pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
-
-ORDER = (1, 0, 1, 0)
-"""Of the two checkpoints, as they are published: where switches are copies, the last ones are."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """An engine, and what it is to follow."""
-
-    family: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the engine."""
-    following: dict[str, Any] = field(default_factory=dict)
-    """Options of its follower."""
-    models: tuple[str, ...] = ()
-    """SGLang's modules that have its model; none: that of the family's name."""
-    refused: str = ""
-    """What its follower says, where it cannot have one."""
-
-
-CASES = {
-    **{
-        name: Case(name)
-        for name in ("gemma2", "glm4_moe", "gpt2", "granite", "mistral", "mixtral", "olmoe", "opt")
-    },
-    "cohere": Case("cohere", models=("commandr",)),
-    "gemma3_text": Case("gemma3_text", models=("gemma3_causal", "gemma3_mm")),
-    "phi3": Case("phi3", models=("llama",)),
-    "qwen3": Case("qwen3"),
-    "experts on two ranks": Case("qwen3-moe", {"tp_size": 2}, models=("qwen3_moe", "qwen2_moe")),
-    "experts in bfloat16": Case(
-        "qwen3-moe", {"dtype": "bfloat16"}, models=("qwen3_moe", "qwen2_moe")
-    ),
-    "two replicas": Case("qwen3", {"dp_size": 2}, refused="dp_size above 1 cannot be followed"),
-    "a part of it": Case("qwen3", following={"partial": True}, refused="takes whole models"),
-    # On a CPU it lacks the kernel to answer with, but is made and loaded as on a GPU.
-    "quantised as it loads": Case(
-        "qwen3",
-        {"quantization": "w8a8_fp8", "dtype": "bfloat16"},
-        refused="something else of since (W8A8Fp8LinearMethod), into which SGLang cannot load",
-    ),
-}
 
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", CASES)
 def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> None:
     case = CASES[name]
-    seen = observe(__file__, tmp_path, name, models=case.models or (case.family,))
+    seen = observe(sglang_families.__file__, tmp_path, name, models=case.models or (case.family,))
     if case.refused:
         error, message = seen["error"]
         assert error == "UnsupportedError"
@@ -80,56 +32,3 @@ def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> No
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
     assert seen["label"] == str(len(ORDER))
-
-
-# The program.
-
-
-def run(directory: Path, case: Case) -> dict[str, Any]:
-    arguments = {"dtype": "float32"} | case.arguments
-    pair = [save(case.family, directory, seed) for seed in (0, 1)]
-    if case.refused:
-        return refuse(start_engine(pair[0], **arguments), directory / "store", pair[1], case)
-    other = start_engine(pair[1], **arguments)
-    fresh = [greedy(other)]
-    other.shutdown()
-    engine = start_engine(pair[0], **arguments)
-    fresh.insert(0, greedy(engine))
-    with dbuffer.WeightSender(directory / "store") as sender:
-        seen = follow_through(engine, sender, pair)
-    return {"fresh": fresh, **seen}
-
-
-def refuse(engine: Any, store: Path, checkpoint: Path, case: Case) -> dict[str, Any]:
-    from dbuffer.integrations.sglang import follow
-
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(checkpoint)
-        try:
-            follow(engine, store, **case.following).sync()
-        except dbuffer.DBufferError as error:
-            return {"error": [type(error).__name__, str(error)]}
-    return {"error": ["none", ""]}
-
-
-def save(family: str, directory: Path, seed: int) -> Path:
-    if family in CONFIGURATIONS:
-        return save_family(family, directory, seed)
-    return save_model(family, seed, directory)
-
-
-def follow_through(engine: Any, sender: dbuffer.WeightSender, pair: list[Path]) -> dict[str, Any]:
-    from dbuffer.integrations.sglang import follow
-
-    switched = []
-    with follow(engine, sender.store) as follower:
-        for number in ORDER:
-            sender.send(pair[number])
-            assert outcome(follower)[0] == "switched"
-            switched.append(greedy(engine))
-    return {"switched": switched, "label": label(engine)}
-
-
-if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    (target / "observed.json").write_text(json.dumps(run(target, CASES[sys.argv[2]])))

@@ -256,7 +256,7 @@ def become(
     for path in reversed(env.get("PYTHONPATH", "").split(os.pathsep)):
         if path and path not in sys.path:
             sys.path.insert(1, path)
-    _have_a_helper()
+    have_a_helper()
     connection.send(str(os.getpid()).encode())
     connection.close()
     run(arguments)
@@ -281,8 +281,8 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(int(path.name))
 
 
-def _have_a_helper() -> None:
-    """Fork the helper of this process, as long as it is what it was forked as."""
+def have_a_helper() -> None:
+    """Fork the helper of this process, as long as it has imported and done nothing else."""
     global _the_helper
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():

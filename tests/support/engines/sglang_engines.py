@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import platform
@@ -15,7 +17,9 @@ from typing import Any
 
 import pytest
 
+import dbuffer
 from tests.support import ROOT
+from tests.support.engines import preforked
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 WHOLE = PYTHON.parent.parent / "made-from"
@@ -58,6 +62,7 @@ def environment(models: Collection[str] = MODELS) -> dict[str, str]:
     return {
         **clean,
         "HF_HUB_OFFLINE": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # so that a process that has imported NumPy can be forked
         "PYTHONWARNINGS": "ignore",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others),
@@ -94,6 +99,15 @@ def observe(
     return json.loads(observed.read_text())
 
 
+def prefork() -> None:
+    """Import SGLang, and let processes of engines be forks of this one as it is now."""
+    for module in ("sglang.srt.entrypoints.engine", "sglang.srt.models.registry"):
+        importlib.import_module(module)
+    gc.freeze()  # a collection of all writes to all, which a fork would copy
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads cannot be forked"
+    preforked.have_a_helper()
+
+
 def start_engine(checkpoint: Path, **more: Any) -> Any:
     """An ``sglang.Engine`` that can follow; in a process of SGLang's Python."""
     import sglang
@@ -107,6 +121,19 @@ def greedy(engine: Any, tokens: int = 12) -> list[list[int]]:
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     answers = engine.generate(input_ids=list(PROMPTS), sampling_params=parameters)
     return [answer["output_ids"] for answer in answers]
+
+
+def outcome(follower: Any) -> list[str]:
+    """What becomes of a sync: the version, or the error."""
+    try:
+        return ["switched", str(follower.sync())]
+    except dbuffer.DBufferError as error:
+        return [type(error).__name__, str(error)]
+
+
+def label(engine: Any) -> str:
+    """The version that an engine reports."""
+    return str(engine.get_model_info()["weight_version"])
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
