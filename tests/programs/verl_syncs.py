@@ -1,4 +1,4 @@
-"""verl over a store, configured with the lines of docs/integrations/verl.md: one sync after another."""
+"""verl over a store, configured with the lines of docs/integrations/verl.md, and its syncs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 One program configures verl with the lines of ``docs/integrations/verl.md``, and syncs: with
 dbuffer's manager, with verl's own, with publishes that fail, with an actor that is killed and
 started again.
-The tests judge what the program saw. (Which version a worker takes is in ``test_verl_sync``.)
+The tests judge what the program saw. (Which version a worker takes is in ``test_sync``.)
 """
 
 from __future__ import annotations
