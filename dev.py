@@ -2,7 +2,7 @@
 """Make dbuffer's environment in .venv, then run something in it.
 
 python3 dev.py demo
-python3 dev.py test   [options of pytest]            (ruff and mypy come first)
+python3 dev.py test   [options of pytest]            (ruff comes first, mypy beside)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
 python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
@@ -59,7 +59,7 @@ UV_SETTINGS = {
     "default-timeout": "UV_HTTP_TIMEOUT",
     "cert": "SSL_CERT_FILE",
 }
-CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
+CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of the tests
 # More than two processors can run: tests wait a lot. Each file is run by one process, in the
 # order that tests/conftest.py gives them.
 SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
@@ -282,7 +282,7 @@ def make_beside(place: Path, wanted: str, fill: Callable[[], None]) -> None:
 
 
 def check_style() -> None:
-    """Run the linter, the formatter and the type checker; stop at the first that objects."""
+    """Run the linter and the formatter; stop at the first that objects."""
     for check in CHECKS:
         say(" ".join(check))
         if subprocess.run([BIN / check[0], *check[1:]], cwd=ROOT).returncode:

@@ -1,23 +1,17 @@
-"""What README and docs/ show is run, what they name exists, and the site builds without a warning.
-
-A code block that is not run says why, in an HTML comment above it::
-
-    <!-- not run: needs a vLLM engine; shown by tests/integrations/vllm/test_vllm.py -->
-"""
+"""What README and docs/ show is run, what they name exists, and the site builds."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,113 +27,81 @@ from dbuffer.format import manifest as records
 from dbuffer.format.layout import Layout
 from dbuffer.tools.cli import app, run
 from tests.support import ROOT
+from tests.support.children import Child, Command
+from tests.support.documents import (
+    BLOCKS,
+    DOCS,
+    NOT_RUN,
+    PAGES,
+    PROGRAM,
+    README,
+    CodeBlock,
+    blocks,
+    relative,
+)
 from tests.support.soak import in_soaks_alone
 from tests.support.worlds import World
 
-README = ROOT / "README.md"
-DOCS = ROOT / "docs"
-PAGES = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
-]
-CODE = {"python", "console", "bash", "yaml", "json"}
-
-NOT_RUN, PROGRAM = "not run", "run as a program"
-_MARK = re.compile(rf"<!-- ({NOT_RUN}|{PROGRAM}): (.+) -->")
-_FENCE = re.compile(r"```(.*)")
-
-
-@dataclass(frozen=True)
-class CodeBlock:
-    page: Path
-    line: int
-    """Of its first line of code, from 1."""
-    language: str
-    code: str
-    mark: str | None
-    reason: str
-
-    def __str__(self) -> str:
-        name = f"{self.page.relative_to(ROOT)}:{self.line}"
-        return f"{name}: {self.reason}" if self.mark else name
-
-
-def blocks_of(page: Path) -> Iterator[CodeBlock]:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    begun: tuple[int, str, re.Match[str] | None] | None = None
-    for number, line in enumerate(lines):
-        fence = _FENCE.fullmatch(line)
-        if fence is None:
-            continue
-        if begun is None:
-            begun = number + 1, fence[1], _MARK.fullmatch(lines[number - 1])
-            continue
-        first, language, mark = begun
-        code = "\n".join(lines[first:number]) + "\n"
-        kind, reason = mark.groups() if mark else (None, "")
-        yield CodeBlock(page, first + 1, language, code, kind, reason)
-        begun = None
-    assert begun is None, f"{page}: a block has no end"
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page) if block.language in CODE]
 MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
 
 
-def blocks(language: str, mark: str | None = None) -> list[CodeBlock]:
-    return [block for block in BLOCKS if (block.language, block.mark) == (language, mark)]
+RUN_UNTIL_STOPPED = ("follow", "exec", "mirror")
+NEED_AN_ENGINE = ("demo", "follow-server")
 
 
-def relative(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def run_page(page: Path, directory: Path) -> dict[str, Any]:
-    """Run a page's Python, one block after the other, in one namespace; what it ends with."""
+def follow(page: Path, home: Path) -> dict[str, Any]:
+    """Do what a page shows, from top to bottom; the namespace that its Python ends with."""
     namespace: dict[str, Any] = {}
-    for block in blocks("python"):
-        if block.page == page:
-            code = block.code.replace("/dev/shm/", f"{directory}/")
+    for block in BLOCKS:
+        if block.page != page or block.mark is not None:
+            continue
+        code = block.code.replace("/dev/shm/", f"{home}/").replace("/mnt/shared", f"{home}/shared")
+        assert "/mnt/" not in code
+        if block.language == "python":
             assert code != block.code or "Weight" not in code  # no store but in the directory
-            assert "/mnt/" not in code
             lines = "\n" * (block.line - 1)  # a traceback shows the page's
             exec(compile(lines + code, str(page), "exec"), namespace)
+        elif block.language == "console":
+            for name, *arguments in dbuffer_commands_in(code):
+                if name not in NEED_AN_ENGINE:
+                    # Without a terminal, a watched status is shown when it is stopped.
+                    run_command(home, name, *(each for each in arguments if each != "--watch"))
     return namespace
+
+
+def run_command(home: Path, name: str, *arguments: str) -> None:
+    """Run a command to its end, or until it has shown that it works."""
+    with Command(home, name, *arguments) as command:
+        if name in RUN_UNTIL_STOPPED:
+            assert command.line(0)
+            command.signal(signal.SIGINT)
+            assert command.wait() == -signal.SIGINT
+        else:
+            code, output, errors = command.communicate()
+            assert code == 0, output + errors
 
 
 # What is run.
 
 
+@pytest.fixture
+def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A reader's directory, with a checkpoint."""
+    (shm_path / "checkpoint").mkdir()
+    save_file({"weight": torch.ones(8)}, shm_path / "checkpoint" / "model.safetensors")
+    monkeypatch.chdir(shm_path)
+    return shm_path
+
+
 @pytest.mark.parametrize(
-    "page", sorted({block.page for block in blocks("python")} - {README}), ids=relative
+    "page", sorted({b.page for b in blocks("python") + blocks("console")}), ids=relative
 )
-def test_python_of_a_page_runs(page: Path, shm_path: Path) -> None:
-    run_page(page, shm_path)
-
-
-def test_python_of_all_pages_is_typed(tmp_path: Path) -> None:
-    """As users check programs that they begin with it; lines are those of the pages."""
-    code: dict[Path, list[str]] = {}
-    for block in BLOCKS:
-        if block.language == "python" and block.mark != NOT_RUN:
-            lines = code.setdefault(block.page, [])
-            lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
-    for page, lines in code.items():
-        name = relative(page).removesuffix(".md").replace("/", "_").replace("-", "_")
-        (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n")
-    assert len(code) > 5
-    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml"]
-    cache = ["--cache-dir", ROOT / ".mypy_cache"]  # which `dev.py test` has filled
-    done = subprocess.run(
-        [*check, *cache, *tmp_path.glob("*.py")], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_sixty_seconds_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_page(README, tmp_path)
-    assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
+def test_a_page_is_followed_and_followed_again(page: Path, home: Path) -> None:
+    """In one directory, as by a reader who goes through it a second time."""
+    with dbuffer.WeightSender(home / "shared" / "policy") as sender:  # on another host
+        for _ in range(2):
+            sender.send({"weight": torch.ones(8)})
+            follow(page, home)
 
 
 @in_soaks_alone
@@ -171,17 +133,21 @@ def test_bash_and_yaml_are_marked() -> None:
 # Commands.
 
 
-def commands_in(block: CodeBlock) -> list[list[str]]:
-    code = block.code.replace("\\\n", " ")
+def commands_in(code: str) -> list[list[str]]:
+    code = code.replace("\\\n", " ")
     lines = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
     return [shlex.split(line, comments=True) for line in lines]
+
+
+def dbuffer_commands_in(code: str) -> list[list[str]]:
+    return [command[1:] for command in commands_in(code) if command[0] == "dbuffer"]
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "console"], ids=str)
 def test_commands_are_understood(block: CodeBlock) -> None:
     group = typer.main.get_command(app)
     tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
-    for command in commands_in(block):
+    for command in commands_in(block.code):
         match command:
             case ["dbuffer", name, *arguments]:
                 subcommand = group.commands[name]  # type: ignore[attr-defined]
@@ -193,7 +159,7 @@ def test_commands_are_understood(block: CodeBlock) -> None:
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {c[1] for b in blocks("console") for c in commands_in(b) if c[0] == "dbuffer"}
+    shown = {name for b in blocks("console") for name, *_ in dbuffer_commands_in(b.code)}
     assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -304,7 +270,7 @@ def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) 
 
 
 def test_the_plain_reader_reads_parts(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_newest = run_page(DOCS / "design.md", shm_path)["read_newest"]
+    read_newest = follow(DOCS / "design.md", shm_path)["read_newest"]
 
     remote, local = shm_path / "parts", shm_path / "mirrored"
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
@@ -476,18 +442,26 @@ def test_the_readme_is_short() -> None:
 # The site.
 
 
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    program, *options = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]["docs"]
+def build(source: Path, target: Path) -> tuple[int, str]:
+    """Build a site as `python3 dev.py docs` does; the exit status, and the warnings."""
+    _, *options = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]["docs"]
     options = [option for option in options if option.startswith("-")]
-    command = [Path(sys.executable).with_name(program), *options, "-q", source, target]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    warnings = target.with_suffix(".warnings")
+    arguments = [*options, "-q", "-w", str(warnings), str(source), str(target)]
+    with Child(run_sphinx, arguments) as child:
+        code = child.wait()
+    return code, warnings.read_text(encoding="utf-8")
+
+
+def run_sphinx(_: Connection, arguments: list[str]) -> None:
+    from sphinx.cmd.build import main
+
+    sys.exit(main(arguments))
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    built = build(DOCS, tmp_path)
-    assert built.returncode == 0, built.stderr
-    assert "Six guarantees" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert build(DOCS, tmp_path / "site") == (0, "")
+    assert "Six guarantees" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
@@ -496,10 +470,10 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     shutil.copy(DOCS / "conf.py", docs)
     (docs / "index.md").touch()
     (tmp_path / "README.md").write_text("# A title\n\n[a section](#a-title)\n")
-    assert build(docs, tmp_path / "site").returncode == 0
+    assert build(docs, tmp_path / "site") == (0, "")
     broken = "[a page](docs/nowhere.md) and [a section](#no-such-section)"
     (tmp_path / "README.md").write_text(f"# A title\n\n{broken}\n")
-    built = build(docs, tmp_path / "site")
-    assert built.returncode != 0
-    assert "nowhere" in built.stderr
-    assert "no-such-section" in built.stderr
+    code, warnings = build(docs, tmp_path / "site")
+    assert code != 0
+    assert "nowhere" in warnings
+    assert "no-such-section" in warnings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 
 from dbuffer.errors import DBufferError
 from dbuffer.tools.commands.demo import demo
+from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
 from tests.support.soak import in_soaks_alone
 
@@ -34,21 +35,22 @@ def run(scratch: Path, before: str = "") -> tuple[int, str]:
     """Run the demo with its store in a directory, where it must leave nothing."""
     place = f"import dbuffer.tools.demo\ndbuffer.tools.demo._MEMORY = {str(scratch)!r}\n"
     program = f"{before}\n{place}from dbuffer.__main__ import main\nmain()\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "demo"],
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        text, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        kill_group(process)
+    with tempfile.TemporaryFile() as output:
+        process = preforked.start(
+            ["-c", program, "demo"],
+            env=os.environ | {"PYTHONWARNINGS": "ignore"},
+            output=output,
+            new_session=True,
+        )
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            kill_group(process)
+        output.seek(0)
+        text = output.read().decode()
     print(text)
     assert list(scratch.iterdir()) == []
-    return process.returncode, text
+    return code, text
 
 
 class TestWithAnEngine:
