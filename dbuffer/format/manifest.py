@@ -191,9 +191,14 @@ class Manifest(Record):
         """Identity that no other version of any store has; a mirror's copy keeps its original's."""
         return self.origin or f"{self.run}-{self.generation}"
 
+    @property
+    def of_file(self) -> dict[str, Any]:
+        """The fields that describe its weights file, by whatever name."""
+        return {name: getattr(self, name) for name in _FILE_FIELDS if name != "file"}
+
     def upon(self, buffer: str) -> dict[str, Any]:
         """Return the fields of a version that stands on this one's file, in ``buffer``."""
-        fields = {name: getattr(self, name) for name in _FILE_FIELDS}
+        fields = self.of_file | {"file": self.file}
         anchor, directory = self.anchor or self.identity, self.anchor_buffer or buffer
         return fields | {"anchor": anchor, "anchor_buffer": directory}
 

@@ -12,6 +12,10 @@ WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 RECEIVERS_DIRECTORY = "receivers"
 DELTAS_DIRECTORY = "deltas"
+KEPT_DIRECTORY = "kept"
+PIN_FILE = "pinned"
+DROPPED_FILE = "dropped.json"
+"""Name that a manifest has while its kept version is being dropped."""
 SCRATCH_DIRECTORY = "tmp"
 """Directory where files are written before they are renamed. It is one of its own: over
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
@@ -56,6 +60,11 @@ def delta_file(identity: str) -> str:
 def is_delta_file(name: str) -> bool:
     """Whether ``name`` is that of a delta."""
     return _DELTA_FILE.fullmatch(name) is not None
+
+
+def kept_buffer(identity: str) -> str:
+    """Name of the buffer that the version of this identity is kept in."""
+    return f"{KEPT_DIRECTORY}/{identity}"
 
 
 def is_part_of(name: str, file: str) -> bool:

@@ -122,7 +122,7 @@ class DeltaChain:
     def _could_have_published(self, manifest: Manifest) -> bool:
         return (
             manifest.history == self.writer.record.history
-            and manifest.is_final != self.writer.medium.can_rewrite_in_place
+            and manifest.is_final != self.writer.rewrites_files
             and (manifest.checksums_xxh3 is not None) == self.hashed
             and (manifest.anchor is None or not self.keeps_buffers_whole)
         )

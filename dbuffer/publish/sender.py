@@ -14,11 +14,13 @@ from typing import Any, Literal, overload
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dbuffer.errors import InvalidWeightsError, VersionError
+from dbuffer.errors import InvalidWeightsError, StoreCorruptError, VersionError
 from dbuffer.format.delta import require_compression
+from dbuffer.format.layout import Layout
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import file_under
+from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.patches import SparsePatch, changes_of
@@ -32,6 +34,7 @@ from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shares import WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
+from dbuffer.store.hold import Held
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, Weights, fetch
@@ -61,6 +64,11 @@ class WeightSender(Publisher):
         move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
             them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
             checkpoint.
+        keep: how many versions to keep besides the newest two, for :meth:`republish`, and for
+            receivers that open an older version. Each takes the room of its weights; on a local
+            mount, each version then gets a new file. Pinned versions do not count.
+        keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
+            limit.
 
     Raises:
         StoreBusyError: another sender has this store.
@@ -83,6 +91,8 @@ class WeightSender(Publisher):
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
         move_torchrl_aside: bool = False,
+        keep: int = 0,
+        keep_bytes: int | None = None,
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
         if options.flag("delta", delta):
@@ -95,6 +105,8 @@ class WeightSender(Publisher):
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
+            keep=keep,
+            keep_bytes=keep_bytes,
         )
         hashed = self._writer.medium.reaches_other_hosts if checksum == "auto" else checksum
         chain = DeltaChain(self._writer, hashed=hashed)
@@ -258,6 +270,39 @@ class WeightSender(Publisher):
             request = PublishRequest(started, unread, share.footer, version, checked)
             return self._count(self._write(request, share))
 
+    def republish(self, version: int, *, metadata: Mapping[str, Any] | None = None) -> Publication:
+        """Publish an earlier version's weights again, under a new number: go back to them.
+
+        The weights file gets a second name, and no byte is copied. A sender with ``delta=True``
+        reads the weights, and publishes what differs from the newest version, if that is less.
+
+        Args:
+            version: one that the store holds: one of the newest two, or kept.
+            metadata: anything JSON can hold, added to the metadata of that version, and to
+                ``republished_version``, its number.
+
+        Raises:
+            VersionError: the store does not hold that version.
+            StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
+        """
+        started = time.monotonic()
+        self._settle()
+        with self._publishing():
+            number = self._writer.next_version(None)
+            with self._writer.hold_kept(version) as held:
+                whence = {"republished_version": held.manifest.version}
+                checked = checked_metadata(held.manifest.metadata | dict(metadata or {}) | whence)
+                layout = held.read_layout()
+                is_hashed = held.manifest.checksums_xxh3 is not None
+                if self._has_deltas or held.manifest.anchor or is_hashed != self._hashed:
+                    views = self._read_whole(held, layout).views
+                    source = Source(layout.specs, views, layout.aliases, is_lazy=False)
+                    return self._send(started, source, number, checked, None)
+                self._is_behind = True
+                self._writer.republish(held, number, checked)
+        self._is_behind = False
+        return self._count(Publication.of(number, layout, started, None))
+
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
 
@@ -321,6 +366,18 @@ class WeightSender(Publisher):
         self._is_behind = False
         return self._count(publication)
 
+    def _read_whole(self, held: Held, layout: Layout) -> FileTensors:
+        """Read a held version into memory, and compare it with its checksums, if it has any."""
+        contents, reader = FileTensors.in_memory(layout), ChainReader(held, layout)
+        is_hashed = held.manifest.checksums_xxh3 is not None
+        checksums = reader.read(contents, self._copier, hashed=is_hashed)
+        if is_hashed and checksums != reader.expected({}):
+            raise StoreCorruptError(
+                f"{held.path}: version {held.manifest.version} was damaged after it was published; "
+                "go back to another version"
+            )
+        return contents
+
     def _make_share(self, footer: Footer | None) -> WholeShare:
         return WholeShare(footer, self._lead(), self._copier, is_kept=self._has_deltas)
 
@@ -335,5 +392,6 @@ class WeightSender(Publisher):
                 raise InvalidWeightsError(
                     f"{spec.name} lies in the buffer of {self.store} that the next version is "
                     "written to: it is a tensor of a snapshot of the version before the newest. "
-                    "To roll back to that, send snapshot.copy() after its with block"
+                    "To go back to that version, call republish(), or send snapshot.copy() after "
+                    "its with block"
                 )

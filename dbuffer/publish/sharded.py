@@ -72,6 +72,11 @@ class ShardedWeightSender(Publisher):
         move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
             them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
             checkpoint.
+        keep: how many versions to keep besides the newest two, for receivers that open an older
+            version. Each takes the room of its weights; on a local mount, each version then gets a
+            new file. Pinned versions do not count.
+        keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
+            limit.
 
     Raises:
         OptionError: an option is not what it may be, torch.distributed is not initialised, or the
@@ -102,6 +107,8 @@ class ShardedWeightSender(Publisher):
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
         move_torchrl_aside: bool = False,
+        keep: int = 0,
+        keep_bytes: int | None = None,
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
             patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
@@ -128,6 +135,8 @@ class ShardedWeightSender(Publisher):
                     reader_timeout_s=reader_timeout_s,
                     allow_shared_store=allow_shared_store,
                     move_torchrl_aside=move_torchrl_aside,
+                    keep=keep,
+                    keep_bytes=keep_bytes,
                 )
                 opened.callback(writer.close)
                 medium = writer.medium

@@ -149,8 +149,9 @@ class DoubleBuffer:
         return manifests
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
-        """Path of the weights file that a buffer's manifest names."""
-        return self.root / (manifest.anchor_buffer or buffer) / manifest.file
+        """Path of the weights file that a buffer's manifest names; a kept version has its own."""
+        is_kept = buffer not in places.BUFFERS
+        return self.root / (buffer if is_kept else manifest.anchor_buffer or buffer) / manifest.file
 
     def delta_path(self, identity: str) -> Path:
         return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)
@@ -161,6 +162,22 @@ class DoubleBuffer:
     def manifest(self, buffer: str) -> Manifest | None:
         """Read the manifest of a buffer; None if the buffer never held anything."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
+
+    def kept(self) -> dict[str, Manifest]:
+        """Read the manifests of kept versions, by their buffers; lower versions first."""
+        kept = {}
+        for buffer, directory in self.kept_directories().items():
+            if self.owner_only:
+                filesystem.check_trust(directory.parent)
+                filesystem.check_trust(directory)
+            if (manifest := self.undamaged_manifest(buffer)) is not None:
+                kept[buffer] = manifest
+        return dict(sorted(kept.items(), key=lambda item: item[1].version))
+
+    def kept_directories(self) -> dict[str, Path]:
+        """List the directories of kept versions, and of dropped ones, by their buffers."""
+        directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
+        return {places.kept_buffer(directory.name): directory for directory in directories}
 
     def delta_bytes(self, manifest: Manifest) -> int:
         """Size of the deltas that a manifest names, as far as they are there."""

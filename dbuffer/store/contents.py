@@ -27,6 +27,11 @@ class Contents:
     def manifests(self) -> dict[str, Manifest | None]:
         return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
 
+    def has_published(self, manifest: Manifest) -> bool:
+        """Whether a buffer's manifest is that of a version before the newest."""
+        is_whole = manifest.state == "complete"
+        return is_whole and self.pointer is not None and manifest.version < self.pointer.version
+
     @property
     def last_generation(self) -> int:
         """Highest generation in the store; 0: none."""

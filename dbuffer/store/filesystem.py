@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 import weakref
@@ -325,8 +326,12 @@ def identity_at(path: Path) -> tuple[int, int] | None:
         return None
 
 
+def _temporary_in(scratch: Path, name: str) -> Path:
+    return scratch / f".{name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
+
+
 def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:
-    temporary = scratch / f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
+    temporary = _temporary_in(scratch, path.name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return temporary, os.open(temporary, flags, 0o600)
 
@@ -339,6 +344,25 @@ def rename_directory(directory: Path, path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
+
+
+def link(path: Path, name: Path) -> None:
+    """Give a file a second name, in a directory of the same filesystem."""
+    with os_errors("keep", path):
+        os.link(path, name, follow_symlinks=False)
+
+
+def rename_file(path: Path, name: Path) -> None:
+    """Give a file another name in its directory, in one step."""
+    with os_errors("rename", path):
+        path.rename(name)
+
+
+def make_scratch_directory(scratch: Path) -> Path:
+    """Make a directory in ``scratch``, to be filled and renamed."""
+    path = _temporary_in(scratch, "directory")
+    make_directory(path)
+    return path
 
 
 def make_numbered_directory(parent: Path) -> Path:
@@ -360,7 +384,7 @@ def move_into(directory: Path, *paths: Path) -> None:
 
 
 def remove_stale_temporaries(directory: Path) -> None:
-    """Remove what :func:`replace_file` left behind in processes that died inside it.
+    """Remove what processes left behind that died while they made a file or a directory.
 
     Younger ones stay: another live process may be about to rename them. So does all that is named
     otherwise, or is someone else's: it was not made here.
@@ -369,13 +393,13 @@ def remove_stale_temporaries(directory: Path) -> None:
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
-            is_ours = (
-                _TEMPORARY.fullmatch(path.name) is not None
-                and stat.S_ISREG(status.st_mode)
-                and status.st_uid == os.geteuid()
-            )
-            if is_ours and status.st_mtime < oldest:
+            is_ours = _TEMPORARY.fullmatch(path.name) is not None and status.st_uid == os.geteuid()
+            if not is_ours or status.st_mtime >= oldest:
+                continue
+            if stat.S_ISREG(status.st_mode):
                 path.unlink()
+            elif stat.S_ISDIR(status.st_mode) and path.name.startswith(".directory."):
+                shutil.rmtree(path)
 
 
 def make_file(path: Path, access: int) -> Descriptor:
@@ -426,6 +450,14 @@ def sync_directory(path: Path) -> None:
         log_once(logger, message, path)
     finally:
         os.close(descriptor)
+
+
+def size_at(path: Path) -> int:
+    """Size of the file at ``path``; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def identity_of(descriptor: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from dbuffer.format.layout import Layout, digest
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer, pointer_to
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class Held:
 
     def is_unchanged(self) -> bool:
         """Whether no writer has begun to rewrite the bytes that were held."""
-        return self.manifest.is_final or self.is_still_named()
+        is_kept = self.buffer not in places.BUFFERS
+        return self.manifest.is_final or is_kept or self.is_still_named()
 
     def must_verify(self, verify: bool | Literal["auto"]) -> bool:
         """Whether a reader with this option compares checksums."""
@@ -168,7 +169,7 @@ def hold_newest(
         reread = True
         if pointer is None or (newer_than is not None and pointer.version <= newer_than):
             return None
-        held = _try_hold(store, pointer, announce)
+        held = _try_hold(store, pointer.buffer, pointer, announce)
         if isinstance(held, Held):
             return held
         if not patience.wait(pointer):
@@ -179,11 +180,11 @@ def hold_newest(
 
 
 def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = None) -> Held | None:
-    """Hold one of the buffers for reading, newest or not; None if it is being written."""
+    """Hold a buffer for reading, newest, other or kept; None if it is being written, or dropped."""
     manifest = store.manifest(buffer)
     if manifest is None or manifest.state != "complete":
         return None
-    held = _try_hold(store, pointer_to(buffer, manifest), announce)
+    held = _try_hold(store, buffer, manifest, announce)
     if isinstance(held, Held):
         return held
     # A writer locks a file before it marks its buffer: locked is as good as being written.
@@ -195,7 +196,7 @@ def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = No
 def hold_version(
     store: DoubleBuffer, version: int, history: str | None, announce: Announce | None = None
 ) -> Held | None:
-    """Hold this version for reading; None if neither buffer holds it (any more, or yet).
+    """Hold this version for reading; None if no buffer holds it, and it is not kept.
 
     With history None, that of a reader that has seen no version yet, any history's counts.
     """
@@ -208,37 +209,46 @@ def hold_version(
             and history in (None, manifest.history)
         )
 
+    def hold_if(manifest: Manifest | None, buffer: str) -> Held | None:
+        if not is_it(manifest):
+            return None
+        held = hold_buffer(store, buffer, announce)
+        if held is None or is_it(held.manifest):
+            return held
+        held.release()
+        return None
+
     for buffer in places.BUFFERS:
-        if is_it(store.manifest(buffer)):
-            held = hold_buffer(store, buffer, announce)
-            if held is not None and is_it(held.manifest):
-                return held
-            if held is not None:
-                held.release()
+        if (held := hold_if(store.manifest(buffer), buffer)) is not None:
+            return held
+    # Listed last: a version is kept before it leaves its buffer.
+    for buffer, manifest in store.kept().items():
+        if (held := hold_if(manifest, buffer)) is not None:
+            return held
     return None
 
 
 def _try_hold(
-    store: DoubleBuffer, pointer: Pointer, announce: Announce | None
+    store: DoubleBuffer, buffer: str, named: Pointer | Manifest, announce: Announce | None
 ) -> Held | _Hindrance:
-    manifest = store.manifest(pointer.buffer)
-    if manifest is None or not _names(pointer, manifest):
-        return _Hindrance(f"buffer {pointer.buffer} does not hold version {pointer.version}")
+    manifest = store.manifest(buffer)
+    if manifest is None or not _names(named, manifest):
+        return _Hindrance(f"buffer {buffer} does not hold version {named.version}")
     _require_readable(store, manifest)
     if announce is not None:
-        announce(pointer.version)
-    path = store.weights_path(pointer.buffer, manifest)
+        announce(named.version)
+    path = store.weights_path(buffer, manifest)
     try:
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
     except errors.StoreNotFoundError:
         return _Hindrance(f"{path} is not there")
-    hindrance = _reason_not_to_read(store, file, path, pointer.buffer, manifest)
+    hindrance = _reason_not_to_read(store, file, path, buffer, manifest)
     if hindrance is not None:
         file.close()
         return hindrance
-    return Held(store, pointer.buffer, manifest, path, file)
+    return Held(store, buffer, manifest, path, file)
 
 
 def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
@@ -299,8 +309,8 @@ class Patience:
         return True
 
 
-def _names(pointer: Pointer, manifest: Manifest) -> bool:
+def _names(named: Pointer | Manifest, manifest: Manifest) -> bool:
     return manifest.state == "complete" and (
         (manifest.version, manifest.generation, manifest.run)
-        == (pointer.version, pointer.generation, pointer.run)
+        == (named.version, named.generation, named.run)
     )

@@ -115,16 +115,20 @@ class WeightsFiles(ABC):
         """All files that a buffer's manifest names: weights, parts of them, deltas."""
         deltas = self.store.root / places.DELTAS_DIRECTORY
         return [
-            *self.parts_of(manifest.anchor_buffer or buffer, manifest.file),
+            *parts_of(self.store.weights_path(buffer, manifest)),
             *(deltas / places.delta_file(identity) for identity in manifest.chain[1:]),
         ]
 
-    def parts_of(self, buffer: str, file: str) -> list[Path]:
-        """The weights file of this name, and its parts."""
-        directory = self.store.root / buffer
-        files = filesystem.list_matching(directory, "weights-*.td")
-        parts = [path for path in files if places.is_part_of(path.name, file)]
-        return [directory / file, *parts]
+
+def parts_of(path: Path) -> list[Path]:
+    """The weights file at ``path``, and its parts."""
+    files = filesystem.list_matching(path.parent, "weights-*.td")
+    return [path, *(file for file in files if places.is_part_of(file.name, path.name))]
+
+
+def _is_kept(file: Descriptor) -> bool:
+    """Whether a weights file has a second name: it is that of a kept version, too."""
+    return os.fstat(file.number).st_nlink > 1
 
 
 class LocalFiles(WeightsFiles):
@@ -157,6 +161,7 @@ class LocalFiles(WeightsFiles):
             and old.file_bytes == file_bytes
             # A file that someone cut short would be a SIGBUS.
             and os.fstat(file.number).st_size == file_bytes
+            and not _is_kept(file)
         )
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
@@ -167,6 +172,9 @@ class LocalFiles(WeightsFiles):
         """
         file = self._open_again(self.store.root / buffer / manifest.file)
         if file is None:
+            return None
+        if _is_kept(file):  # its readers need not be waited for
+            self.forget(file)
             return None
         if not filesystem.lock_within(file.number, self.reader_timeout_s):
             logger.warning(

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,16 +35,17 @@ from dbuffer.format import places
 from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import filesystem
+from dbuffer.store import filesystem, kept
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_no_other_weights
+from dbuffer.store.hold import Held
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.medium import LocalMedium, NetworkMedium
 from dbuffer.store.network_files import NetworkFiles
-from dbuffer.store.weights_files import LocalFiles, WeightsFiles
+from dbuffer.store.weights_files import LocalFiles, WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class Claim:
 class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
-    A mirror gives the ``history`` of the store whose versions it writes.
+    A mirror gives the ``history`` of the store whose versions it writes. With ``keep``, so many
+    versions besides the two in the buffers stay, as far as they have ``keep_bytes`` in all.
 
     Raises:
         OptionError: an option is not what it may be, or the directory holds weights of another
@@ -101,7 +104,13 @@ class BufferWriter:
         allow_shared_store: bool,
         move_torchrl_aside: bool = False,
         history: str | None = None,
+        keep: int = 0,
+        keep_bytes: int | None = None,
     ) -> None:
+        self._keep = options.whole_number("keep", keep, at_least=0)
+        self._keep_bytes = keep_bytes
+        if keep_bytes is not None:
+            options.whole_number("keep_bytes", keep_bytes, at_least=0)
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
@@ -139,6 +148,11 @@ class BufferWriter:
     def is_open(self) -> bool:
         return self._lock.is_open
 
+    @property
+    def rewrites_files(self) -> bool:
+        """Whether it writes a buffer's file again and again; else each version has a new file."""
+        return self.medium.can_rewrite_in_place and not self._keep
+
     def close(self) -> None:
         self._files.close()
         for file in self._open_records.values():
@@ -168,14 +182,20 @@ class BufferWriter:
         return version
 
     def claim(
-        self, version: int, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
+        self,
+        version: int,
+        *,
+        layout_xxh3: str | None,
+        file_bytes: int,
+        with_file: bool = True,
+        link_to: Held | None = None,
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
         The buffer's file is rewritten if the medium can do that, it has this layout already, no
         process reads it and no other version stands on it. Otherwise a new one for ``file_bytes``
         is made (0: not known yet), or none for a version that builds upon the file of an earlier
-        one.
+        one. With ``link_to``, a held version's file gets a second name in the buffer.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -188,10 +208,13 @@ class BufferWriter:
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         old = contents.manifests[buffer]
-        kept = self._files_of(contents, other_buffer(buffer))
+        if self._keep and old is not None and contents.has_published(old):
+            kept.keep(self.store, buffer, old, durable=self._sync)
+        needed = self._files_of(contents, other_buffer(buffer))
         file = None
         # The newest version may be a chain of deltas from the file of this buffer.
-        if with_file and (old is None or self.root / buffer / old.file not in kept):
+        in_use = old is not None and self.root / buffer / old.file in needed
+        if with_file and not in_use and not self._keep:
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         # The commit's is one higher, whether it comes about or not.
@@ -209,7 +232,9 @@ class BufferWriter:
         )
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         path = self.root / buffer / name
-        keep = kept | {path}
+        linked = set() if link_to is None else _link_parts(link_to.path, path)
+        newest = contents.manifests[other_buffer(buffer)]
+        keep = needed | {path} | linked | self._drop_kept(needed, newest)
         if file is None:
             self._files.retire(buffer, old, keep=keep)
         if self._has_deltas:
@@ -228,12 +253,44 @@ class BufferWriter:
             for path in self._files.named_by(buffer, manifest)
         }
 
+    def _drop_kept(self, needed: set[Path], newest: Manifest | None) -> set[Path]:
+        """Drop versions beyond what is to be kept; return the files of those that stay."""
+        if not (self.root / places.KEPT_DIRECTORY).is_dir():
+            return set()
+        stay: set[Path] = set()
+        drop: dict[str, Manifest] = {}
+        num_kept, num_bytes = 0, 0
+        for buffer, manifest in reversed(self.store.kept().items()):
+            files = set(self._files.named_by(buffer, manifest))
+            if manifest != newest and not kept.is_pinned(self.store, buffer):
+                num_kept += 1
+                num_bytes += sum(filesystem.size_at(path) for path in files - stay)
+                too_many = num_kept > self._keep
+                too_large = self._keep_bytes is not None and num_bytes > self._keep_bytes
+                if (too_many or too_large) and kept.withdraw(self.store, buffer):
+                    drop[buffer] = manifest
+                    continue
+            stay |= files
+        for buffer, manifest in drop.items():
+            self._files.retire(buffer, manifest, keep=needed | stay)
+        self._remove_dropped()
+        return stay
+
+    def _remove_dropped(self) -> None:
+        """Remove what is left of dropped versions, also by writers that died meanwhile."""
+        for buffer, directory in self.store.kept_directories().items():
+            if (directory / places.MANIFEST_FILE).exists():
+                continue
+            self._files.sweep(buffer, keep=())
+            if not self._files.all_in(buffer):
+                shutil.rmtree(directory, ignore_errors=True)
+
     def idle_file(self) -> tuple[int, int] | None:
         """Identity of the file that the next version is written over; None: it gets a new one."""
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         manifest = contents.manifests[buffer]
-        if manifest is None or not self.medium.can_rewrite_in_place:
+        if manifest is None or not self.rewrites_files:
             return None
         return filesystem.identity_at(self.store.weights_path(buffer, manifest))
 
@@ -319,8 +376,7 @@ class BufferWriter:
             claim.marked,
             state="complete",
             generation=claim.marked.generation + 1,
-            is_final=not self.medium.can_rewrite_in_place,
-            **{"published_at": time.time()} | described,
+            **{"published_at": time.time(), "is_final": not self.rewrites_files} | described,
         )
         directory = self.root / claim.buffer
         # A writer that was paused or cut off learns here that it has a successor, before it
@@ -339,6 +395,34 @@ class BufferWriter:
         self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
         self._forget_now_and_then()
         return complete
+
+    def hold_kept(self, version: int) -> Held:
+        """Keep a version that the store holds, unless it is kept, and hold it as such.
+
+        Raises:
+            VersionError: the store does not hold it.
+        """
+        self._check_open()
+        return kept.hold(self.store, version, self.record.history, durable=self._sync)
+
+    def republish(self, held: Held, version: int, metadata: dict[str, Any]) -> Manifest:
+        """Publish the weights file of a held version again, by a further name.
+
+        Args:
+            held: a kept version that has a file of its own.
+            version: the new number.
+            metadata: the new version's.
+
+        Raises:
+            StoreAccessError, WriterSupersededError, ClosedError: as `commit`.
+        """
+        claim = self.claim(version, layout_xxh3=None, file_bytes=0, with_file=False, link_to=held)
+        try:
+            described = held.manifest.of_file | {"is_final": True, "metadata": metadata}
+            return self.commit(claim, **described)
+        except BaseException:
+            self.abandon(claim)
+            raise
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
         """See what other hosts see: caches and successors may have it otherwise."""
@@ -362,7 +446,7 @@ class BufferWriter:
         # may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
-                for path in (*self._files.parts_of(claim.buffer, claim.path.name), *claim.deltas):
+                for path in (*parts_of(claim.path), *claim.deltas):
                     path.unlink(missing_ok=True)
 
     def _recover(self, history: str | None) -> WriterRecord:
@@ -383,6 +467,9 @@ class BufferWriter:
         # Of dead writers; what a manifest names may be the newest version, and one that is not dead
         # may have published it since we looked: now it knows that it is superseded.
         keep = self._files_of(Contents(self.store), *places.BUFFERS)
+        for buffer, manifest in self.store.kept().items():
+            keep |= set(self._files.named_by(buffer, manifest))
+        self._remove_dropped()
         for directory in (
             (*places.BUFFERS, places.DELTAS_DIRECTORY) if self._has_deltas else places.BUFFERS
         ):
@@ -433,3 +520,13 @@ class BufferWriter:
             # What is published is published, and tidiness is not worth a publish that fails.
             logger.warning("cannot remove records of dead receivers: %s", error)
             self._forgot_at = time.monotonic()
+
+
+def _link_parts(path: Path, name: Path) -> set[Path]:
+    """Give a weights file, and its parts, second names like ``name``; return these."""
+    names = {
+        part: name.with_name(name.stem + part.name[len(path.stem) :]) for part in parts_of(path)
+    }
+    for part, second in names.items():
+        filesystem.link(part, second)
+    return set(names.values())

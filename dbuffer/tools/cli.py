@@ -24,6 +24,7 @@ from dbuffer.tools.commands.doctor import doctor
 from dbuffer.tools.commands.exec import run_for_each
 from dbuffer.tools.commands.follow import follow
 from dbuffer.tools.commands.follow_server import follow_server
+from dbuffer.tools.commands.keep import pin, rollback, unpin
 from dbuffer.tools.commands.ls import ls
 from dbuffer.tools.commands.mirror import mirror
 from dbuffer.tools.commands.publish import publish
@@ -47,7 +48,10 @@ it, or switch an inference server to it; `status` shows the sender and the recei
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """,
 )
-for _command in (publish, follow, follow_server, mirror, status, verify, ls, doctor, demo):
+for _command in (
+    *(publish, follow, follow_server, mirror, status, verify, ls),
+    *(pin, unpin, rollback, doctor, demo),
+):
     app.command()(_command)
 app.command("exec")(run_for_each)
 

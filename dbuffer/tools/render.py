@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.places import BUFFERS
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import Examination
 from dbuffer.tools.doctor.probes import GUARANTEES
@@ -79,7 +80,8 @@ def status_tables(status: dict[str, Any]) -> RenderableType:
 
 def describe_check(check: BufferCheck) -> str:
     """Return the result of `verify` for one buffer."""
-    which = "newest" if check.is_newest else "previous"
+    is_kept = check.buffer not in BUFFERS
+    which = "newest" if check.is_newest else "kept" if is_kept else "previous"
     head = f"buffer {check.buffer}, version {check.version} ({which}): "
     if check.problems:
         return printable(head + "\n  ".join(["damaged", *check.problems]))
@@ -166,7 +168,7 @@ def _describe_writer(status: dict[str, Any]) -> str:
 
 def _buffer_row(buffer: dict[str, Any]) -> tuple[str, ...]:
     return (
-        buffer["buffer"],
+        buffer["buffer"] if buffer["buffer"] in BUFFERS else "",
         buffer["state"],
         _or_blank(buffer["version"]),
         str(buffer["num_tensors"]),

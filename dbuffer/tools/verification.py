@@ -45,6 +45,7 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
     for buffer in BUFFERS:
         if buffer != pointer.buffer and _has_version(store, buffer):
             checks.append(_verify_buffer(store, buffer, None))
+    checks += [_verify_buffer(store, buffer, None) for buffer in store.kept()]
     return checks
 
 

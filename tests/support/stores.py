@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,8 +69,14 @@ def named_files(store: Path) -> set[Path]:
     for buffer in ("A", "B"):
         if (manifest := double.undamaged_manifest(buffer)) is not None:
             named.add(store / (manifest.anchor_buffer or buffer) / manifest.file)
-            named |= {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
+            named |= _deltas_of(store, manifest)
+    for manifest in double.kept().values():
+        named |= _deltas_of(store, manifest)
     return named
+
+
+def _deltas_of(store: Path, manifest: Manifest) -> set[Path]:
+    return {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
 
 
 def assert_tidy(store: Path) -> None:

@@ -11,6 +11,7 @@ from rich.live import Live
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.kept import is_pinned
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import status_tables
 
@@ -71,7 +72,9 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             "epoch": writer.epoch,
             "is_alive": store.may_live(writer),
         },
-        "buffers": [_buffer_status(store, name, newest, receivers) for name in BUFFERS],
+        "buffers": [
+            _buffer_status(store, name, newest, receivers) for name in (*BUFFERS, *store.kept())
+        ],
         "receivers": [_receiver_status(store, record, version) for record in receivers],
     }
 
@@ -99,6 +102,8 @@ def _buffer_status(
     if manifest is None:
         return empty
     age = "newest" if name == newest else "previous"
+    if name not in BUFFERS:
+        age = "pinned" if is_pinned(store, name) else "kept"
     return empty | {
         "state": age if manifest.state == "complete" else manifest.state,
         "version": manifest.version,

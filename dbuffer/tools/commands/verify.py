@@ -16,7 +16,7 @@ def verify(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Check both versions in a store: records, layout, sizes and, if it has them, checksums.
+    """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
 
     Exit code 1 if something is damaged; damaged tensors are named.
     """

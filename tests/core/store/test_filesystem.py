@@ -442,11 +442,11 @@ def test_mount_points_are_read_as_the_kernel_writes_them(text):
 )
 def test_other_peoples_temporaries_stay(tmp_path, name, is_ours):
     (tmp_path / name).touch()
-    (tmp_path / ".directory.1.2.tmp").mkdir()
+    (tmp_path / ".folder.1.2.tmp").mkdir()
     (tmp_path / ".link.1.2.tmp").symlink_to("nowhere")
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1), follow_symlinks=False)
     filesystem.remove_stale_temporaries(tmp_path)
     assert (tmp_path / name).exists() != is_ours
-    assert (tmp_path / ".directory.1.2.tmp").is_dir()
+    assert (tmp_path / ".folder.1.2.tmp").is_dir()
     assert (tmp_path / ".link.1.2.tmp").is_symlink()

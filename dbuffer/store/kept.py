@@ -1,0 +1,135 @@
+"""Kept versions: those that a store holds besides the two in its buffers.
+
+Each lies in a buffer of its own, ``kept/IDENTITY``: the manifest that it had in A or B, and second
+names of its weights file and that file's parts. So a version is kept without a copy. A file with a
+second name is never written again (`LocalFiles`); deltas that a kept manifest names stay.
+
+The directory is made elsewhere and renamed: what is there is complete. A version that is dropped
+loses its manifest first, so that no new reader begins; a pinned one is never dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+
+from dbuffer.errors import VersionError
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest, encode
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import os_errors
+from dbuffer.store.hold import Held, hold_buffer, hold_version
+from dbuffer.store.weights_files import parts_of
+
+
+def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool) -> str:
+    """Keep the version that a buffer holds, and return the buffer that it is kept in.
+
+    The caller holds the version, or is the store's writer.
+
+    Raises:
+        StoreNotFoundError: a file of the version was removed meanwhile.
+        StoreAccessError: the filesystem refused, for instance because its files have one name only.
+    """
+    kept = places.kept_buffer(manifest.identity)
+    if store.undamaged_manifest(kept) is not None:
+        return kept
+    path = store.root / kept
+    filesystem.make_directory(path.parent, durable=durable)
+    made = filesystem.make_scratch_directory(store.root / places.SCRATCH_DIRECTORY)
+    try:
+        for part in parts_of(store.weights_path(buffer, manifest)):
+            filesystem.link(part, made / part.name)
+        written = made / places.MANIFEST_FILE
+        with filesystem.make_file(written, os.O_WRONLY) as file:
+            with os_errors("write", written):
+                filesystem.write_at(file.number, 0, encode(manifest))
+            if durable:
+                filesystem.sync_file(file.number, written)
+        if durable:
+            filesystem.sync_directory(made)
+        filesystem.rename_directory(made, path)
+        if durable:
+            filesystem.sync_directory(path.parent)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return kept
+
+
+def hold(store: DoubleBuffer, version: int, history: str | None, *, durable: bool) -> Held:
+    """Keep a version that the store holds, unless it is kept, and hold it where it is kept.
+
+    Raises:
+        VersionError: the store holds no such version, or drops it at this moment.
+    """
+    held = hold_version(store, version, history)
+    if held is not None and held.buffer in places.BUFFERS:
+        with held:
+            buffer = keep(store, held.buffer, held.manifest, durable=durable)
+            held = hold_buffer(store, buffer)
+    if held is None:
+        raise VersionError(
+            f"version {version} is not in {store.root}, which holds {_versions_in(store)}"
+        )
+    return held
+
+
+def pin(store: DoubleBuffer, version: int) -> None:
+    """Keep a version for good, until it is unpinned, whatever the sender keeps.
+
+    Raises:
+        VersionError: the store holds no such version, or drops it at this moment.
+        StoreNotFoundError, StoreAccessError: the store is not there, or cannot be written.
+    """
+    with hold(store, version, None, durable=store.medium.reaches_other_hosts) as held:
+        pinned = store.root / held.buffer / places.PIN_FILE
+        # Whoever drops a version takes its manifest away, and looks for this file once more.
+        with contextlib.suppress(FileNotFoundError):
+            pinned.touch(mode=0o600)
+        if not held.is_still_named():
+            raise VersionError(f"{store.root} drops version {version} at this moment")
+
+
+def unpin(store: DoubleBuffer, version: int) -> None:
+    """Leave it to the store's sender again whether a version is kept.
+
+    Raises:
+        VersionError: it is not pinned.
+    """
+    for buffer in kept_of(store, version):
+        if is_pinned(store, buffer):
+            (store.root / buffer / places.PIN_FILE).unlink(missing_ok=True)
+            return
+    raise VersionError(f"version {version} of {store.root} is not pinned")
+
+
+def is_pinned(store: DoubleBuffer, buffer: str) -> bool:
+    """Whether the version that is kept in this buffer is pinned."""
+    return (store.root / buffer / places.PIN_FILE).exists()
+
+
+def kept_of(store: DoubleBuffer, version: int) -> list[str]:
+    """Buffers that versions of this number are kept in."""
+    return [buffer for buffer, manifest in store.kept().items() if manifest.version == version]
+
+
+def withdraw(store: DoubleBuffer, buffer: str) -> bool:
+    """Take the manifest of a kept version away, so that no reader begins; False: it is pinned."""
+    manifest = store.root / buffer / places.MANIFEST_FILE
+    dropped = manifest.with_name(places.DROPPED_FILE)
+    if is_pinned(store, buffer):
+        return False
+    filesystem.rename_file(manifest, dropped)
+    if is_pinned(store, buffer):  # since it was looked for
+        filesystem.rename_file(dropped, manifest)
+        return False
+    return True
+
+
+def _versions_in(store: DoubleBuffer) -> str:
+    """Name the versions that a store holds, for messages."""
+    manifests = [*map(store.undamaged_manifest, places.BUFFERS), *store.kept().values()]
+    versions = {each.version for each in manifests if each and each.state == "complete"}
+    return ", ".join(map(str, sorted(versions))) or "none"

@@ -1,0 +1,266 @@
+"""Versions kept beside the newest two: opened, pinned, dropped, published again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.store import kept
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child, Command
+from tests.support.moments import die_before_call
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish, received
+from tests.support.soak import numbers
+from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
+from tests.support.worlds import World
+
+KEEP = 3
+
+
+def opened(store: Path, version: int, pattern: Pattern = SMALL) -> int | None:
+    """The version whose weights a receiver gets that asks for ``version``; None: none."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        try:
+            with receiver.open(version=version, timeout_s=5) as snapshot:
+                return pattern.version_of(snapshot.tensors)
+        except dbuffer.VersionError:
+            return None
+
+
+def readable(store: Path, last: int, pattern: Pattern = SMALL) -> list[int]:
+    """The versions that a receiver can open, each with its own weights."""
+    found = [version for version in range(1, last + 1) if opened(store, version, pattern)]
+    assert all(opened(store, version, pattern) == version for version in found)
+    return found
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_so_many_versions_are_kept_besides_the_newest_two(
+    store: Path, mount: str, delta: bool
+) -> None:
+    pattern = SPARSE if delta else SMALL
+    with dbuffer.WeightSender(store, keep=KEEP, delta=delta) as sender:
+        for version in range(1, 9):
+            publish(sender, version, pattern=pattern)
+            first = max(1, version - KEEP - 1)
+            assert readable(store, version, pattern) == list(range(first, version + 1))
+    assert newest(store) == 8
+
+
+def test_a_pinned_version_stays_until_it_is_unpinned(store: Path, mount: str) -> None:
+    view = DoubleBuffer(store)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2)
+        kept.pin(view, 1)
+        publish(sender, 3, 4, 5, 6)
+        assert readable(store, 6) == [1, 5, 6]
+        kept.unpin(view, 1)
+        publish(sender, 7)
+        assert readable(store, 7) == [6, 7]
+        with pytest.raises(dbuffer.VersionError) as error:
+            kept.pin(view, 3)
+        assert "version 3" in str(error.value)
+        assert "6, 7" in str(error.value)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_going_back(store: Path, mount: str, delta: bool) -> None:
+    pattern = SPARSE if delta else SMALL
+    with dbuffer.WeightSender(store, keep=KEEP, delta=delta) as sender:
+        for version in range(1, 6):
+            sender.send(pattern.weights(version), metadata={"step": 10 * version})
+        for old in (2, 5, 4):  # kept, newest, and the one before
+            published = sender.republish(old, metadata={"why": "worse"})
+            with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                assert snapshot.version == published.version
+                assert pattern.version_of(snapshot.tensors) == old
+                expected = {"step": 10 * old, "why": "worse", "republished_version": old}
+                assert snapshot.metadata == expected
+        publish(sender, 20, 21, pattern=pattern)
+    assert newest(store) == 21
+
+
+def test_going_back_without_keeping(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2)
+        sender.republish(1)
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert SMALL.version_of(snapshot.tensors) == 1
+        publish(sender, 4, 5, 6)
+        with pytest.raises(dbuffer.VersionError):
+            sender.republish(2)
+        publish(sender, 7, 8)
+    assert newest(store) == 8
+
+
+def test_keeping_copies_nothing(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store, keep=1) as sender:
+        publish(sender, 1, 2, 3)
+        view = DoubleBuffer(store)
+        [(buffer, manifest)] = view.kept().items()
+        inode = view.weights_path(buffer, manifest).stat().st_ino
+        sender.republish(1)
+    pointer = view.pointer()
+    assert pointer is not None
+    newest_manifest = view.manifest(pointer.buffer)
+    assert newest_manifest is not None
+    assert view.weights_path(pointer.buffer, newest_manifest).stat().st_ino == inode
+
+
+def test_nothing_is_left_of_what_is_not_kept(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store, keep=2, delta=True) as sender:
+        publish(sender, *range(1, 9), pattern=SPARSE)
+    with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
+        publish(sender, 20, 21, 22)
+    assert not list((store / "kept").iterdir())
+    assert_tidy(store)
+
+
+def test_bytes_bound_what_is_kept(store: Path) -> None:
+    num_bytes = sum(tensor.nbytes for tensor in SMALL.weights(1).values())
+    with dbuffer.WeightSender(store, keep=10, keep_bytes=3 * num_bytes) as sender:
+        publish(sender, *range(1, 9))
+    assert readable(store, 8) == [5, 6, 7, 8]
+
+
+def test_a_sender_that_rewrites_files_spares_a_kept_one(store: Path) -> None:
+    """Killed between keeping a version and marking its buffer, a sender leaves one file in both."""
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2)
+    view = DoubleBuffer(store)
+    kept.pin(view, 1)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 3)
+    assert opened(store, 1) == 1
+
+
+def test_a_reader_of_a_kept_version_outlives_it(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store, keep=1, reader_timeout_s=30) as sender:
+        publish(sender, 1, 2, 3)
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=1) as snapshot:
+            publish(sender, 4, 5, 6)
+            assert SMALL.version_of(snapshot.tensors) == 1
+    assert opened(store, 1) is None
+
+
+def test_a_damaged_version_is_not_published_again(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store, keep=1, delta=True, checksum=True) as sender:
+        publish(sender, 1, 2, 3, pattern=OTHER)
+        [(buffer, manifest)] = DoubleBuffer(store).kept().items()
+        with DoubleBuffer(store).weights_path(buffer, manifest).open("r+b") as file:
+            file.write(b"damage")
+        with pytest.raises(dbuffer.StoreCorruptError) as error:
+            sender.republish(1)
+        assert "version 1" in str(error.value)
+    assert newest(store) == 3
+
+
+def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
+    with dbuffer.WeightSender(store, keep=2, delta=delta, reader_timeout_s=0) as sender:
+        die_before_call(number)
+        sender.send(SPARSE.weights(5), version=5)
+        sender.republish(3)
+        sys.setprofile(None)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delta", [False, True])
+def test_killed_at_any_call_a_sender_loses_no_kept_version(
+    shm_path: Path, mount: str, delta: bool
+) -> None:
+    """Two sends were kept before: each is there afterwards, or was beyond what is kept."""
+    template = shm_path / "template"
+    with dbuffer.WeightSender(template, keep=2, delta=delta) as sender:
+        publish(sender, 1, 2, 3, 4, pattern=SPARSE)
+    for number in numbers(every=12):
+        store = shm_path / f"store-{number}"
+        shutil.copytree(template, store)
+        with Child(_publish_and_die, store, number, delta) as child:
+            status = child.wait()
+        pointer = DoubleBuffer(store).pointer()
+        assert pointer is not None
+        last = pointer.version
+        assert last in (4, 5, 6)
+        found = {version: opened(store, version, SPARSE) for version in range(1, last + 1)}
+        expected = {3: 3, 4: 4} | ({5: 5} if last > 4 else {}) | ({6: 3} if last > 5 else {})
+        assert found.items() >= expected.items()
+        assert found[1] in ((1, None) if last == 4 else (None,))  # dropped as 5 is begun
+        assert found[2] in ((2, None) if last == 5 else (None,) if last == 6 else (2,))
+        make_temporaries_old(store)
+        with dbuffer.WeightSender(store, keep=2, delta=delta, reader_timeout_s=0) as sender:
+            publish(sender, 7, 8, pattern=SPARSE)
+            assert SPARSE.version_of(received(store)) == 8
+            assert opened(store, last, SPARSE) == (3 if last == 6 else last)
+        assert_tidy(store)
+        shutil.rmtree(store)
+        if status == 0:
+            return
+
+
+def _send_as_rank(rank: int, store: Path) -> None:
+    with dbuffer.ShardedWeightSender(store, keep=2) as sender:
+        for version in range(1, 6):
+            sender.send(SMALL.weights(version), version=version)
+
+
+def test_ranks_keep_versions_too(store: Path, mount: str, tmp_path: Path) -> None:
+    with World(tmp_path, 2) as world:
+        world.run(_send_as_rank, store)
+    assert readable(store, 5) == [2, 3, 4, 5]
+    with dbuffer.WeightSender(store, keep=2) as sender:
+        sender.republish(2)
+    assert SMALL.version_of(received(store)) == 2
+
+
+def run(directory: Path, *arguments: object) -> tuple[int, str, str]:
+    with Command(directory, *arguments) as command:
+        return command.communicate()
+
+
+def test_the_command_line_pins_and_goes_back(store: Path, tmp_path: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1), metadata={"step": 10})
+        publish(sender, 2)
+    assert run(tmp_path, "pin", store, 1)[0] == 0
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 3, 4)
+    status = json.loads(run(tmp_path, "status", store, "--json")[1])
+    states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
+    assert states == {1: "pinned", 3: "previous", 4: "newest"}
+    assert "pinned" in run(tmp_path, "status", store)[1]
+    assert "version 1 (kept)" in run(tmp_path, "verify", store)[1]
+    code, output, _ = run(tmp_path, "rollback", store, 1, "--json")
+    assert (code, json.loads(output)["version"]) == (0, 5)
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert SMALL.version_of(snapshot.tensors) == 1
+        assert snapshot.metadata == {"step": 10, "republished_version": 1}
+    assert run(tmp_path, "unpin", store, 1)[0] == 0
+    code, _, errors = run(tmp_path, "unpin", store, 1)
+    assert code == 1
+    assert "version 1" in errors
+    code, _, errors = run(tmp_path, "rollback", store, 2)
+    assert code == 1
+    assert "version 2" in errors
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A version for which there is no room is not published, and what is kept stays."""
+    with small_disk(tmp_path / "disk", 6 << 20) as disk:
+        store, large = disk / "store", Pattern(num_tensors=4, numel=1 << 15)
+        with dbuffer.WeightSender(store, keep=9) as sender:
+            for version in itertools.count(1):
+                try:
+                    publish(sender, version, pattern=large)
+                except dbuffer.StoreFullError:
+                    break
+            assert version > 3
+            assert readable(store, version - 1, large) == list(range(1, version))
+        with dbuffer.WeightSender(store, keep=2) as sender:
+            publish(sender, version, pattern=large)
+        assert readable(store, version, large) == list(range(version - 3, version + 1))
