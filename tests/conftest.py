@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
-from tests.support.children import preload, preloaded  # noqa: E402
+from tests.support.children import collected, preloaded  # noqa: E402
 from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
 from tests.support.patterns import SMALL, SPARSE  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
@@ -131,13 +130,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all test files asked for, whatever else set it while they were imported.
-
-    Started here, since all children have its environment: not that of a test which changes its own
-    and happens to need the first child.
-    """
-    preload()
-    forkserver.ensure_running()
+    collected()
 
 
 @pytest.fixture(scope="module")

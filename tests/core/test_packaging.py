@@ -90,11 +90,8 @@ def test_the_sources_can_be_tested(built: Path) -> None:
 
 def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -> None:
     place = tmp_path / "installed"
-    place.mkdir()
-    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
-    run(
-        *pip, "--disable-pip-version-check", "--target", str(place), str(wheel_in(built)), cwd=place
-    )
+    uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*uv, "--target", str(place), str(wheel_in(built)), cwd=tmp_path)
     program = (
         "import dbuffer, torch\n"
         "weights = {'a': torch.ones(3)}\n"
@@ -112,6 +109,11 @@ def settings_of_uv() -> dict[str, str]:
     return settings
 
 
+@pytest.fixture(scope="module")
+def environment_of_uv() -> dict[str, str]:
+    return settings_of_uv() | os.environ
+
+
 def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the variable, which for pip count for more than what its files say."""
     monkeypatch.setenv("PIP_INDEX_URL", "https://first.test/simple")
@@ -124,26 +126,32 @@ def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_an_extra_resolves_in_a_new_environment(built: Path, tmp_path: Path, extra: str) -> None:
-    wanted = tmp_path / "requirements.in"
-    wanted.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
+def test_an_extra_resolves_in_a_new_environment(
+    built: Path, tmp_path: Path, environment_of_uv: dict[str, str], extra: str
+) -> None:
+    requirements = tmp_path / "requirements.in"
+    requirements.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
     uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
-    environment = settings_of_uv() | os.environ
-    found = run(*uv, str(wanted), cwd=tmp_path, **environment).splitlines()
-    names = {line.partition(" ")[0].partition("==")[0] for line in found}
+    resolved = run(*uv, str(requirements), cwd=tmp_path, **environment_of_uv).splitlines()
+    names = {line.partition(" ")[0].partition("==")[0] for line in resolved}
     assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
-def test_the_oldest_and_the_newest_tensordict_will_do(version: str, tmp_path: Path) -> None:
+def test_the_oldest_and_the_newest_tensordict_will_do(
+    version: str, tmp_path: Path, environment_of_uv: dict[str, str]
+) -> None:
     """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
-    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    run(*pip, "--target", str(tmp_path), f"tensordict=={version}", cwd=tmp_path)
+    uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    run(*uv, f"tensordict=={version}", cwd=tmp_path, **environment_of_uv)
+    names = ["weights/test_sources.py", "weights/test_targets.py", "publish/test_sender.py"]
+    chosen = [str(ROOT / "tests" / "core" / name) for name in names]
+    options = ["-q", "-n0", "-k", "tensordict or stack", "-p", "no:cacheprovider", *chosen]
+    program = (
+        "import sys, pytest, tensordict\n"
+        f"assert tensordict.__version__ == {version!r}\n"
+        f"sys.exit(pytest.main({options}))\n"
+    )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    told = "import tensordict; print(tensordict.__version__)"
-    assert run("-c", told, cwd=ROOT, PYTHONPATH=path).strip() == version
-    tests = ["weights/test_sources.py", "weights/test_targets.py", "publish/test_sender.py"]
-    chosen = [str(ROOT / "tests" / "core" / name) for name in tests]
-    options = ["-q", "-k", "tensordict or stack", "-p", "no:cacheprovider"]
-    assert " passed" in run("-m", "pytest", *options, *chosen, cwd=ROOT, PYTHONPATH=path)
+    assert " passed" in run("-c", program, cwd=ROOT, PYTHONPATH=path)

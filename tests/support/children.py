@@ -24,6 +24,7 @@ from tests.support.waiting import TIMEOUT_S
 
 _processes = multiprocessing.get_context("forkserver")
 _preloaded: list[str] = []
+_environment: dict[str, str] = {}
 # Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
 _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
@@ -50,6 +51,24 @@ def preloaded(*modules: str) -> Iterator[None]:
         preload()
 
 
+def collected() -> None:
+    """Settle what children are forked off: all test files are imported."""
+    preload()  # whatever else set it meanwhile
+    _environment.update(os.environ)
+
+
+def _start_server() -> None:
+    """Start it with the first child, but not in the environment of a test that changes its own."""
+    if forkserver._forkserver._forkserver_pid is None:
+        current = dict(os.environ)
+        os.environ.update(_environment)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(current)
+
+
 preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")
 preload("httpx", "rich.logging", "rich.progress", "typer")  # for commands
 
@@ -72,6 +91,7 @@ class Child:
     """A process that runs ``function(connection, *args)`` and never outlives its block."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        _start_server()
         self._connection, theirs = _processes.Pipe()
         self._process = _processes.Process(
             target=_run,
