@@ -6,12 +6,14 @@ import ast
 import graphlib
 import importlib
 import importlib.metadata
+import itertools
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,39 +22,18 @@ import dbuffer
 
 ROOT = Path(dbuffer.__file__).parent
 
-OPTIONAL_PACKAGES = (
-    *(
-        "accelerate",
-        "datasets",
-        "deepspeed",
-        "httpx",
-        "huggingface_hub",
-        "matplotlib",
-        "peft",
-        "prometheus_client",
-        "requests",
-        "rich",
-        "safetensors",
-    ),
-    *("sglang", "torchrl", "transformers", "trl", "typer", "verl", "vllm", "zstandard"),
-)
+OPTIONAL_PACKAGES = {
+    *("accelerate", "datasets", "deepspeed", "httpx", "huggingface_hub", "matplotlib", "peft"),
+    *("prometheus_client", "requests", "rich", "safetensors", "sglang", "torchrl"),
+    *("transformers", "trl", "typer", "verl", "vllm", "zstandard"),
+}
 
 MAX_SHARE = 0.15
-"""Of the time that importing tensordict takes, and torch with it."""
+"""Of the processor time that importing tensordict takes, and torch with it."""
 
 PACKAGES = (
-    "errors",
-    "runtime",
-    "format",
-    "store",
-    "io",
-    "weights",
-    "ranks",
-    "publish",
-    "receive",
-    "mirror",
-    "integrations",
-    "tools",
+    *("errors", "runtime", "format", "store", "io", "weights", "ranks", "publish", "receive"),
+    *("mirror", "integrations", "tools"),
 )
 """Imports point from right to left."""
 
@@ -61,9 +42,6 @@ BESIDES = {"__init__.py", "__main__.py", "__pycache__", "api.py", "errors.py", "
 
 PROBE = """
 import json, logging, os, signal, sys, threading, time
-started = time.perf_counter()
-import tensordict
-tensordict_s = time.perf_counter() - started
 
 def state():
     return {
@@ -77,92 +55,87 @@ def state():
         "hooks": [repr(sys.excepthook), repr(threading.excepthook)],
     }
 
-before = state()
-loaded = set(sys.modules)
-started = time.perf_counter()
-from dbuffer import *
-import_s = time.perf_counter() - started
-after = state()
+changed, modules, seconds = set(), set(), []
+
+def observe(action):
+    before, loaded, started = state(), set(sys.modules), time.process_time()
+    action()
+    seconds.append(time.process_time() - started)
+    changed.update(name for name, value in state().items() if value != before[name])
+    modules.update(name.partition(".")[0] for name in set(sys.modules) - loaded)
+
+def import_package():
+    global dbuffer
+    import dbuffer, dbuffer.errors, dbuffer.weights.names
+    hasattr(dbuffer, "__wrapped__")
+
+observe(import_package)
+assert "torch" not in sys.modules
+started = time.process_time()
+import tensordict
+tensordict_s = time.process_time() - started
+observe(lambda: exec("from dbuffer import *", {}))
+from dbuffer.publish.sender import WeightSender
+assert WeightSender is dbuffer.WeightSender
+assert set(dbuffer.__all__) <= set(dir(dbuffer))
 print(json.dumps({
-    "share": import_s / tensordict_s,
-    "changed": [name for name in before if before[name] != after[name]],
+    "share": sum(seconds) / tensordict_s,
+    "changed": sorted(changed),
     "handlers": [repr(handler) for handler in logging.getLogger("dbuffer").handlers],
-    "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - loaded}),
+    "modules": sorted(modules),
     "submodules": sorted(name for name in sys.modules if name.startswith("dbuffer.")),
 }))
 """
 
 
-@pytest.fixture(scope="module")
-def probes(tmp_path_factory):
-    """Two fresh interpreters that imported dbuffer, and what they saw."""
-    cwd = tmp_path_factory.mktemp("cwd")
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE], cwd=cwd, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        found.append(json.loads(done.stdout))
-    return found
-
-
-def test_imports_no_optional_package(probes):
-    for probe in probes:
-        assert not set(OPTIONAL_PACKAGES) & set(probe["modules"])
-
-
-def test_imports_neither_command_line_nor_integrations(probes):
-    for probe in probes:
-        outer = {name.split(".")[1] for name in probe["submodules"]}
-        assert not outer & {"tools", "integrations", "__main__"}
-
-
-def test_takes_little_longer_than_tensordict(probes):
-    # Other work on the machine only ever adds to a measurement, so the least is nearest.
-    assert min(probe["share"] for probe in probes) <= MAX_SHARE
-
-
-def test_has_no_side_effects(probes):
-    for probe in probes:
-        assert probe["changed"] == []
-        assert probe["handlers"] == []
-
-
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, **options: Any) -> str:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_torch_is_imported_when_it_is_needed():
-    done = run(
-        "import sys, dbuffer, dbuffer.errors, dbuffer.weights.names\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert not hasattr(dbuffer, '__wrapped__')\n"
-        "assert 'torch' not in sys.modules\n"
-        "sender = dbuffer.WeightSender\n"
-        "assert set(dbuffer.__all__) <= set(dir(dbuffer))\n"
-        "assert 'torch' in sys.modules\n"
-        "from dbuffer.publish.sender import WeightSender\n"
-        "assert sender is WeightSender is dbuffer.WeightSender\n"
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, **options
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    """What a fresh interpreter saw that imported dbuffer, and torch only when it had to."""
+    return json.loads(run(PROBE, cwd=tmp_path_factory.mktemp("cwd")))
+
+
+def test_imports_no_optional_package(probe):
+    assert not OPTIONAL_PACKAGES & set(probe["modules"])
+
+
+def test_imports_neither_command_line_nor_integrations(probe):
+    outer = {name.split(".")[1] for name in probe["submodules"]}
+    assert not outer & {"tools", "integrations", "__main__"}
+
+
+def test_takes_little_longer_than_tensordict(probe):
+    # Other work on the machine only ever adds to a measurement, so the least is nearest.
+    again = (json.loads(run(PROBE))["share"] for _ in range(4))
+    shares = itertools.chain([probe["share"]], again)
+    assert any(share <= MAX_SHARE for share in shares)
+
+
+def test_has_no_side_effects(probe):
+    assert probe["changed"] == []
+    assert probe["handlers"] == []
 
 
 @pytest.mark.parametrize("arguments", ["--version", "--help", "follow --help", "status STORE"])
 def test_commands_that_need_no_torch_do_not_import_it(tmp_path, arguments):
     with dbuffer.WeightSender(tmp_path / "store") as sender:
         sender.send({"w": torch.ones(2)})
-    done = run(
+    printed = run(
         "import atexit, sys\n"
         "atexit.register(lambda: print(sorted({'torch', 'tensordict'} & set(sys.modules))))\n"
         "from dbuffer.__main__ import main\n"
         "main()",
         *arguments.replace("STORE", str(tmp_path / "store")).split(),
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert printed.splitlines()[-1] == "[]"
 
 
 def test_all_names_are_there():
@@ -171,9 +144,9 @@ def test_all_names_are_there():
     found.pop("__builtins__")
     assert found.keys() == set(dbuffer.__all__)
     assert all(getattr(dbuffer, name) is value for name, value in found.items())
-    with pytest.raises(AttributeError, match="module 'dbuffer' has no attribute 'WeightSendr'"):
+    with pytest.raises(AttributeError, match="'WeightSendr'"):
         dbuffer.WeightSendr  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'WeightSendr'"):
+    with pytest.raises(ImportError, match="'WeightSendr'"):
         exec("from dbuffer import WeightSendr")
 
 
