@@ -46,6 +46,7 @@ MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
 
 
 RUN_UNTIL_STOPPED = ("follow", "exec", "mirror")
+TAKE_A_VERSION = ("pin", "unpin", "rollback")
 NEED_AN_ENGINE = ("demo", "follow-server")
 
 
@@ -63,6 +64,9 @@ def follow(page: Path, home: Path) -> dict[str, Any]:
             exec(compile(lines + code, str(page), "exec"), namespace)
         elif block.language == "console":
             for name, *arguments in dbuffer_commands_in(code):
+                if name in TAKE_A_VERSION:  # one that is there when this is read again
+                    with dbuffer.WeightReceiver(arguments[0]) as receiver:
+                        arguments[1] = str(receiver.wait_for_version(timeout_s=0))
                 if name not in NEED_AN_ENGINE:
                     # Without a terminal, a watched status is shown when it is stopped.
                     run_command(home, name, *(each for each in arguments if each != "--watch"))

@@ -15,7 +15,7 @@ from dbuffer.errors import DBufferError
 from dbuffer.tools.commands.demo import demo
 from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import in_soaks_alone, is_soak
 
 DEAF = """
 from dbuffer.integrations.engine.follower import Follower, Switch
@@ -31,10 +31,22 @@ Follower.sync = sync_until
 """An engine that says it switches, and has no version above ``LAST_VERSION``."""
 
 
+STEPS = 40 if is_soak() else 20
+"""Of 40 that users see; half of them climb enough."""
+
+PROGRAM = """
+{before}
+import dbuffer.tools.demo
+dbuffer.tools.demo._MEMORY = {memory!r}
+dbuffer.tools.demo._NUM_STEPS = {steps}
+from dbuffer.__main__ import main
+main()
+"""
+
+
 def run(scratch: Path, before: str = "") -> tuple[int, str]:
     """Run the demo with its store in a directory, where it must leave nothing."""
-    place = f"import dbuffer.tools.demo\ndbuffer.tools.demo._MEMORY = {str(scratch)!r}\n"
-    program = f"{before}\n{place}from dbuffer.__main__ import main\nmain()\n"
+    program = PROGRAM.format(before=before, memory=str(scratch), steps=STEPS)
     with tempfile.TemporaryFile() as output:
         process = preforked.start(
             ["-c", program, "demo"],
@@ -61,7 +73,7 @@ class TestWithAnEngine:
         assert code == 0, text
         rows = re.findall(r"^ *(\d+) +(\d+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)$", text, re.M)
         assert [(int(step), int(version)) for step, version, *_ in rows] == [
-            (step, step) for step in range(1, 41)
+            (step, step) for step in range(1, STEPS + 1)
         ]
         assert float(rows[-1][2]) > float(rows[0][2]) + 0.2
         assert all(float(pause_ms) > 0 for *_, pause_ms in rows)
