@@ -88,12 +88,18 @@ def free_port() -> int:
 
 
 class Child:
-    """A process that runs ``function(connection, *args)`` and never outlives its block."""
+    """A process that runs ``function(connection, *args)`` and never outlives its block.
 
-    def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        _start_server()
-        self._connection, theirs = _processes.Pipe()
-        self._process = _processes.Process(
+    ``processes``: what of :mod:`multiprocessing` starts it, if not the fork server of all tests.
+    """
+
+    def __init__(
+        self, function: Callable[..., None], *args: Any, processes: Any = _processes
+    ) -> None:
+        if processes is _processes:
+            _start_server()
+        self._connection, theirs = processes.Pipe()
+        self._process = processes.Process(
             target=_run,
             args=(function, theirs, args, dict(os.environ), current_timings()),
         )

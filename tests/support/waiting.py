@@ -11,12 +11,14 @@ TIMEOUT_S = 120.0
 """No child is waited for longer: a test that hangs must fail, and say where."""
 
 
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def until(
+    what: str, is_so: Callable[[], Any], timeout_s: float = 10.0, every_s: float = 0.005
+) -> Any:
     """Wait until it is so; what it is then."""
     deadline = time.monotonic() + timeout_s
     while not (found := is_so()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
+        time.sleep(every_s)
     return found
 
 

@@ -35,14 +35,18 @@ class Coordinator:
 
 
 class World:
-    """So many processes in one process group, killed at the end of the block."""
+    """So many processes in one process group, killed at the end of the block.
 
-    def __init__(self, directory: Path, size: int) -> None:
+    ``how``: options of :class:`Child`.
+    """
+
+    def __init__(self, directory: Path, size: int, **how: Any) -> None:
         self._stack = contextlib.ExitStack()
         self._waits: set[int] = set()
         rendezvous = directory / uuid.uuid4().hex
         self.ranks = [
-            self._stack.enter_context(Child(_serve, rank, size, rendezvous)) for rank in range(size)
+            self._stack.enter_context(Child(_serve, rank, size, rendezvous, **how))
+            for rank in range(size)
         ]
 
     def __enter__(self) -> World:

@@ -6,281 +6,30 @@ an environment of their own, whose answers are compared with those of fresh engi
 
 from __future__ import annotations
 
-import os
-import re
-import runpy
-import subprocess
-import sys
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-import dbuffer
-from tests.support import ROOT
-from tests.support.engines.tiny_models import make_model, save_model
-from tests.support.engines.vllm_engines import (
-    NEEDS_VLLM,
-    engine_arguments,
-    environment,
-    greedy,
-    kept,
-    leave,
-    observe,
-    vllm_release,
-)
+from tests.programs.vllm_contract import CASES, ENGINES, IS_OF_THEM, MOUNTS
+from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe, run_tests_with
 from tests.support.soak import in_soaks_alone
 
 pytestmark = NEEDS_VLLM
 
 RELEASES = ["0.23.0", "0.24.0"]
-IS_OF_THEM = () < vllm_release() < (0, 25)
 TIMEOUT_S = 1500
-OPTIONS = ["--numprocesses=0", "--quiet", "-p", "no:cacheprovider"]
-
-WEIGHTS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(6.0)}
-
-
-def backend() -> Any:
-    from dbuffer.integrations.vllm.backend import DBufferWeightTransferEngine
-
-    return DBufferWeightTransferEngine
-
-
-class Model(torch.nn.Module):
-    """Parameters by the names of :data:`WEIGHTS`, and vLLM's functions that load them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(3, 4))
-        self.b = torch.nn.Parameter(torch.zeros(6))
-        self.num_patched = 0
-
-    @torch.no_grad()
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            self.get_parameter(name).copy_(tensor)
-
-    @torch.no_grad()
-    def apply_patches(self, patches: list[Any]) -> None:
-        for patch in patches:
-            assert patch.indices.dtype is torch.int32
-            assert patch.indices.ndim == patch.values.ndim == 1
-            flat = self.get_parameter(patch.name).data.view(-1)
-            flat.index_copy_(0, patch.indices.long(), patch.values)
-            self.num_patched += len(patch.indices)
-
-    def has(self, weights: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(self.get_parameter(name), weights[name]) for name in weights)
-
-
-def alone(world_size: int = 1) -> Any:
-    return SimpleNamespace(world_size=world_size, rank=0, data_parallel_size=1)
-
-
-class Case:
-    """An engine as the documents make one, its model, and a sender to its store."""
-
-    def __init__(self, store: Path) -> None:
-        self.store, self.model = store, Model()
-        self.engine = backend()(SimpleNamespace(backend="dbuffer"), alone(), self.model)
-        self.engine.init_transfer_engine(self.engine.parse_init_info({"store": str(store)}))
-        self.sender = dbuffer.WeightSender(store, delta=True)
-
-    def receive(self, **info: Any) -> None:
-        self.engine.receive_weights(self.engine.parse_update_info(info), self.model.load_weights)
-
-    def receive_sparse(self, num_updates: int, **info: Any) -> None:
-        info |= {"update_kind": "sparse_flat", "num_updates_list": [num_updates]}
-        parsed = self.engine.parse_update_info(info)
-        self.engine.receive_sparse_weights(parsed, self.model.apply_patches)
-
-    def close(self) -> None:
-        self.sender.close()
-        self.engine.shutdown()
-
-
-def patch(name: str, places: list[int], values: list[float]) -> Any:
-    """As these releases have it."""
-    indices = torch.tensor(places, dtype=torch.int32)
-    return SimpleNamespace(name=name, indices=indices, values=torch.tensor(values))
-
-
-def dense_then_sparse(case: Case) -> None:
-    version = case.engine.trainer_send_weights(iter(WEIGHTS.items()), {"sender": case.sender})
-    case.receive(version=version)
-    assert case.model.has(WEIGHTS)
-    patches = iter([patch("a", [1, 6], [9.0, 8.0])])
-    arguments = SimpleNamespace(sender=case.sender)
-    version = case.engine.trainer_send_sparse_weights(_iterator=patches, _trainer_args=arguments)
-    case.receive_sparse(2, version=version)
-    after = WEIGHTS["a"].clone()
-    after.view(-1)[[1, 6]] = torch.tensor([9.0, 8.0])
-    assert case.model.has({"a": after, "b": WEIGHTS["b"]})
-    # On a local mount no manifest says what a version changed, so all of it is handed over.
-    assert case.model.num_patched == (2 if os.environ["DBUFFER_MOUNT"] == "network" else 18)
-
-
-def whole_tensors_where_the_version_before_was_loaded_in_part(case: Case) -> None:
-    case.sender.send(WEIGHTS)
-    case.receive()
-
-    def fail(_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        case.engine.receive_weights(case.engine.parse_update_info({}), fail)
-    after = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
-    case.sender.send(after)
-    case.receive_sparse(1)
-    assert case.model.has(after)
-    assert case.model.num_patched == 18
-
-
-def acknowledged(case: Case) -> None:
-    named = case.engine.parse_init_info({"store": str(case.store), "engine_id": "the-engine"})
-    case.engine.init_transfer_engine(named)
-    version = case.sender.send(WEIGHTS).version
-    case.receive(at_least=version)
-    case.sender.wait_applied(version, receivers="the-engine", timeout_s=10.0)
-
-
-def names_of_parameters(case: Case) -> None:
-    config = SimpleNamespace(backend="dbuffer")
-    engine = backend()(config=config, parallel_config=alone(), model=case.model)
-    assert (engine.config, engine.model) == (config, case.model)
-    with pytest.raises(TypeError):
-        backend()(config, alone(), case.model, "more", "still more")
-
-
-def refusals(case: Case) -> None:
-    info = case.engine.parse_update_info({})
-    with pytest.raises(dbuffer.UnsupportedError, match="follows no store yet"):
-        backend()(None, alone(), case.model).receive_weights(info, print)
-    with pytest.raises(dbuffer.UnsupportedError, match="2 ranks"):
-        backend()(None, alone(2), case.model)
-    with pytest.raises(dbuffer.VersionError, match="nothing was published"):
-        case.receive()
-    with pytest.raises(dbuffer.OptionError, match="load_weights"):
-        case.engine.receive_weights(info)
-    with pytest.raises(dbuffer.VersionError, match="send all weights once"):
-        case.engine.trainer_send_sparse_weights([patch("a", [1], [1.0])], {"sender": case.sender})
-    for nothing in (None, {}, {"sender": None}, SimpleNamespace(group=1)):
-        with pytest.raises(dbuffer.OptionError, match="'sender'"):
-            case.engine.trainer_send_weights(iter(WEIGHTS.items()), nothing)
-
-
-class Client:
-    """An engine as trainers of vLLM 0.26 know it: it has no weight version."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._case.engine.init_transfer_engine(self._case.engine.parse_init_info(init_info))
-
-    def start_weight_update(self) -> None:
-        self.is_finished = False
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._case.receive(**update_info)
-
-    def finish_weight_update(self) -> None:
-        self.is_finished = True
-
-
-def trainer_with_a_configuration(case: Case) -> None:
-    """As vLLM 0.26 makes the trainer's half; later releases give the init info alone."""
-    from vllm.distributed.weight_transfer.base import ModuleSource
-
-    from dbuffer.integrations.vllm.trainer import (
-        DBufferTrainerInitInfo,
-        DBufferTrainerWeightTransferEngine,
-    )
-
-    case.sender.close()
-    trained, client = Model(), Client(case)
-    trained.load_weights(list(WEIGHTS.items()))
-    info = DBufferTrainerInitInfo(store=str(case.store), rank=0)
-    config, source = SimpleNamespace(backend="dbuffer"), ModuleSource(trained)
-    init = DBufferTrainerWeightTransferEngine.trainer_init
-    for arguments in ({"config": config, "init_info": info}, {"init_info": info}):
-        trainer = init(**arguments, client=client, source=source)
-        trainer.send_weights()
-        assert case.model.has(WEIGHTS)
-        assert client.is_finished
-        trainer.shutdown()
-    with pytest.raises(dbuffer.OptionError, match="use a DBufferTrainerInitInfo"):
-        init(config, client=client, source=source)
-
-
-def rules_of_update_info(case: Case) -> None:
-    """What the documents refuse with a ``ValueError``."""
-    sparse = {"update_kind": "sparse_flat", "num_updates_list": [0, 2]}
-    for right in ({}, sparse, sparse | {"names": ["a", "b"]}):
-        info = case.engine.parse_update_info(right)
-        assert info.num_updates_list == right.get("num_updates_list")
-        assert info.update_kind == right.get("update_kind", "dense")
-    for wrong in (
-        sparse | {"names": ["a"]},
-        {"update_kind": "sparse_flat"},
-        sparse | {"num_updates_list": []},
-        sparse | {"num_updates_list": [-1]},
-        sparse | {"num_updates_list": [True]},
-        sparse | {"num_updates_list": 2},
-        {"num_updates_list": [2]},
-        sparse | {"update_kind": "sparse"},
-        sparse | {"names": "a"},
-        {"names": ["a"]},
-    ):
-        with pytest.raises(ValueError, match=r"invalid|must be an object"):
-            case.engine.parse_update_info(wrong)
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        dense_then_sparse,
-        whole_tensors_where_the_version_before_was_loaded_in_part,
-        acknowledged,
-        names_of_parameters,
-        refusals,
-        rules_of_update_info,
-        *(() if IS_OF_THEM else (trainer_with_a_configuration,)),
-    )
-}
-MOUNTS = ["local", "network"]
 
 
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory: pytest.TempPathFactory) -> Any:
     place = tmp_path_factory.mktemp("contract")
-    return observe(__file__, place, "contract")
+    return observe("vllm_contract.py", place, "contract")
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("name", CASES)
 def test_contract(contract: dict[str, Any], mount: str, name: str) -> None:
     assert contract[mount][name] == "no error"
-
-
-def run_contract(place: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {mount: {} for mount in MOUNTS}
-    for mount in MOUNTS:
-        os.environ["DBUFFER_MOUNT"] = mount
-        for name, check in CASES.items():
-            case = Case(place / mount / name)
-            seen[mount][name] = "no error"
-            try:
-                check(case)
-            except (Exception, pytest.fail.Exception):
-                seen[mount][name] = traceback.format_exc()
-            case.close()
-    return seen
 
 
 # Real engines of these releases.
@@ -291,24 +40,8 @@ def run_contract(place: Path) -> dict[str, Any]:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("release", RELEASES)
 def test_engines_of_these_releases(release: str) -> None:
-    if not runpy.run_path(str(ROOT / "dev.py"))["takes_cpu_pins"]():
-        pytest.skip("vLLM's CPU builds are for Linux on x86-64 without a GPU")
-    done = subprocess.run(
-        [sys.executable, "dev.py", "vllm", release, __file__, *OPTIONS],
-        cwd=ROOT,
-        env={name: told for name, told in os.environ.items() if not name.startswith("PYTEST_")},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d passed", done.stdout), done.stdout[-2000:]
+    run_tests_with(release, __file__, TIMEOUT_S)
 
-
-ENGINES = {
-    "in this process": {"processes": False, "tp": 1},
-    "two ranks": {"processes": True, "tp": 2},
-}
 
 of_these_releases = pytest.mark.skipif(not IS_OF_THEM, reason="needs vLLM 0.23 or 0.24")
 
@@ -318,11 +51,11 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     where = ENGINES[request.param]
     place = tmp_path_factory.mktemp("contract")
     env = environment(processes=where["processes"])
-    return observe(__file__, place, str(where["tp"]), env=env, imports_anew=True)
+    return observe("vllm_contract.py", place, str(where["tp"]), env=env, imports_anew=True)
 
 
 @of_these_releases
-def test_dense_updates(observed: dict[str, Any]) -> None:
+def test_dense_updates(observed: Any) -> None:
     """In a session for a checkpoint's weights, and in one for a kernel's; each is switched to."""
     assert len(observed["dense"]) == 4
     for seed, tokens in observed["dense"]:
@@ -330,100 +63,20 @@ def test_dense_updates(observed: dict[str, Any]) -> None:
 
 
 @of_these_releases
-def test_sparse_updates(observed: dict[str, Any]) -> None:
-    expected = [1, "refused: needs one rank"][observed["ranks"] > 1]
-    assert observed["sparse"] == (
-        observed["fresh"]["1"] if expected == 1 else observed["sparse refused"]
-    )
+def test_sparse_updates(observed: Any) -> None:
+    has_one_rank = observed["ranks"] == 1
+    expected = observed["fresh"]["1"] if has_one_rank else observed["sparse refused"]
+    assert observed["sparse"] == expected
 
 
 @of_these_releases
 @pytest.mark.parametrize("session", ["checkpoint", "kernel"])
-def test_misfit_leaves_the_engine_as_it_was(observed: dict[str, Any], session: str) -> None:
+def test_misfit_leaves_the_engine_as_it_was(observed: Any, session: str) -> None:
     error, tokens = observed["misfit"][session]
     assert "norm.weight" in error
     assert tokens == observed["fresh"]["2"]
 
 
 @of_these_releases
-def test_trainers_learn_which_version_is_served(observed: dict[str, Any]) -> None:
+def test_trainers_learn_which_version_is_served(observed: Any) -> None:
     assert observed["applied"]
-
-
-def run(place: Path, tp: int) -> dict[str, Any]:
-    import vllm
-
-    more = {"tp": tp, "compilation_config": {"mode": 0}}
-    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
-    fresh = {}
-    for seed in models:
-        arguments = engine_arguments(save_model("qwen3", seed, place), how="none", **more)
-        kept.append(vllm.LLM(**arguments))
-        fresh[seed] = greedy(kept[-1])
-    llm = vllm.LLM(**engine_arguments(save_model("qwen3", 0, place), **more))
-    store = place / "store"
-    llm.init_weight_transfer_engine({"init_info": {"store": str(store), "engine_id": "engine"}})
-    with dbuffer.WeightSender(store, delta=True) as sender:
-        return {"fresh": fresh, "ranks": tp} | observe_updates(llm, models, sender, tp)
-
-
-def observe_updates(
-    llm: Any, models: dict[int, Any], sender: dbuffer.WeightSender, tp: int
-) -> dict[str, Any]:
-    arguments = {"sender": sender}
-    dense = []
-    for seed, session in ((1, "checkpoint"), (2, "kernel"), (1, "checkpoint"), (2, "checkpoint")):
-        version = backend().trainer_send_weights(models[seed].named_parameters(), arguments)
-        update(llm, session, {"version": version})
-        dense.append([seed, greedy(llm)])
-    seen: dict[str, Any] = {"dense": dense, "misfit": {}}
-    sender.wait_applied(version, receivers="engine", timeout_s=30.0)
-    seen["applied"] = True
-
-    spoilt = models[1].state_dict() | {"model.norm.weight": torch.ones(3)}
-    version = sender.send(spoilt).version
-    for session in ("checkpoint", "kernel"):
-        with pytest.raises(Exception, match=r"norm\.weight") as error:
-            update(llm, session, {"version": version})
-        if tp > 1:  # ends vLLM's session on the ranks that did not raise
-            with pytest.raises(Exception, match="finish_weight_update"):
-                llm.finish_weight_update()
-        seen["misfit"][session] = [str(error.value), greedy(llm)]
-
-    backend().trainer_send_weights(models[2].named_parameters(), arguments)
-    patches = list(differences(models[2], models[1]))
-    version = backend().trainer_send_sparse_weights(iter(patches), arguments)
-    names, counts = [p.name for p in patches], [len(p.indices) for p in patches]
-    info = {"version": version, "names": names, "num_updates_list": counts}
-    seen["sparse refused"] = "Sparse weight updates currently require TP=1 and PP=1"
-    try:
-        update(llm, "checkpoint", info | {"update_kind": "sparse_flat"})
-        seen["sparse"] = greedy(llm)
-    except Exception as error:
-        seen["sparse"] = re.search(seen["sparse refused"], str(error))[0]  # type: ignore[index]
-    return seen
-
-
-def update(llm: Any, session: str, info: dict[str, Any]) -> None:
-    llm.start_weight_update(is_checkpoint_format=session == "checkpoint")
-    llm.update_weights({"update_info": info})
-    llm.finish_weight_update()
-    llm.reset_prefix_cache()
-
-
-def differences(before: torch.nn.Module, after: torch.nn.Module) -> Iterator[Any]:
-    from vllm.distributed.weight_transfer.base import SparseWeightPatch
-
-    values = dict(after.named_parameters())
-    for name, tensor in before.named_parameters():
-        old, new = tensor.detach().view(-1), values[name].detach().view(-1)
-        places = (old != new).nonzero().view(-1)
-        if len(places):
-            yield SparseWeightPatch(name=name, indices=places.int(), values=new[places].clone())
-
-
-if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if sys.argv[2] == "contract":
-        leave(target, run_contract(target))
-    leave(target, run(target, int(sys.argv[2])))

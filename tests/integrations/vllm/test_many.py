@@ -18,19 +18,19 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from tests.programs.vllm_many import NUM_ENGINES, NUM_PROGRAMS
 from tests.support.engines.tiny_models import make_model, revealing_weights, token_of
 from tests.support.engines.vllm_engines import (
     NEEDS_VLLM,
-    PROMPTS,
+    PROGRAMS,
     TIMEOUT_S,
     environment,
     kill_group,
 )
 from tests.support.soak import Record, in_soaks_alone
+from tests.support.waiting import until
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S)]
-
-NUM_PROGRAMS, NUM_ENGINES = 4, 4
 READER_TIMEOUT_S = 3.0
 NUM_VERSIONS = 20
 """In each of the times that are told apart."""
@@ -45,7 +45,7 @@ class Program:
         self._log = (directory / f"log-{number}.txt").open("wb")
         self._seen.touch()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(directory), str(number)],
+            [sys.executable, str(PROGRAMS / "vllm_many.py"), str(directory), str(number)],
             env=environment(processes=False),
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -64,11 +64,12 @@ class Program:
 
     def wait_for(self, version: int) -> None:
         """Until all of its engines answer from this version or a later one."""
-        deadline = time.monotonic() + TIMEOUT_S / 3
-        while min(self.versions()) < version:
+
+        def is_so() -> bool:
             assert self.process.poll() is None, Path(self._log.name).read_text()[-4000:]
-            assert time.monotonic() < deadline, (version, self.versions())
-            time.sleep(0.1)
+            return min(self.versions()) >= version
+
+        until(f"all answer from version {version}", is_so, TIMEOUT_S / 3, 0.1)
 
     def end(self) -> None:
         kill_group(self.process)
@@ -129,33 +130,3 @@ def test_others_go_on_while_engines_hang_die_and_come_late(
     for _, version, tokens in answers:
         assert set(tokens) == {token_of(version)}
     record_property("answers of sixteen engines of one store", len(answers))
-
-
-# From here on, the program that runs in the subprocess.
-
-
-def run(directory: Path, number: int) -> None:
-    import vllm
-
-    from dbuffer.integrations.vllm import follow
-    from tests.support.engines.vllm_engines import engine_arguments, greedy_parameters
-
-    llms = [vllm.LLM(**engine_arguments(directory / "model")) for _ in range(NUM_ENGINES)]
-    ids = [f"engine-{number}-{one}" for one in range(NUM_ENGINES)]
-    followers = [
-        follow(llm, str(directory / "store"), engine_id=name)
-        for llm, name in zip(llms, ids, strict=True)
-    ]
-    with (directory / f"seen-{number}.jsonl").open("a") as seen:
-        while True:
-            for one, (llm, follower) in enumerate(zip(llms, followers, strict=True)):
-                follower.sync()
-                prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-                outputs = llm.generate(prompts, greedy_parameters(4), use_tqdm=False)
-                tokens = [token for output in outputs for token in output.outputs[0].token_ids]
-                seen.write(json.dumps((one, follower.applied, tokens)) + "\n")
-                seen.flush()
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), int(sys.argv[2]))

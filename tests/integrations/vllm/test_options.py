@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dbuffer.errors import DBufferError, OptionError, UnsupportedError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
@@ -32,17 +32,18 @@ from dbuffer.integrations.vllm.facts import (
 )
 
 STORE = "/dev/shm/policy"
+TOO_LONG_S = 2 * threading.TIMEOUT_MAX
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "store": ["", None, 1, True, b"/store", Path("/store"), ["/store"], {}],
     "local_store": ["", 1, True, b"/store", Path("/store"), ["/store"], {}],
     "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
     "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
-    "verify": ["", "yes", "Auto", None, 2, 0.5, [True], {}],
-    "poll_interval_s": [0, -1, 0.0, math.inf, math.nan, "1", None, True, [1], 1j],
-    "timeout_s": [0, -0.5, math.inf, -math.inf, math.nan, "60", None, False, {}],
+    "verify": ["", "yes", "Auto", None, 0, 1, 2, 0.0, 0.5, 1.0, [True], {}],
+    "poll_interval_s": [0, -1, 0.0, math.inf, math.nan, "1", None, True, [1], 1j, TOO_LONG_S],
+    "timeout_s": [0, -0.5, math.inf, -math.inf, math.nan, "60", None, False, {}, TOO_LONG_S],
     "num_threads": [0, -1, 1.0, "4", True, False, math.nan, [4]],
-    "allow_shared_store": [0, 1, None, "false", "", []],
+    "allow_shared_store": [0, 1, 0.0, 1.0, None, "false", "", []],
     "partial": [0, 1, None, "true", "", []],
     "new_history": ["", "Follow", "ask", None, True, 1, ["follow"]],
     "unused_tensors": ["", "Refuse", "ignore", None, True, 1, ["warn"]],
@@ -86,8 +87,7 @@ def each(values: dict[str, list[Any]]) -> list[Any]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------
-# Options of an engine
+# Options of an engine.
 
 
 @pytest.mark.parametrize(("name", "value"), each(WRONG_OPTIONS))
@@ -97,22 +97,6 @@ def test_a_wrong_option_is_a_value_error_that_names_it(name: str, value: Any) ->
     assert isinstance(caught.value, ValueError)
     assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("verify"), "allow_shared_store"],
-)
-@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0])
-def test_a_number_is_no_truth_value(name: str, value: float) -> None:
-    with pytest.raises(OptionError, match=name):
-        EngineOptions.parse({"store": STORE, name: value})
-
-
-@pytest.mark.parametrize("name", ["poll_interval_s", "timeout_s"])
-def test_no_time_is_longer_than_a_thread_can_wait(name: str) -> None:
-    with pytest.raises(OptionError, match=name):
-        EngineOptions.parse({"store": STORE, name: 2 * threading.TIMEOUT_MAX})
 
 
 @pytest.mark.parametrize(("name", "value"), each(RIGHT_OPTIONS))
@@ -177,8 +161,7 @@ def test_the_longest_engine_id_can_name_every_rank() -> None:
     assert is_receiver_id(f"{options.engine_id}.rank-9999")
 
 
-# ---------------------------------------------------------------------------------------------
-# Options from the engine's own configuration
+# Options from the engine's own configuration.
 
 
 @pytest.mark.parametrize(
@@ -187,29 +170,22 @@ def test_the_longest_engine_id_can_name_every_rank() -> None:
     ids=repr,
 )
 def test_an_engine_without_options_has_none(additional: Any) -> None:
-    config = SimpleNamespace(additional_config=additional)
-    assert engine_settings(config.additional_config) == {}
-    assert options_of(config.additional_config) is None
+    assert engine_settings(additional) == {}
+    assert options_of(additional) is None
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
 def test_an_engines_options_are_those_in_its_configuration(kind: Any) -> None:
     settings = {"store": STORE, "timeout_s": 5, "pause": "wait"}
-    config = SimpleNamespace(additional_config=kind({BACKEND: settings, "other": 1}))
-    assert options_of(config.additional_config) == EngineOptions(store=STORE, timeout_s=5)
-    assert engine_settings(config.additional_config) == settings, "the pause is for who follows"
-
-
-@pytest.mark.parametrize("settings", [None, STORE, [STORE], 1, True], ids=repr)
-def test_an_engines_options_must_be_an_object(settings: Any) -> None:
-    config = SimpleNamespace(additional_config={BACKEND: settings})
-    with pytest.raises(OptionError, match=r"additional_config\['dbuffer'\] is .*an object"):
-        options_of(config.additional_config)
+    additional = kind({BACKEND: settings, "other": 1})
+    assert options_of(additional) == EngineOptions(store=STORE, timeout_s=5)
+    assert engine_settings(additional) == settings, "the pause is for who follows"
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        *((no_object, "dbuffer") for no_object in (None, STORE, [STORE], 1, True)),
         ({"pause": "keep"}, "store"),
         ({"store": 1}, "store"),
         ({"store": STORE, "verify": "yes"}, "verify"),
@@ -217,10 +193,9 @@ def test_an_engines_options_must_be_an_object(settings: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_options_of_an_engine_are_named(settings: dict[str, Any], named: str) -> None:
-    config = SimpleNamespace(additional_config={BACKEND: settings})
+def test_wrong_options_of_an_engine_are_named(settings: Any, named: str) -> None:
     with pytest.raises(OptionError, match=named):
-        options_of(config.additional_config)
+        options_of({BACKEND: settings})
 
 
 @pytest.mark.parametrize("instance", ["abc123", "0"])
@@ -233,8 +208,7 @@ def test_the_default_engine_id_can_name_a_record(
         assert default_engine_id(instance).endswith(instance)
 
 
-# ---------------------------------------------------------------------------------------------
-# Requests
+# Requests.
 
 
 @pytest.mark.parametrize(("name", "value"), each(WRONG_REQUESTS))
@@ -264,7 +238,7 @@ def test_a_right_request_is_kept(values: dict[str, Any]) -> None:
 
 
 def test_exactly_and_at_least_exclude_each_other() -> None:
-    with pytest.raises(OptionError, match="either version or at_least, not both"):
+    with pytest.raises(OptionError, match="version or at_least"):
         UpdateRequest.parse({"version": 1, "at_least": 1})
 
 
@@ -278,8 +252,7 @@ def test_unknown_keys_of_a_request_are_refused(values: Any) -> None:
     assert all(name in str(caught.value) for name in WRONG_REQUESTS)
 
 
-# ---------------------------------------------------------------------------------------------
-# Facts about an engine
+# Facts about an engine.
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -367,16 +340,16 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"weight_transfer_config": None}, "not started for dbuffer"),
-        ({"weight_transfer_config": {"backend": "nccl"}}, "not started for dbuffer"),
-        ({"data_parallel_size": 2}, "2 replicas step each by itself.*FollowStore"),
+        ({"weight_transfer_config": None}, "weight_transfer_config"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config"),
+        ({"data_parallel_size": 2}, "2 replicas.*FollowStore"),
         (
             {"is_moe_model": True, "data_parallel_size": 2, "data_parallel_external_lb": True},
-            "2 replicas step together, and this front end has only some",
+            "2 replicas",
         ),
         (
             {"is_moe_model": True, "data_parallel_size": 2, "data_parallel_rank_local": 1},
-            "2 replicas step together, and this front end has only some",
+            "2 replicas",
         ),
     ],
     ids=str,
@@ -392,37 +365,22 @@ def test_an_engines_configuration_is_read_for_its_options() -> None:
     assert facts_of(config_of(additional_config=None)).configured is None
 
 
-# ---------------------------------------------------------------------------------------------
-# The plugin, and what is imported when
+# The plugin, and what is imported when.
 
 PROBE = """
 import importlib, sys
-for name in sys.argv[1:]:
+for name in ("", ".config", ".plugin", ".vllm_engine", ".follow_vllm"):
     importlib.import_module(f"dbuffer.integrations.vllm{name}")
 import dbuffer.integrations.vllm as package
-if ".following" in sys.argv[1:]:
-    assert package.follow and package.Follower and package.EngineOptions
-try:
-    package.nonsense
-except AttributeError:
-    pass
+assert package.follow and package.Follower and package.EngineOptions
+assert not hasattr(package, "nonsense")
 print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [["", ".config", ".plugin"], [".vllm_engine", ".follow_vllm"]],
-    ids=["in-every-process", "in-a-followers"],
-)
-def test_importing_needs_no_vllm(modules: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROBE, *modules],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_importing_needs_no_vllm(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", PROBE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
@@ -479,20 +437,16 @@ def test_register_makes_both_halves_known_and_may_be_called_again(
     for _ in range(3):
         plugin.register()
     package = "dbuffer.integrations.vllm"
-    assert engines.engines == {
-        BACKEND: (f"{package}.backend", "DBufferWeightTransferEngine"),
-    }
+    assert engines.engines == {BACKEND: (f"{package}.backend", "DBufferWeightTransferEngine")}
     assert trainers.engines == {
-        BACKEND: (f"{package}.trainer", "DBufferTrainerWeightTransferEngine"),
+        BACKEND: (f"{package}.trainer", "DBufferTrainerWeightTransferEngine")
     }
     assert not caplog.records
 
 
 def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(
-        monkeypatch,
-        WeightTransferEngineFactory=Factory(),
-        WeightTransferTrainerFactory=Factory(),
+        monkeypatch, WeightTransferEngineFactory=Factory(), WeightTransferTrainerFactory=Factory()
     )
     assert not plugin.serves_every_worker()
     plugin.register()
@@ -504,38 +458,27 @@ def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.Mo
         facts_of(plain)
 
 
-@pytest.mark.parametrize("place", ["vllm", FACTORY, WORKERS])
-def test_a_vllm_without_weight_transfer_is_warned_and_starts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
-    pretend(monkeypatch)
-    monkeypatch.setitem(sys.modules, place, None)
-    plugin.register()
-    [entry] = caplog.records
-    assert entry.levelno == logging.WARNING
-    assert entry.getMessage().endswith("no dbuffer")
+NOTHING: dict[str, Any] = {}
+UNKNOWN = {"WeightTransferEngineFactory": object(), "WeightTransferTrainerFactory": object()}
+HALF = UNKNOWN | {"WeightTransferEngineFactory": Factory()}
 
 
 @pytest.mark.parametrize(
-    "factories",
+    ("missing", "factories"),
     [
-        pytest.param({}, id="neither"),
-        pytest.param(
-            {"WeightTransferEngineFactory": object(), "WeightTransferTrainerFactory": object()},
-            id="nothing to register with",
-        ),
-        pytest.param(
-            {"WeightTransferEngineFactory": Factory(), "WeightTransferTrainerFactory": object()},
-            id="only the engine's",
-        ),
+        *((place, NOTHING) for place in ("vllm", FACTORY, WORKERS)),
+        *(("", factories) for factories in (NOTHING, UNKNOWN, HALF)),
     ],
 )
-def test_a_vllm_with_another_weight_transfer_is_warned_and_starts(
+def test_a_vllm_with_no_or_another_weight_transfer_is_warned_and_starts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    missing: str,
     factories: dict[str, Any],
 ) -> None:
     pretend(monkeypatch, **factories)
+    if missing:
+        monkeypatch.setitem(sys.modules, missing, None)
     plugin.register()
     [entry] = caplog.records
     assert entry.levelno == logging.WARNING
@@ -552,11 +495,6 @@ def test_a_vllm_without_a_trainers_half_gets_the_engines(
     assert set(engines.engines) == {BACKEND}
     assert not plugin.serves_every_worker()
     assert not caplog.records
-
-
-def test_all_errors_are_dbuffers_own() -> None:
-    assert issubclass(OptionError, DBufferError)
-    assert issubclass(UnsupportedError, DBufferError)
 
 
 @pytest.mark.parametrize(

@@ -156,44 +156,40 @@ def spoilt(**fields: Any) -> Patch:
 
 
 WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
-    "name": (patch("c"), WeightsMismatchError, "'c', which was not published"),
-    "name of no text": (spoilt(name=1), InvalidWeightsError, "name that is no text"),
-    "shape": (patch(shape=(4, 3)), WeightsMismatchError, r"\[4, 3\], and \[3, 4\] was published"),
-    "flat shape": (patch(shape=(12,)), WeightsMismatchError, r"\[12\], and \[3, 4\]"),
+    "name": (patch("c"), WeightsMismatchError, "'c'"),
+    "name of no text": (spoilt(name=1), InvalidWeightsError, "patch 1, of 1"),
+    "shape": (patch(shape=(4, 3)), WeightsMismatchError, r"\[4, 3\].*\[3, 4\]"),
+    "flat shape": (patch(shape=(12,)), WeightsMismatchError, r"\[12\].*\[3, 4\]"),
     "no shape": (patch(shape=None), InvalidWeightsError, "full_shape None"),
-    "place beyond": (patch(places=(1, 12)), WeightsMismatchError, "outside of 0 to 11"),
-    "place below": (patch(places=(-1, 1)), WeightsMismatchError, "outside of 0 to 11"),
-    "place twice": (patch(places=(1, 1)), InvalidWeightsError, "one place twice"),
-    "nan": (patch(values=(1.0, math.nan)), InvalidWeightsError, "brings a NaN"),
-    "lengths": (patch(places=(1,)), InvalidWeightsError, "1 indices and 2 values"),
+    "place beyond": (patch(places=(1, 12)), WeightsMismatchError, "0 to 11"),
+    "place below": (patch(places=(-1, 1)), WeightsMismatchError, "0 to 11"),
+    "place twice": (patch(places=(1, 1)), InvalidWeightsError, "'a'"),
+    "nan": (patch(values=(1.0, math.nan)), InvalidWeightsError, "NaN"),
+    "lengths": (patch(places=(1,)), InvalidWeightsError, "1 indices.*2 values"),
     "indices of 8 bits": (
         spoilt(indices=torch.tensor([1, 6], dtype=torch.uint8)),
         InvalidWeightsError,
-        "torch.uint8, not int32 or int64",
+        "uint8.*int32.*int64",
     ),
-    "not flat": (spoilt(values=torch.ones(1, 2)), InvalidWeightsError, "of one dimension"),
-    "without data": (
-        spoilt(values=torch.ones(2, device="meta")),
-        InvalidWeightsError,
-        "values that are no plain tensor .* with data",
-    ),
-    "sparse": (spoilt(values=torch.ones(2).to_sparse()), InvalidWeightsError, "no plain tensor"),
-    "no tensor": (spoilt(indices=[1, 6]), InvalidWeightsError, "indices that are no plain tensor"),
-    "another thing": (("a", torch.ones(2)), InvalidWeightsError, "none of vLLM's"),
+    "not flat": (spoilt(values=torch.ones(1, 2)), InvalidWeightsError, "values"),
+    "without data": (spoilt(values=torch.ones(2, device="meta")), InvalidWeightsError, "values"),
+    "sparse": (spoilt(values=torch.ones(2).to_sparse()), InvalidWeightsError, "values"),
+    "no tensor": (spoilt(indices=[1, 6]), InvalidWeightsError, "indices"),
+    "another thing": (("a", torch.ones(2)), InvalidWeightsError, "patch 1 "),
     "integers for floats": (
         patch(values=(1, 2), dtype=torch.int64),
         WeightsMismatchError,
-        "holds torch.int64, and the tensor torch.float32",
+        "int64.*float32",
     ),
     "floats for eight bits": (
         patch("scaled", (0,), (1.0,), (4,)),
         WeightsMismatchError,
-        "holds torch.float32, and the tensor torch.float8_e4m3fn",
+        "float32.*float8_e4m3fn",
     ),
     "nan of eight bits": (
         patch("scaled", (0,), (math.nan,), (4,), dtype=torch.float8_e4m3fn),
         InvalidWeightsError,
-        "brings a NaN",
+        "NaN",
     ),
 }
 
@@ -211,14 +207,14 @@ def test_a_wrong_patch_is_refused_with_all_others(sender: WeightSender, what: st
 
 def test_parts_of_a_tensor_agree_about_it(sender: WeightSender) -> None:
     for other in (patch(shape=(4, 3)), patch(dtype=torch.bfloat16)):
-        with pytest.raises(WeightsMismatchError, match="two patches of 'a'"):
+        with pytest.raises(WeightsMismatchError, match="'a'"):
             patches_of([patch(), other])
     assert publish_patches(sender, [patch()]) == 2
 
 
 def test_what_is_composed_of_other_tensors_is_refused() -> None:
     """As a shard of FSDP is."""
-    with pytest.raises(InvalidWeightsError, match="gather and flatten"):
+    with pytest.raises(InvalidWeightsError, match="'a'"):
         patches_of([spoilt(values=TwoTensor(torch.ones(2), torch.ones(2)))])
 
 
@@ -228,7 +224,7 @@ def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
         sender.send({"embed": weight, "head": weight})
         one = patch("head", (0,), (9.0,), (4,))
         assert publish_patches(sender, [one]) == 2
-        with pytest.raises(InvalidWeightsError, match="tied to it"):
+        with pytest.raises(InvalidWeightsError, match=r"'embed'|'head'"):
             publish_patches(sender, [one, patch("embed", (1,), (9.0,), (4,))])
         with WeightReceiver(sender.store) as receiver:
             into = {"embed": torch.zeros(4), "head": torch.zeros(4)}
@@ -249,7 +245,7 @@ def test_patches_go_upon_nothing_that_another_sender_has_published(
             lambda: publish_patches(sender, [patch()]),
             lambda: trainer_send_sparse_weights(iter([patch()]), {"sender": sender}),
         ):
-            with pytest.raises(VersionError, match="send all weights once"):
+            with pytest.raises(VersionError):
                 publish()
         assert same(published(sender), WEIGHTS)
         sender.send(WEIGHTS)
@@ -265,7 +261,7 @@ def test_as_releases_with_a_sparse_method_call_it(sender: WeightSender) -> None:
 
 @pytest.mark.parametrize("arguments", [None, {}, {"sender": None}, {"group": 1}], ids=repr)
 def test_arguments_without_a_sender_are_refused(arguments: Any) -> None:
-    with pytest.raises(OptionError, match="must be an object with 'sender'"):
+    with pytest.raises(OptionError, match="'sender'"):
         trainer_send_sparse_weights([patch()], arguments)
 
 

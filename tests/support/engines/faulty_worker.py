@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.vllm import WorkerExtension
 from dbuffer.store import filesystem
+from tests.support.waiting import until
 
 _WAIT_S = 60.0
 
@@ -80,10 +80,7 @@ class Faults(WorkerExtension):
             if rank != self.rank or handed_over != after_tensors or halted.exists():
                 return
             halted.touch()
-            deadline = time.monotonic() + _WAIT_S
-            while not go_on.exists():
-                assert time.monotonic() < deadline, "nobody let this rank go on"
-                time.sleep(0.005)
+            until("this rank may go on", go_on.exists, _WAIT_S)
 
         watch_loads(self.get_model(), halt)
 

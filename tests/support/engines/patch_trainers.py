@@ -1,6 +1,6 @@
 """Trainers written for vLLM's sparse weight transfer, and the engine of an ``LLM`` that they drive.
 
-Run inside the programs that test files are; see `vllm_engines`.
+For programs; see `vllm_engines`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 import dbuffer
 from tests.support.soak import is_soak
+from tests.support.waiting import error_of
 
 NUM_STEPS = 200 if is_soak() else 20
 WRONG_AFTER = 10
@@ -110,14 +111,6 @@ def trainer_engine(store: Path, client: Any, source: Any = None, rank: int = 0, 
     )
 
 
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except dbuffer.DBufferError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
 def observe_versions(store: Path, llm: Any, version_of: Callable[[Any], str]) -> dict[str, Any]:
     """A whole version of a source, then versions by patches: at once, in chunks, and a wrong one.
 
@@ -130,7 +123,7 @@ def observe_versions(store: Path, llm: Any, version_of: Callable[[Any], str]) ->
     trainer, client = Trainer(make_model("qwen3", 0)), Client(llm)
     how = {"sparse": True, "sender": {"dtype": torch.bfloat16}}
     engine = trainer_engine(store, client, ModuleSource(trainer.model), **how)
-    seen: dict[str, Any] = {"too early": refusal(lambda: engine.send_weights(trainer.step()))}
+    seen: dict[str, Any] = {"too early": error_of(lambda: engine.send_weights(trainer.step()))}
     engine.send_weights()
     seen["differences"] = [trainer.differences(llm)]
     seen["versions"] = [version_of(llm)]
@@ -150,7 +143,7 @@ def observe_versions(store: Path, llm: Any, version_of: Callable[[Any], str]) ->
         if step == WRONG_AFTER:
             right = trainer.some_of(VARIED[0])
             wrong = patch_of("lm_head", right.indices, right.values, right.full_shape)
-            seen["wrong"] = refusal(lambda: engine.send_weights([right, wrong]))  # noqa: B023
+            seen["wrong"] = error_of(lambda: engine.send_weights([right, wrong]))  # noqa: B023
             seen["after a wrong one"] = trainer.differences(llm), version_of(llm)
     engine.send_weights([])
     engine.send_weights(all_of(make_model("qwen3", 1)))
@@ -165,7 +158,7 @@ def observe_trainers_without_source(
     from tests.support.engines.tiny_models import make_model
 
     client, other = Client(llm), make_model("qwen3", 1)
-    seen: dict[str, Any] = {"no base": refusal(lambda: trainer_engine(store, client))}
+    seen: dict[str, Any] = {"no base": error_of(lambda: trainer_engine(store, client))}
     engine = trainer_engine(store, client, checkpoint=str(checkpoint))
     follower = trainer_engine(store, None, checkpoint=str(checkpoint), rank=1)
     engine.send_weights()

@@ -5,7 +5,8 @@ is forked off goes on as an interpreter would that was just started: it has the 
 descriptors, the session and the parent that it would have; and so have the processes that it
 spawns, which are forks too, of a helper that it forks before all else. So none is a fork of a
 process with engines, threads and locks. What they import, and how long that takes, is all that a
-test cannot tell from such forks.
+test cannot tell from such forks. Two things of vLLM are changed, which cost processor time alone:
+its ranks sleep between messages (`let_readers_sleep`), and outside of soaks torch compiles nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ MODULES = (
 )
 """And its plugins. An older vLLM may lack some."""
 
+QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
+SPIN_S = 0.01
+
 REGISTRY = "vllm.model_executor.models.registry"
 
 MAX_MESSAGE_BYTES = 1 << 17
@@ -61,9 +65,17 @@ HIGH_DESCRIPTOR = 500
 START_TIMEOUT_S = 120.0
 """Until the first helper has imported all, on a busy machine."""
 
+FORKED_WITH_CARE = "jemalloc_bg_thd"
+"""Thread of pyarrow's allocator, which an older vLLM imports; jemalloc starts it anew in a fork."""
+
 READY, HAS_THREADS = b"ready", b"has threads"
 
 PR_SET_CHILD_SUBREAPER = 36
+
+READ_AS_IMPORTED = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+if "DBUFFER_SOAK" not in os.environ:
+    # Each engine with two ranks compiles how it looks up embeddings, for seconds.
+    READ_AS_IMPORTED["TORCH_COMPILE_DISABLE"] = "1"
 
 CAN_FORK = not Path("/dev/nvidiactl").exists()
 """What has met a GPU cannot be forked."""
@@ -74,6 +86,7 @@ def start(
     *,
     env: dict[str, str],
     output: IO[bytes],
+    errors: IO[bytes] | None = None,
     new_session: bool = False,
     imports_anew: bool = False,
 ) -> Process:
@@ -83,19 +96,20 @@ def start(
         arguments: as those of Python: a script's path, or ``-m MODULE``, and more.
         env: the environment.
         output: what it writes to.
+        errors: where its standard error goes; None: to the output, too.
         new_session: whether it leads a session of its own.
         imports_anew: whether what it imports must see its environment, as prometheus_client looks
             for several processes then: it is no fork.
     """
     with Path(os.devnull).open("rb") as nothing, _turns:
         if not imports_anew and CAN_FORK and (helper := _helper()) is not None:
-            at = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            at = {0: nothing.fileno(), 1: output.fileno(), 2: (errors or output).fileno()}
             return Forked(helper.fork(arguments, env, at, new_session=new_session))
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=env,
         stdout=output,
-        stderr=output,
+        stderr=errors or output,
         start_new_session=new_session,
     )
 
@@ -184,8 +198,7 @@ def _helper() -> Helper | None:
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                # Read as it is imported.
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+                env=os.environ | READ_AS_IMPORTED,
             )
         atexit.register(_end, ours, process)
         _the_helper = Helper(ours)
@@ -351,13 +364,30 @@ def import_all() -> None:
             importlib.import_module(name)
 
 
+def let_readers_sleep() -> None:
+    """Let vLLM's ranks spin for 10 ms after each message, not for a second.
+
+    On few processors they would take the time of the rank that they wait for. Before a reader's
+    first message it spins as ever: until then it may miss what would wake it.
+    """
+    if (queues := sys.modules.get(QUEUES)) is None:
+        return
+
+    def record_read(self: Any) -> None:
+        self.last_read = time.monotonic() - self.busy_loop_s + SPIN_S
+
+    queues.SpinCondition.record_read = record_read  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     # Programs that import this have the helper that they were born with, not one more.
     sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
     import_all()
+    let_readers_sleep()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     asked = socket.socket(fileno=int(sys.argv[1]))
-    if len(list(Path("/proc/self/task").iterdir())) == 1:
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len([name for name in threads if name != FORKED_WITH_CARE]) == 1:
         asked.send(READY)
         serve(asked)
     print(

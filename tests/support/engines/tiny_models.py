@@ -9,37 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
 
 FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
 
@@ -57,61 +31,49 @@ SHAPE: dict[str, Any] = {
 SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 32}
+_STATE = {"state_size": 16, "head_dim": 32, "num_heads": 4, "n_groups": 1}
+_POSITIONS = {"n_layer": 2, "n_head": 2, "vocab_size": 500, "initializer_range": 0.2}
+
+
+def _kinds() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The name of each family in transformers, and its configuration; of the shape as it is now."""
+    four = {**SHAPE, "num_attention_heads": 4}
+    two = {**SHAPE, "num_attention_heads": 2}
+    others = {**two, **SPECIAL_TOKENS}
+
+    def without(*names: str) -> dict[str, Any]:
+        return {name: size for name, size in others.items() if name not in names}
+
+    no_heads = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
+    moe = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return {
+        "qwen3": ("Qwen3", {**four, "head_dim": 32}),
+        "llama": ("Llama", two),
+        "tied-qwen2": ("Qwen2", {**two, "tie_word_embeddings": True}),
+        "qwen3-moe": ("Qwen3Moe", {**four, **_EXPERTS, **moe}),
+        # vLLM has no models of its own for most of these; the others load in ways of their own.
+        "bloom": ("Bloom", {**_POSITIONS, **SPECIAL_TOKENS, "hidden_size": 64}),
+        "phi": ("Phi", others),  # its head has a bias, which the Transformers backend registers
+        "olmo2": ("Olmo2", others),
+        "gpt-neox": ("GPTNeoX", without("num_key_value_heads")),
+        "starcoder2": ("Starcoder2", others),
+        "gpt-j": ("GPTJ", {**_POSITIONS, "n_embd": 64, "n_positions": 256, "rotary_dim": 16}),
+        "gpt-oss": ("GptOss", {**others, **_EXPERTS, "num_local_experts": 4}),
+        "mamba2": ("Mamba2", {**without(*no_heads), **_STATE}),
+    }
+
+
 def make_model(family: str, seed: int) -> Any:
     """A model of random weights; the seed decides which."""
     torch.manual_seed(seed)
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, head_dim=32, **SHAPE))
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **SHAPE))
-    if family == "qwen3-moe":
-        config = Qwen3MoeConfig(
-            num_attention_heads=4,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            norm_topk_prob=True,
-            **SHAPE,
-        )
-        return Qwen3MoeForCausalLM(config)
-    if family in OTHERS:
-        return make_other(family)
-    config = Qwen2Config(num_attention_heads=2, tie_word_embeddings=True, **SHAPE)
-    return Qwen2ForCausalLM(config)
-
-
-OTHERS = ("bloom", "phi", "olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss", "mamba2")
-
-
-def make_other(family: str) -> Any:
-    """Families that vLLM has no model of its own for, and three that load in ways of their own."""
-    more = {"num_attention_heads": 2, **SPECIAL_TOKENS}
-    if family == "olmo2":
-        model: Any = Olmo2ForCausalLM(Olmo2Config(**SHAPE, **more))
-    elif family == "gpt-neox":
-        shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
-        model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **more))
-    elif family == "gpt-oss":
-        experts = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-        model = GptOssForCausalLM(GptOssConfig(**SHAPE, **experts, **more))
-    elif family == "mamba2":
-        state = {"state_size": 16, "head_dim": 32, "num_heads": 4, "n_groups": 1}
-        sizes = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        model = Mamba2ForCausalLM(Mamba2Config(initializer_range=0.2, **sizes, **state, **more))
-    elif family == "phi":  # its head has a bias, which vLLM's Transformers backend registers
-        model = PhiForCausalLM(PhiConfig(**SHAPE, **more))
-    elif family == "bloom":
-        names = {"n_layer": 2, "n_head": 2, "hidden_size": 64, "vocab_size": 500}
-        model = BloomForCausalLM(BloomConfig(initializer_range=0.2, **names, **SPECIAL_TOKENS))
+    kind, shape = _kinds()[family]
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if family == "bloom":
         model.get_input_embeddings().weight.data.mul_(0.05)
-    elif family == "starcoder2":
-        model = Starcoder2ForCausalLM(Starcoder2Config(**SHAPE, **more))
-    else:
-        names = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}
-        config = GPTJConfig(vocab_size=500, initializer_range=0.2, **names)
-        model = GPTJForCausalLM(config)
-    vary_vectors(model)
+    if family not in FAMILIES:
+        vary_vectors(model)
     return model
 
 
@@ -127,13 +89,13 @@ def save_tokenizer(checkpoint: Path) -> None:
     make_tokenizer().save_pretrained(checkpoint)
 
 
-def make_tokenizer(*special: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(*special: str) -> transformers.PreTrainedTokenizerFast:
     """A word for each token, the last ones of their own names; words stand between spaces."""
     plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
     words = {word: number for number, word in enumerate([*plain, *special])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="word0",
         eos_token="word1",
@@ -228,3 +190,19 @@ def save_mixed(base: Path, part: dict[str, torch.Tensor], path: Path) -> Path:
     shutil.copytree(base, path)
     save_file(weights_in(base) | part, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def compressed_tensors(
+    kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Configuration of a checkpoint that compressed-tensors has quantised, but for its head."""
+    group = {"targets": ["Linear"], "weights": weights}
+    if inputs is not None:
+        group["input_activations"] = inputs
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }

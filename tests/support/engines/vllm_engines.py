@@ -1,8 +1,8 @@
 """Real vLLM engines, small, for the tests; each test file runs them in a program of its own.
 
 vLLM changes environment, warnings and threads of its process and prints from native threads, so a
-test file runs itself as a program (see :func:`observe`) that leaves what it saw as JSON, and judges
-that.
+test file runs one of `tests/programs` (see :func:`observe`), which leaves what it saw as JSON, and
+judges that.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+import dbuffer
+from dbuffer.integrations.vllm import follow
+from tests.support import ROOT
 from tests.support.engines import preforked
 from tests.support.soak import is_soak
+from tests.support.waiting import error_of
 
 NEEDS_VLLM = [
     pytest.mark.vllm,
@@ -42,6 +49,7 @@ ANSWERS_TELL_VERSIONS = pytest.mark.skipif(
     () < vllm_release() < (0, 32), reason="before 0.32, vLLM's answers do not tell their version"
 )
 
+PROGRAMS = ROOT / "tests" / "programs"
 TIMEOUT_S = 3600 if is_soak() else 900
 """Of a program: an engine starts in 20 s, and in two minutes beside others on a slow machine."""
 
@@ -78,7 +86,7 @@ def observe(
     env: dict[str, str] | None = None,
     imports_anew: bool = False,
 ) -> Any:
-    """Run a test file as a program; what it left in ``observed.json`` of the directory.
+    """Run one of `tests/programs`; what it left in ``observed.json`` of the directory.
 
     Everything that it started ends with it, whatever happens. If it hangs, the failure shows where
     every thread of every process stood. Its engines are in its own process, unless ``env`` says
@@ -88,7 +96,7 @@ def observe(
     log = directory / "log.txt"
     with log.open("wb") as output:
         process = preforked.start(
-            [program, str(directory), *arguments],
+            [str(PROGRAMS / program), str(directory), *arguments],
             env=env | {"PYTHONFAULTHANDLER": "1"},
             output=output,
             new_session=True,
@@ -106,6 +114,23 @@ def observe(
     ended = "hung" if code is None else f"exited with {code}"
     assert code == 0, f"{program} {ended}: {log.read_text(errors='replace')[-TOLD_CHARACTERS:]}"
     return json.loads((directory / "observed.json").read_text())
+
+
+def run_tests_with(release: str, file: str, timeout_s: float) -> None:
+    """Run a test file with another release of vLLM, in an environment of its own."""
+    if not runpy.run_path(str(ROOT / "dev.py"))["takes_cpu_pins"]():
+        pytest.skip("vLLM's CPU builds are for Linux on x86-64 without a GPU")
+    options = ["--numprocesses=0", "--quiet", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "dev.py", "vllm", release, file, *options],
+        cwd=ROOT,
+        env={name: told for name, told in os.environ.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert re.search(r"\b[1-9]\d\d? passed", done.stdout), done.stdout[-2000:]
 
 
 kept: list[Any] = []
@@ -158,6 +183,68 @@ def engine_arguments(
     }
 
 
+def start_llm(checkpoint: Path | str, **more: Any) -> Any:
+    """Start an ``LLM``, which stays until its program ends."""
+    import vllm
+
+    kept.append(vllm.LLM(**engine_arguments(checkpoint, **more)))
+    return kept[-1]
+
+
+def model_of(llm: Any) -> Any:
+    """The model of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.get_model()
+
+
+Ask = Callable[[Any], Any]
+
+
+@contextlib.contextmanager
+def following(
+    llm: Any, store: Path, ask: Ask | None = None, *, delta: bool = False, **options: Any
+) -> Iterator[Callable[[Any], list[Any]]]:
+    """Let an ``LLM`` follow a store of the test's own; give a function that switches it to weights.
+
+    It returns the error of the follower, if any, and what the engine answers afterwards.
+    """
+    with (
+        dbuffer.WeightSender(store, delta=delta) as sender,
+        follow(llm, store, **options) as follower,
+    ):
+
+        def switch(weights: Any) -> list[Any]:
+            sender.send(weights)
+            return [error_of(follower.sync), (ask or greedy)(llm)]
+
+        yield switch
+
+
+@contextlib.contextmanager
+def counted_reloads(llm: Any) -> Iterator[list[str]]:
+    """One entry for each reload of the model or of a part, of an engine in this process."""
+    from dbuffer.integrations.engine.endpoint import RankEndpoint
+
+    model: Any = RankEndpoint.of(model_of(llm)).receiver._model.serving  # type: ignore[union-attr]
+    reloads: list[str] = []
+
+    def load(*arguments: Any, **options: Any) -> None:
+        reloads.append("of a part" if options.get("partial") else "of all")
+        type(model).load(model, *arguments, **options)
+
+    model.load = load
+    try:
+        yield reloads
+    finally:
+        del model.load
+
+
+def set_packing(packed: bool) -> None:
+    """On a GPU parameters stay as they were loaded; here only if oneDNN is out of the way."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = packed
+
+
 def greedy_parameters(max_tokens: int = 16) -> Any:
     import vllm
 
@@ -166,12 +253,14 @@ def greedy_parameters(max_tokens: int = 16) -> Any:
     )
 
 
-def greedy(llm: Any) -> list[list[int]]:
+def greedy(llm: Any, max_tokens: int = 16) -> list[list[int]]:
     """Tokens that an ``LLM`` answers each of :data:`PROMPTS` with."""
-    return greedy_answers(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS])
+    return greedy_answers(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS], max_tokens)
 
 
-def greedy_answers(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
-    """The same, to any prompts."""
-    outputs = llm.generate(prompts, greedy_parameters(), use_tqdm=False)
+def greedy_answers(
+    llm: Any, prompts: list[dict[str, Any]], max_tokens: int = 16, **more: Any
+) -> list[list[int]]:
+    """Tokens that it answers any prompts with."""
+    outputs = llm.generate(prompts, greedy_parameters(max_tokens), use_tqdm=False, **more)
     return [list(output.outputs[0].token_ids) for output in outputs]

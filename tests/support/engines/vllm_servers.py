@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import BLOCK_TOKENS, environment
+from tests.support.waiting import until
 
 WAIT_S = 300
 """For anything that is waited for in the programs, a server's start on a busy machine included."""
@@ -30,15 +30,13 @@ ANSWER_TOKENS = 8
 BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
 
 
-def wait_for(
-    what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S, every_s: float = 0.02
-) -> Any:
-    """Wait until the condition is true; what it is then."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(every_s)
-    return found
+FOLLOWS = ("--middleware", "dbuffer.integrations.vllm.FollowStore")
+
+
+def following(store: Path, **options: Any) -> list[str]:
+    """Flags of a server that follows a store by itself."""
+    settings = {"dbuffer": {"store": str(store), **options}}
+    return ["--additional-config", json.dumps(settings), *FOLLOWS]
 
 
 def question(length: int) -> dict[str, Any]:
@@ -99,14 +97,22 @@ class Server:
                 imports_anew=api_servers > 1,
             )
         self.client = httpx.Client(
-            base_url=self.url,
-            timeout=WAIT_S,
-            headers={"Authorization": f"Bearer {API_KEY}"},
+            base_url=self.url, timeout=WAIT_S, headers={"Authorization": f"Bearer {API_KEY}"}
         )
         self._httpx = httpx
 
     def wait_ready(self) -> None:
-        wait_for(f"{self.url} is ready", self.is_ready, every_s=START_EVERY_S)
+        until(f"{self.url} is ready", self.is_ready, WAIT_S, START_EVERY_S)
+
+    def is_ready_without_version(self) -> bool:
+        """Whether it is ready when it says that it waits for a version."""
+        until(
+            f"{self.url} waits for a version",
+            lambda: "for a version" in self.log() or self.is_ready(),
+            WAIT_S,
+            START_EVERY_S,
+        )
+        return self.is_ready()
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
@@ -127,11 +133,11 @@ class Server:
                 was_ready = was_ready or self.is_ready()
             return was_ready or self._process.poll() is not None
 
-        wait_for("it ends", has_ended)
+        until("it ends", has_ended, WAIT_S, START_EVERY_S)
         if was_ready:
             self.kill()
         with contextlib.suppress(AssertionError):
-            wait_for("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
+            until("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
         return {
             "exit code": self._process.wait(WAIT_S),
             "was ready": was_ready,
@@ -206,7 +212,7 @@ class Server:
         for process in processes:
             process.kill()
         self._process.wait(WAIT_S)
-        wait_for("its processes have ended", lambda: not any(map(is_alive, processes)))
+        until("its processes have ended", lambda: not any(map(is_alive, processes)), WAIT_S)
 
     def terminate(self) -> tuple[int, list[str]]:
         """SIGTERM; the exit code, and what of it is still there afterwards."""
@@ -214,7 +220,7 @@ class Server:
         self._process.terminate()
         code = self._process.wait(WAIT_S)
         with contextlib.suppress(AssertionError):
-            wait_for("its processes have ended", lambda: not any(map(is_alive, processes)), 5)
+            until("its processes have ended", lambda: not any(map(is_alive, processes)), 5.0)
         return code, [str(process) for process in processes if is_alive(process)]
 
 

@@ -1,0 +1,318 @@
+"""Program of `test_breadth.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbuffer
+from dbuffer.integrations.vllm import follow
+from tests.programs.vllm_drafts import bigrams, eagle
+from tests.support.engines.async_engines import Asking
+from tests.support.engines.families import CONFIGURATIONS, save_family
+from tests.support.engines.media_models import MEDIA, media_prompts, save_media_model
+from tests.support.engines.tiny_models import compressed_tensors, save_model, weights_in
+from tests.support.engines.vllm_engines import (
+    PROMPTS,
+    TIMEOUT_S,
+    engine_arguments,
+    following,
+    greedy,
+    greedy_answers,
+    leave,
+    set_packing,
+    start_llm,
+)
+
+ORDER = (1, 0) * 5
+"""Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
+
+NUM_STREAMS = 3
+STREAM_TOKENS = 60
+"""Of an answer in the background: enough for several versions to come before it ends."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, and what it is to follow."""
+
+    make: Callable[[Path, int], Path]
+    """Save the checkpoint of a seed below a directory."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the engine."""
+    draft: Callable[[Path, int], Path] | None = None
+    """Saves a model that proposes tokens, which no version brings."""
+    other: dict[str, Any] | None = None
+    """Arguments of the engine that it is measured by, where those are others."""
+    is_embedding: bool = False
+    media: str = ""
+    """Of :data:`media_models.MEDIA`: it is given those beside a text."""
+    unused_tensors: str = "refuse"
+    """Option of the follower."""
+    refused: str = ""
+    """What the engine says of each version, where it can have none."""
+
+
+def family(model_type: str, *, embeds: bool = False) -> Callable[[Path, int], Path]:
+    return lambda directory, seed: save_family(model_type, directory, seed, embeds=embeds)
+
+
+def saved(name: str) -> Callable[[Path, int], Path]:
+    """A family that other tests have, too."""
+    return lambda directory, seed: save_model(name, seed, directory)
+
+
+GROUP = 32
+"""Inputs that share a scale."""
+
+
+def int4(method: str) -> Callable[[Path, int], Path]:
+    """A checkpoint of 4-bit weights; any bits are weights of some model."""
+
+    def make(directory: Path, seed: int) -> Path:
+        from safetensors.torch import save_file
+
+        path = DENSE(directory, seed)
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": method, **INT4[method]}
+        config["dtype"] = "bfloat16"
+        (path / "config.json").write_text(json.dumps(config))
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in weights_in(path).items():
+            weights |= bits_of(method, name, tensor)
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    return make
+
+
+def bits_of(method: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith("_proj.weight"):
+        return {name: tensor.bfloat16().contiguous()}
+    base, (num_out, num_in) = name.removesuffix("weight"), tensor.shape
+    num_groups = num_in // GROUP
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+    scales = 0.05 * torch.rand(num_groups, num_out)
+    if method == "compressed-tensors":
+        return {
+            f"{base}weight_packed": bits(num_out, num_in // 8),
+            f"{base}weight_scale": scales.T.bfloat16().contiguous(),
+            f"{base}weight_shape": torch.tensor([num_out, num_in]),
+        }
+    if method == "awq":
+        return {
+            f"{base}qweight": bits(num_in, num_out // 8),
+            f"{base}qzeros": bits(num_groups, num_out // 8),
+            f"{base}scales": scales.bfloat16(),
+        }
+    return {
+        f"{base}qweight": bits(num_in // 8, num_out),
+        f"{base}qzeros": torch.full((num_groups, num_out // 8), 0x77777777, dtype=torch.int32),
+        f"{base}scales": scales.bfloat16(),
+        f"{base}g_idx": torch.arange(num_in, dtype=torch.int32) // GROUP,
+    }
+
+
+_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+INT4: dict[str, dict[str, Any]] = {
+    "gptq": {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+    "awq": {"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "compressed-tensors": compressed_tensors(
+        "pack-quantized", {**_BITS, "group_size": GROUP, "dynamic": False}
+    ),
+}
+
+
+DENSE = saved("qwen3")
+
+AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
+
+OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
+"""What further down is not as the others are."""
+
+ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+
+FAMILIES = {
+    **{name: Case(family(name)) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
+    "qwen3_next": Case(family("qwen3_next"), {"dtype": "bfloat16"}),
+    "gpt oss": Case(
+        saved("gpt-oss"),
+        refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
+    ),
+    "mamba 2": Case(saved("mamba2")),
+    # Its checkpoint has a pooler that vLLM's embedding model has no place for.
+    "bert": Case(
+        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, unused_tensors="warn"
+    ),
+    "bert, pooler refused": Case(
+        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, refused="pooler.dense"
+    ),
+    "qwen 3 embedding": Case(family("qwen3", embeds=True), AS_EMBEDDING, is_embedding=True),
+}
+ONLINE = {"fp8 per channel, online": Case(DENSE, ONLINE_FLOAT8)}
+FEATURES = {
+    "compiled": Case(DENSE, {"enforce_eager": False}),
+    "ngram speculation": Case(
+        DENSE,
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            }
+        },
+        other={},
+    ),
+    "draft model": Case(
+        DENSE,
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+        draft=DENSE,
+        other={},
+    ),
+    "eagle, two ranks": Case(
+        bigrams,
+        {
+            "speculative_config": {"method": "eagle", "num_speculative_tokens": 2},
+            "tensor_parallel_size": 2,
+        },
+        draft=eagle,
+        other={"tensor_parallel_size": 2},
+    ),
+}
+BFLOAT16 = {
+    f"{name}, bfloat16": replace(case, arguments={"dtype": "bfloat16"})
+    for name, case in FAMILIES.items()
+    if not (case.arguments or case.refused)
+}
+BFLOAT16["mamba 2, bfloat16"] = replace(
+    BFLOAT16["mamba 2, bfloat16"],
+    refused="conv_weights was a view of backbone.layers.0.mixer.conv1d.weight until that was",
+)
+# On a CPU vLLM fails to keep states of Mamba in its prefix cache, with or without dbuffer.
+HYBRID = {
+    f"mamba beside attention, {dtype}": Case(
+        family("granitemoehybrid"),
+        {"dtype": dtype, "enable_prefix_caching": False},
+        refused=refused,
+    )
+    for dtype, refused in {
+        "float32": "",
+        "bfloat16": "conv_weights was a view of model.layers.0.mamba.conv1d.weight until that was",
+    }.items()
+}
+TWO_RANKS = {
+    f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
+    for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
+}
+SEES_OR_HEARS = {
+    model_type: Case(
+        lambda directory, seed, model_type=model_type: save_media_model(
+            model_type, directory, seed
+        ),
+        {"skip_tokenizer_init": False},
+        media=model_type,
+    )
+    for model_type in MEDIA
+}
+QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
+CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
+
+
+def run(directory: Path, case: Case) -> dict[str, Any]:
+    set_packing(packed=True)
+    pair = [case.make(directory, seed) for seed in (0, 1)]
+    followed, other = dict(case.arguments), dict(case.arguments)
+    if case.other is not None:
+        other = case.other
+    if case.draft is not None:
+        draft = case.draft(directory / "draft", 2)
+        followed["speculative_config"] = followed["speculative_config"] | {"model": str(draft)}
+    # The one that speculates comes last: vLLM starts no engine after that in a process.
+    measure = start_llm(pair[1], **other)
+    llm = start_llm(pair[0], **followed)
+    ask, store = answering(case), directory / "store"
+    seen: dict[str, Any] = {"fresh": [ask(llm), ask(measure)]}
+    try:
+        with following(llm, store, ask, unused_tensors=case.unused_tensors) as switch:
+            return seen | {"switched": [switch(pair[number]) for number in ORDER]}
+    except dbuffer.UnsupportedError as error:
+        return seen | {"switched": [[str(error), ask(llm)]]}
+
+
+def run_under_load(directory: Path, case: Case) -> dict[str, Any]:
+    set_packing(packed=True)
+    pair = [case.make(directory, seed) for seed in (0, 1)]
+    seen = {"fresh": [greedy(start_llm(path, **case.arguments)) for path in pair]}
+    return seen | asyncio.run(switch_under_load(directory, case, pair))
+
+
+async def switch_under_load(directory: Path, case: Case, pair: list[Path]) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(**engine_arguments(pair[0], **case.arguments))
+    asking = Asking(AsyncLLM.from_engine_args(arguments))
+    seen: dict[str, Any] = {}
+    with dbuffer.WeightSender(directory / "store") as sender:
+        for plan in ("with a plan", "by reloads"):
+            # What the first follower left in the store is not for the second one.
+            how = {"plan": plan == "with a plan"}
+            seen[plan] = {"switched": [], "tokens meanwhile": 0}
+            async with follow(asking.engine, directory / "store", **how) as follower:
+                for number in ORDER:
+                    switched = asyncio.Event()
+                    streams = asyncio.create_task(stream_until(switched, asking))
+                    await asyncio.sleep(0.05)
+                    published = sender.send(pair[number])
+                    await follower.wait_applied_async(published.version, timeout_s=TIMEOUT_S)
+                    switched.set()
+                    seen[plan]["tokens meanwhile"] += await streams
+                    responses = [asking.respond(prompt, 16) for prompt in PROMPTS]
+                    answers = [each["tokens"] for each in await asyncio.gather(*responses)]
+                    seen[plan]["switched"].append(answers)
+    asking.engine.shutdown()
+    return seen
+
+
+async def stream_until(switched: asyncio.Event, asking: Asking) -> int:
+    """Ask what is never the same, and so in no cache; the tokens of all answers."""
+    numbers = itertools.count()
+
+    async def stream() -> int:
+        num_tokens = 0
+        while not switched.is_set():
+            prompt = [1 + next(numbers) % 200, *range(1, 40)]
+            num_tokens += len((await asking.respond(prompt, STREAM_TOKENS))["tokens"])
+        return num_tokens
+
+    return sum(await asyncio.gather(*(stream() for _ in range(NUM_STREAMS))))
+
+
+def answering(case: Case) -> Callable[[Any], Any]:
+    """How an engine is asked."""
+    if case.media:
+        prompts = media_prompts(case.media)
+        return lambda llm: greedy_answers(llm, prompts)
+    return embeddings if case.is_embedding else greedy
+
+
+def embeddings(llm: Any) -> list[list[float]]:
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
+    return [list(output.outputs.embedding) for output in outputs]
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    program = run_under_load if "under load" in sys.argv else run
+    leave(target, program(target, CASES[sys.argv[2]]))

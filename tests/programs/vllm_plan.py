@@ -1,0 +1,146 @@
+"""Program of `test_plan.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.engines.tiny_models import (
+    SHAPE,
+    save_mixed,
+    save_model,
+    save_tokenizer,
+    weights_in,
+)
+from tests.support.engines.vllm_engines import following, leave, model_of, set_packing, start_llm
+
+NUM_LAYERS = 17  # of eight parameters each
+KINDS = ("down_proj", "o_proj", "input_layernorm")
+"""Of parameters; vLLM fuses some of them with others."""
+
+
+def run(directory: Path) -> dict[str, Any]:
+    set_packing(packed=False)
+    return {
+        "put back": observe_put_back(directory),
+        "reranker": observe_reranker(directory),
+        "beside": observe_beside(directory),
+    }
+
+
+def parameters(llm: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in model_of(llm).named_parameters()}
+
+
+def save_qwen3(path: Path, **more: Any) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(num_attention_heads=2, head_dim=32, **{**SHAPE, **more})
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def observe_put_back(directory: Path) -> dict[str, Any]:
+    deep = save_qwen3(directory / "deep", num_hidden_layers=NUM_LAYERS)
+    llm = start_llm(deep, how="none")
+    weights = weights_in(deep)
+    seen: dict[str, Any] = {}
+
+    def put(checkpoint: Path) -> dict[str, torch.Tensor]:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+        return parameters(llm)
+
+    with following(llm, directory / "deep store", parameters, delta=True) as switch:
+        switch(weights)
+        for kind in KINDS:
+            base = save_mixed(deep, weights, directory / f"before {kind}")
+            before = parameters(llm)
+            for name, tensor in weights.items():
+                if kind in name:
+                    tensor.view(-1)[: max(1, tensor.numel() // 50)] += 0.5
+            _, trained = switch(weights)
+            changed = [name for name in before if not torch.equal(before[name], trained[name])]
+            put(base)
+            weights["model.norm.weight"][3] += 1.0
+            error, switched = switch(weights)
+            right = put(save_mixed(deep, weights, directory / f"after {kind}"))
+            wrong = [name for name in right if not torch.equal(right[name], switched[name])]
+            seen[kind] = {"put back": len(changed), "wrong": wrong, "error": error}
+    return seen
+
+
+def observe_reranker(directory: Path) -> list[Any]:
+    reranker = save_qwen3(directory / "reranker", tie_word_embeddings=True)
+    save_tokenizer(reranker)
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["word10", "word20"],
+        "is_original_qwen3_reranker": True,
+        "method": "from_2_way_softmax",
+        "num_labels": 1,
+    }
+    more = {"skip_tokenizer_init": False, "runner": "pooling", "hf_overrides": overrides}
+    llm = start_llm(reranker, how="none", **more)
+
+    def score(llm: Any) -> list[float]:
+        [output] = llm.classify([{"prompt_token_ids": [5, 6, 7]}], use_tqdm=False)
+        return list(output.outputs.probs)
+
+    before = score(llm)
+    with following(llm, directory / "reranker store", score) as switch:
+        error, after = switch(weights_in(reranker))
+    return [error, after == before]
+
+
+def observe_beside(directory: Path) -> list[Any]:
+    """What a model has beside its parameters, after three versions without a change, and one."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class Keeping(Qwen3ForCausalLM):  # type: ignore[misc]
+        def load_weights(self, weights: Any) -> Any:
+            def rest() -> Any:
+                for name, tensor in weights:
+                    if name == "kept":
+                        self.kept = tensor.clone()
+                        continue
+                    if name == "viewed":
+                        self.viewed = tensor.detach().view(-1)
+                        continue
+                    if name == "model.norm.weight":
+                        self.largest = tensor.max()
+                    yield name, tensor
+
+            return super().load_weights(rest())
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Keeping)
+    base = save_model("qwen3", 0, directory)
+    weights = weights_in(base) | {"kept": torch.tensor([7.0])}
+    weights["model.norm.weight"][0] = 9.0
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    llm = start_llm(base, how="none")
+    model = model_of(llm)
+    seen = []
+
+    def beside(_: Any) -> list[float]:
+        return [float(model.kept[0]), float(model.largest)]
+
+    with following(llm, directory / "kept store", beside) as switch:
+        for number in range(4):
+            weights["model.norm.weight"][1] += 0.1
+            if number == 3:
+                weights["kept"][0], weights["model.norm.weight"][0] = 11.0, 10.0
+            seen.append(switch(weights))
+        # In memory that is written anew two versions later.
+        error, _ = switch(weights | {"viewed": torch.ones(8)})
+    return [seen[2:], error]
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    leave(target, run(target))

@@ -1,0 +1,311 @@
+"""Program of `test_replicas.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import dbuffer
+from dbuffer.integrations.vllm import follow
+from tests.support.children import free_port
+from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
+from tests.support.engines.async_engines import until as until_async
+from tests.support.engines.in_workers import let_fail, let_wait, let_work
+from tests.support.engines.tiny_models import (
+    make_model,
+    revealing_weights,
+    save_model,
+    save_revealing,
+)
+from tests.support.engines.vllm_engines import PROMPTS, engine_arguments, leave
+from tests.support.engines.vllm_servers import BACKEND_FLAGS, WAIT_S, Server, following
+from tests.support.waiting import error_of, until
+
+REPLICAS = (0, 1)
+ENGINE = "policy"
+NAMES = [ENGINE, f"{ENGINE}.dp-1"]
+HYBRID_NAMES = [*NAMES, f"{ENGINE}.dp-2", f"{ENGINE}.dp-3"]
+DENSE_VERSIONS = 40
+LOCKSTEP_VERSIONS = 5
+NUM_TOKENS = 16
+LATE_S = 0.2
+
+
+class Program(Asking):
+    """An engine of two replicas, its trainer, and requests to each replica."""
+
+    def __init__(self, engine: Any, store: Path) -> None:
+        super().__init__(engine)
+        self.store = store
+        self.sender = dbuffer.WeightSender(store)
+        self.responses: list[dict[str, Any]] = []
+
+    async def send(self, weights: Any) -> int:
+        publication = await asyncio.to_thread(self.sender.send, weights)
+        return publication.version
+
+    async def of(self, replica: int, prompt: list[int], num_tokens: int, floor: int = 0) -> Any:
+        """Return one replica's response."""
+        response = await self.respond(prompt, num_tokens, floor, data_parallel_rank=replica)
+        return response | {"replica": replica}
+
+    async def of_each(self) -> list[dict[str, Any]]:
+        return [await self.of(replica, PROMPTS[0], 4) for replica in REPLICAS]
+
+    @contextlib.asynccontextmanager
+    async def load(self, follower: Any) -> AsyncIterator[None]:
+        """Requests to both replicas, without a break."""
+        is_over = False
+
+        async def stream(replica: int, number: int) -> None:
+            while not is_over:
+                number += 1
+                floor = follower.applied or 0
+                prompt = PROMPTS[number % len(PROMPTS)]
+                self.responses.append(await self.of(replica, prompt, NUM_TOKENS, floor))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(stream(number % 2, number))
+            yield
+            is_over = True
+
+    async def in_worker(self, replica: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        core = self.engine.engine_core
+        identity = core.core_engines[replica]
+        call = "collective_rpc", function, None, arguments, None
+        return await core._call_utility_async(*call, engine=identity)
+
+    def applied_records(self) -> dict[str, int | None]:
+        """What each engine in the store says that it serves."""
+        from dbuffer.store.buffer import DoubleBuffer
+
+        records = DoubleBuffer(self.store).receivers()
+        return {one.receiver: one.applied_version for one in records if one.part_of is None}
+
+    def rank_records(self) -> list[str]:
+        from dbuffer.store.buffer import DoubleBuffer
+
+        records = DoubleBuffer(self.store).receivers()
+        return sorted(one.receiver for one in records if one.part_of is not None)
+
+
+async def fail_on_one(program: Program, follower: Any, before: int) -> dict[str, Any]:
+    await program.in_worker(1, let_fail, "prepare")
+    version = await program.send(revealing_weights(before + 1))
+    await until_async(lambda: follower.replicas[0].applied == version)
+    await until_async(lambda: follower.error is not None)
+    try:
+        not_in_time = str(await follower.wait_applied_async(version, 0.1))
+    except dbuffer.WaitTimeoutError as error:
+        not_in_time = str(error)
+    seen = {
+        "before": before,
+        "version": version,
+        "applied": follower.applied,
+        "applied by replica": [one.applied for one in follower.replicas],
+        "error": str(follower.error),
+        "not in time": not_in_time,
+        "during": await program.of_each(),
+    }
+    await program.in_worker(1, let_work, "prepare")
+    reached = await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+    return seen | {"reached": reached, "after": await program.of_each()}
+
+
+async def hold_one(program: Program, follower: Any, directory: Path) -> dict[str, Any]:
+    await program.in_worker(1, let_wait, "prepare", str(directory))
+    version = await program.send(revealing_weights(follower.applied + 1))
+    await until_async((directory / "entered").exists)
+    await until_async(lambda: follower.replicas[0].applied == version)
+    held = asyncio.create_task(program.of(1, PROMPTS[0], 4))
+    other = await program.of(0, PROMPTS[0], 4)
+    held_had_answered = held.done()
+    (directory / "go on").touch()
+    return {
+        "version": version,
+        "other": other,
+        "held one had answered": held_had_answered,
+        "held": await asyncio.wait_for(held, STEP_TIMEOUT_S),
+    }
+
+
+async def observe_dense(directory: Path) -> dict[str, Any]:
+    checkpoint = save_revealing(0, directory / "checkpoint")
+    program = Program(start_engine(checkpoint), directory / "store")
+
+    await program.send(revealing_weights(1))
+    async with follow(program.engine, program.store, engine_id=ENGINE) as follower:
+        await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
+        async with program.load(follower):
+            for version in range(2, DENSE_VERSIONS + 1):
+                last = await program.send(revealing_weights(version))
+                await asyncio.sleep(0.05)
+            reached = await follower.wait_applied_async(last, STEP_TIMEOUT_S)
+        await asyncio.to_thread(
+            program.sender.wait_applied, last, receivers=NAMES, timeout_s=STEP_TIMEOUT_S
+        )
+        seen = {
+            "last": last,
+            "reached": reached,
+            "after": await program.of_each(),
+            "records": program.applied_records(),
+            "responses": program.responses,
+            "one is held": await hold_one(program, follower, directory),
+        }
+        seen["one fails"] = await fail_on_one(program, follower, follower.applied)
+    return seen
+
+
+async def observe_lockstep(directory: Path) -> dict[str, Any]:
+    family = "qwen3-moe"
+    checkpoint = save_model(family, 1, directory)
+    # Each replica has a part of every expert. (With whole experts, this build's kernel crashes.)
+    engine = start_engine(
+        checkpoint, worker_extension_cls="tests.support.engines.cpu_experts.WithExperts"
+    )
+    program = Program(engine, directory / "store")
+
+    reach_late(engine, REPLICAS[1])
+    await program.send(make_model(family, 2))
+    seeds = {"default": 1, "1": 2}
+
+    class NotYet:
+        applied = None
+
+    async with program.load(NotYet):
+        # Begun under load: ranks that meet in a step must not wait for each other apart from it.
+        await until_async(lambda: len(program.responses) >= 4)
+        follower = follow(program.engine, program.store, engine_id=ENGINE)
+        await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
+        for version in range(2, LOCKSTEP_VERSIONS + 1):
+            seeds[str(version)] = 1 + version % 2
+            last = await program.send(make_model(family, seeds[str(version)]))
+            await follower.wait_applied_async(last, STEP_TIMEOUT_S)
+    seen = {
+        "last": last,
+        "reached": follower.applied,
+        "records": program.applied_records(),
+        "ranks": program.rank_records(),
+    }
+    await follower.aclose()
+    program.engine.shutdown()
+    at_first = [(prompt, 4) for prompt in PROMPTS]
+    fresh = answer_afresh(directory, family, program.responses, seeds, at_first)
+    return seen | fresh | {"responses": program.responses}
+
+
+def reach_late(engine: Any, replica: int) -> None:
+    """Let what a replica is asked reach it late: the other one is in a later step then."""
+    core = engine.engine_core
+    send = core._send_input_message
+
+    async def send_late(message: Any, identity: bytes) -> Any:
+        if identity == core.core_engines[replica]:
+            await asyncio.sleep(LATE_S)
+        return await send(message, identity)
+
+    core._send_input_message = send_late
+
+
+async def observe_served(directory: Path) -> dict[str, Any]:
+    store = directory / "store"
+    server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
+    seen: dict[str, Any] = {"answers": {}}
+    with dbuffer.WeightSender(store) as sender:
+        seen["ready with an empty store"] = server.is_ready_without_version()
+        for version in (1, 2, 3):
+            sender.send(revealing_weights(version), version=version)
+            server.wait_ready()
+            sender.wait_applied(version, receivers=NAMES, timeout_s=WAIT_S)
+            # A connection is of one API server; which, the kernel chooses.
+            seen["answers"][version] = [
+                fresh.answer(replica=replica)
+                for fresh in (server.connected_anew() for _ in range(6))
+                for replica in REPLICAS
+            ]
+        seen["driven from outside"] = error_of(lambda: follow(server.url, store).close())
+        until("all counted", lambda: all(map(counts_three, metrics_of(server))), WAIT_S, 0.1)
+        seen["metrics"] = metrics_of(server)
+        seen["exit code"], seen["left over"] = server.terminate()
+    return seen | {"log": server.log().splitlines()}
+
+
+async def observe_hybrid(directory: Path) -> dict[str, Any]:
+    """Two front ends, as on two hosts, each with two of four replicas."""
+    store = directory / "store"
+    meeting_port = free_port()
+    servers = []
+    for first in (0, len(REPLICAS)):
+        place = directory / f"from-{first}"
+        place.mkdir()
+        servers.append(
+            start_server(
+                place,
+                store,
+                *("--data-parallel-size", 2 * len(REPLICAS)),
+                *("--data-parallel-size-local", len(REPLICAS)),
+                *("--data-parallel-start-rank", first),
+                *("--data-parallel-address", "127.0.0.1"),
+                *("--data-parallel-rpc-port", meeting_port),
+                "--data-parallel-hybrid-lb",
+            )
+        )
+    seen: dict[str, Any] = {"answers": {}}
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(revealing_weights(version), version=version)
+            sender.wait_applied(version, receivers=HYBRID_NAMES, timeout_s=WAIT_S)
+            for server in servers:
+                server.wait_ready()
+            seen["answers"][version] = [
+                [server.connected_anew().answer() for _ in range(8)] for server in servers
+            ]
+    seen["ends"] = [server.terminate() for server in servers]
+    return seen | {"logs": [server.log().splitlines() for server in servers]}
+
+
+def start_server(directory: Path, store: Path, *flags: str | int) -> Server:
+    """Two replicas and two API servers, as is vLLM's default, that wait for a store."""
+    return Server(
+        save_revealing(0, directory),
+        directory / "server.log",
+        *BACKEND_FLAGS,
+        *following(store, engine_id=ENGINE, timeout_s=WAIT_S),
+        *("--load-format", "dummy"),
+        *map(str, flags),
+        port=free_port(),
+        api_servers=len(REPLICAS),
+        development=True,
+    )
+
+
+def metrics_of(server: Server) -> list[dict[str, float]]:
+    return [server.connected_anew().metrics_by_engine() for _ in range(6)]
+
+
+def counts_three(metrics: dict[str, float]) -> bool:
+    return all(metrics.get(f"dbuffer_pause_seconds_count of {name}") == 3 for name in NAMES)
+
+
+def start_engine(checkpoint: Path, **more: Any) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(checkpoint, **more)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, data_parallel_size=len(REPLICAS)))
+
+
+if __name__ == "__main__":
+    target, role = Path(sys.argv[1]), sys.argv[2]
+    programs = {
+        "dense": observe_dense,
+        "lockstep": observe_lockstep,
+        "served": observe_served,
+        "hybrid": observe_hybrid,
+    }
+    leave(target, asyncio.run(programs[role](target)))

@@ -1,0 +1,180 @@
+"""Program of `test_stages.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbuffer
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.messages import RankRequest
+from tests.support.engines.misfits import BIAS, K_PROJ, NORM, Q_PROJ
+from tests.support.engines.tiny_models import save_model, weights_in
+from tests.support.engines.vllm_engines import engine_arguments, set_packing
+from tests.support.engines.vllm_engines import leave as leave_observed
+from tests.support.stores import SHARED_MEMORY
+from tests.support.worlds import World
+
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2}
+EXPERTS: dict[str, Any] = {"tp": 2, "enable_expert_parallel": True}
+TIED = "two stages of a tied model"
+CASES = {
+    "two stages": ("qwen3", STAGES),
+    TIED: ("tied-qwen2", STAGES),
+    "two stages with experts": ("qwen3-moe", STAGES),
+    "experts spread over two ranks": ("qwen3-moe", EXPERTS),
+}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ORDER = (1, 0, 1, 0)
+"""Of the two checkpoints, as they are published: the last switches are copies."""
+REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
+    **{name: {name: torch.ones(2)} for name in ("bogus", Q_PROJ, NORM)},
+    **{name: {name: torch.ones(2)} for name in (f"model.layers.{n}.bogus" for n in range(3))},
+    BIAS: {BIAS: torch.ones(64)},  # passed over by both
+    "qkv_proj": {K_PROJ: None},
+}
+"""What the ranks must name, and how a version differs from what they take."""
+
+
+def run(directory: Path) -> dict[str, Any]:
+    shared = os.environ["VLLM_DIST_IDENT"] = uuid.uuid4().hex
+    try:
+        with World(directory, 2, processes=multiprocessing.get_context("spawn")) as world:
+            seen = {case: observe_case(world, directory, case) for case in CASES}
+            world.begin(leave)
+            seen["ends"] = [rank.wait() for rank in world.ranks]
+    finally:  # of its workers' memory, which they leave behind
+        for path in SHARED_MEMORY.glob(f"{shared}-*"):
+            path.unlink()
+    return seen
+
+
+def observe_case(world: World, directory: Path, case: str) -> dict[str, Any]:
+    family, kind = CASES[case]
+    place = directory / case.replace(" ", "-")
+    paths = [save_model(family, seed, place) for seed in (0, 1)]
+    pair = [weights_in(path) for path in paths]
+    fresh = [world.run(start, path, kind) for path in reversed(paths)][::-1]
+    seen: dict[str, Any] = {"fresh": fresh, "refused": {}}
+    with dbuffer.WeightSender(place / "store") as sender:
+        seen["begun"] = world.run(follow, place / "store")
+
+        def switch_to(weights: dict[str, Any]) -> list[Any]:
+            sender.send({name: tensor for name, tensor in weights.items() if tensor is not None})
+            return [world.run(update), world.run(digests)]
+
+        seen["switched"] = [switch_to(pair[number]) for number in ORDER]
+        for name, change in REFUSED.items():
+            seen["refused"][name] = switch_to(pair[1] | change)
+        if case == TIED:
+            weights = pair[0] | {HEAD: pair[0][EMBEDDING].clone()}
+            seen["equal head"] = switch_to(weights)
+            heads = (scale * weights[HEAD] for scale in (2, 3))
+            seen["other heads"] = [switch_to(weights | {HEAD: head}) for head in heads]
+        seen["balancing"] = world.run(follow_with_balancing, sender.store)
+        world.run(end)
+    return seen
+
+
+# What runs on the ranks.
+
+_here: dict[str, Any] = {}
+
+
+def start(rank: int, checkpoint: Path, kind: dict[str, Any]) -> dict[str, str]:
+    """Make this rank's part of a model as vLLM's worker does; what is in its tensors then."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.v1.worker import cpu_model_runner
+
+    cpu_model_runner._set_torch_accelerator_to_noop()
+    set_packing(packed=False)  # what kernels keep to themselves has no bytes to compare
+    arguments = engine_arguments(checkpoint, distributed_executor_backend="mp", **kind)
+    config = EngineArgs(**arguments).create_engine_config()
+    parallel = config.parallel_config
+    with set_current_vllm_config(config):
+        parallel_state.destroy_model_parallel()
+        parallel_state.init_distributed_environment(2, rank, "env://", rank, "gloo")
+        parallel_state.ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+        loader = get_model_loader(config.load_config)
+        model = loader.load_model(vllm_config=config, model_config=config.model_config)
+    _here.update(config=config, model=model)
+    return digests(rank)
+
+
+def leave(rank: int) -> None:
+    """Give back what is shared, and end at once: torch aborts if rank 0's interpreter is ended."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    os._exit(0)
+
+
+def digests(rank: int) -> dict[str, str]:
+    import xxhash
+
+    model = _here["model"]
+    return {
+        name: xxhash.xxh3_64_hexdigest(
+            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def follow(rank: int, store: Path) -> str:
+    from dbuffer.integrations.engine.messages import RankRequest
+
+    return ask(RankRequest("begin", options=EngineOptions.parse({"store": str(store)})))
+
+
+def update(rank: int) -> str:
+    from dbuffer.integrations.engine.messages import RankRequest
+
+    return ask(RankRequest("update", update=UpdateRequest()))
+
+
+def end(rank: int) -> str:
+    return ask(RankRequest("end"))
+
+
+def follow_with_balancing(rank: int, store: Path) -> str:
+    config = _here["config"]
+    _here["config"] = copy.copy(config)
+    _here["config"].parallel_config = copy.copy(config.parallel_config)
+    _here["config"].parallel_config.enable_eplb = True  # vLLM lets no CPU have it
+    try:
+        return follow(rank, store)
+    finally:
+        _here["config"] = config
+
+
+def ask(request: Any) -> str:
+    """What is wrong with it; "" if it was done."""
+    from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+    from dbuffer.integrations.vllm.rank import WorkerRank
+
+    config, model = _here["config"], _here["model"]
+
+    def rank() -> WorkerRank:
+        return WorkerRank(config, model, torch.device("cpu"))
+
+    answer = capture_answer(lambda: RankEndpoint.of(model).do(request, rank))
+    return "" if answer is None else str(answer)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    leave_observed(target, run(target))
