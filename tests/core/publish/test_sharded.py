@@ -336,6 +336,29 @@ def test_on_a_network_mount_each_rank_writes_a_file_of_its_own(world, store, cas
     assert not check.problems
 
 
+def flushes_of(rank: int, store: Path) -> list[str]:
+    """Names of the files and directories that a rank flushes as it publishes, in order."""
+    flushes, flush = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        flush(descriptor)
+        flushes.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    with mounted("network"), ShardedWeightSender(store) as sender:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", note)
+            sender.send(pattern_of(1, distributed.get_world_size()))
+    return flushes
+
+
+def test_on_a_network_mount_each_rank_flushes_its_file(world, store):
+    flushed = world.run(flushes_of, store)
+    flushed_parts = [[name for name in names if ".r" in name] for names in flushed]
+    assert all(len(names) == 1 for names in flushed_parts)
+    parts = {path.name for path in store.rglob("weights-*.r*.td")}
+    assert parts == {name for names in flushed_parts for name in names}
+
+
 @pytest.mark.parametrize("case", [fsdp, two_dimensions, STRIDED], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("mount", ["local", "network"])
 def test_casting_and_renaming(four, store, case, mount):
