@@ -1,0 +1,107 @@
+"""Each kind of engine drops all caches in its pause: of tokens, of inputs, of encoders' outputs.
+
+Stand-ins note what vLLM is asked for. `test_async` shows with real engines that no token comes from
+the cache of an older version; to show that of an encoder's outputs, an engine needs an encoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.integrations.vllm.vllm_engine import (
+    AsyncReplica,
+    AsyncVllm,
+    OfflineVllm,
+    VllmServer,
+)
+
+PREFIX, INPUTS, ENCODER = "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in another thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+Make = Callable[[list[str], asyncio.AbstractEventLoop], Engine]
+
+
+def note_async(calls: list[str], name: str) -> Callable[..., Any]:
+    async def call(*_: Any, **__: Any) -> bool:
+        calls.append(name)
+        return True
+
+    return call
+
+
+def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
+    def note(name: str) -> Callable[[], bool]:
+        def call() -> bool:
+            calls.append(name)
+            return True
+
+        return call
+
+    engine = SimpleNamespace(engine_core=None, has_unfinished_requests=lambda: False)
+    engine.reset_mm_cache, engine.reset_encoder_cache = note(INPUTS), note(ENCODER)
+    return OfflineVllm(SimpleNamespace(llm_engine=engine, reset_prefix_cache=note(PREFIX)))
+
+
+def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
+    engine = SimpleNamespace(
+        **{name: note_async(calls, name) for name in (PREFIX, INPUTS, ENCODER)},
+        engine_core=SimpleNamespace(pause_scheduler_async=note_async(calls, "pause")),
+        vllm_config=SimpleNamespace(parallel_config=None),
+        errored=False,
+    )
+    return AsyncVllm(engine, loop)
+
+
+def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
+    def ask(method: str, *_: Any, engine: bytes) -> Any:
+        assert engine == b"\x01\x00"
+        return note_async(calls, "pause" if method == "pause_scheduler" else method)()
+
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(_call_utility_async=ask),
+        vllm_config=SimpleNamespace(parallel_config=None),
+        errored=False,
+    )
+    return AsyncReplica(engine, loop, 1)
+
+
+def server(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
+    def answer(request: httpx.Request) -> httpx.Response:
+        calls.append(request.url.path.removeprefix("/"))
+        return httpx.Response(200)
+
+    made = VllmServer("http://127.0.0.1:8000")
+    made._client.close()
+    made._client = httpx.Client(base_url=made.url, transport=httpx.MockTransport(answer))
+    return made
+
+
+@pytest.mark.parametrize("make", [offline, asynchronous, replica, server])
+def test_a_pause_drops_every_cache(make: Make, loop: asyncio.AbstractEventLoop) -> None:
+    calls: list[str] = []
+    engine = make(calls, loop)
+    engine.pause("keep")
+    first, *resets = ["pause", *calls] if make is offline else calls
+    assert first == "pause", "what is computed after a reset would stay"
+    assert sorted(resets) == sorted((PREFIX, INPUTS, ENCODER))
+    engine.close()
