@@ -14,16 +14,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.sources import fetch
+
+if TYPE_CHECKING:  # its import takes half as long as torch's
+    from torch.distributed.tensor import DTensor
 
 SPREAD_FROM_BYTES = 1 << 20
 """Size from which a box that several ranks hold is written by the least busy of them; below it, the
@@ -77,14 +78,16 @@ def held_boxes(tensors: HeldTensors) -> Boxes:
 
 def _held_box(index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
     sharded = tensor.sharded if isinstance(tensor, LazyTensor) else None
-    if isinstance(sharded, DTensor):
-        return _box_of_dtensor(index, sharded)
-    if sharded is not None:
-        return None
-    return whole_box(index, tensor.shape)
+    if sharded is None:
+        return whole_box(index, tensor.shape)
+    from torch.distributed.tensor import DTensor
+
+    return _box_of_dtensor(index, sharded) if isinstance(sharded, DTensor) else None
 
 
 def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if any(placement.is_partial() for placement in tensor.placements):
         return None
     shape, start = compute_local_shape_and_global_offset(

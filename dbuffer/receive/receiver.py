@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer import errors
@@ -32,13 +31,16 @@ from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
 
+if TYPE_CHECKING:  # its import takes as long as torch's
+    from tensordict import TensorDictBase
+
 logger = logging.getLogger(__name__)
 
 Target: TypeAlias = (
-    nn.Module
-    | TensorDictBase
-    | MutableMapping[str, torch.Tensor]
-    | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+    "nn.Module"
+    " | TensorDictBase"
+    " | MutableMapping[str, torch.Tensor]"
+    " | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]"
 )
 
 

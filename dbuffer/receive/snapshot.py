@@ -7,12 +7,11 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict
 
 from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
@@ -34,6 +33,9 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
 from dbuffer.store.hold import Held
 from dbuffer.weights.targets import Match
+
+if TYPE_CHECKING:  # its import takes as long as torch's
+    from tensordict import TensorDict
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +243,8 @@ class Snapshot(ProcessBound):
     @property
     def tensordict(self) -> TensorDict:
         """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
+        from tensordict import TensorDict
+
         return TensorDict(dict(self.tensors), batch_size=[])
 
     def __repr__(self) -> str:

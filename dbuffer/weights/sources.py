@@ -11,13 +11,13 @@ import json
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -29,6 +29,9 @@ from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.names import Rename, renamed
+
+if TYPE_CHECKING:  # its import takes as long as torch's
+    from tensordict import TensorDictBase
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that torch.compile, FSDP and activation checkpointing insert into names."""
@@ -44,12 +47,12 @@ TORCH_EXTRA_STATE = "_extra_state"
 _Value = TypeVar("_Value")
 
 Weights: TypeAlias = (
-    nn.Module
-    | TensorDictBase
-    | Mapping[str, torch.Tensor | LazyTensor]
-    | Iterable[tuple[str, torch.Tensor | LazyTensor]]
-    | str
-    | os.PathLike[str]
+    "nn.Module"
+    " | TensorDictBase"
+    " | Mapping[str, torch.Tensor | LazyTensor]"
+    " | Iterable[tuple[str, torch.Tensor | LazyTensor]]"
+    " | str"
+    " | os.PathLike[str]"
 )
 
 
@@ -276,8 +279,19 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
+def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
+    """Whether a value is a TensorDict: none is before tensordict is imported."""
+    if "tensordict" not in sys.modules:
+        return False
+    from tensordict import TensorDictBase
+
+    return isinstance(value, TensorDictBase)
+
+
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     """The leaves of a TensorDict, nested keys joined by dots."""
+    from tensordict import is_non_tensor
+
     _check_stack(weights, "the TensorDict")
     names, tensors = [], []
     for key, value in weights.items(include_nested=True):
@@ -292,8 +306,18 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     return _by_name(names, tensors)
 
 
+def _is_tensor_collection(value: object) -> bool:
+    if "tensordict" not in sys.modules:
+        return False
+    from tensordict import is_tensor_collection
+
+    return bool(is_tensor_collection(value))
+
+
 def _check_stack(weights: Any, where: str) -> None:
     """Refuse a lazy stack that hides tensors: those that differ between its members."""
+    from tensordict import LazyStackedTensorDict
+
     if not isinstance(weights, LazyStackedTensorDict):
         return
     first, *others = [
@@ -342,7 +366,7 @@ def _check_name(name: str) -> None:
 
 def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
     # A TensorDictParams is both, and a TensorDict first.
-    if isinstance(weights, TensorDictBase):
+    if is_tensordict(weights):
         return tensordict_tensors(weights)
     if isinstance(weights, nn.Module):
         return module_tensors(weights)
@@ -351,7 +375,7 @@ def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
 
 def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTensor]:
     match pair:
-        case (str(name), torch.Tensor() as tensor) if not is_tensor_collection(tensor):
+        case (str(name), torch.Tensor() as tensor) if not _is_tensor_collection(tensor):
             return name, tensor
         case (str(name), LazyTensor() as lazy):
             return name, lazy

@@ -11,10 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 
@@ -23,6 +22,9 @@ from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
 from dbuffer.weights import sources
 from dbuffer.weights.comparison import Comparison, compare
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
@@ -310,7 +312,7 @@ def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
 
 
 def _named_in(target: Any) -> Mapping[str, Any]:
-    if isinstance(target, TensorDictBase):
+    if sources.is_tensordict(target):
         try:
             return sources.tensordict_tensors(target)
         except InvalidWeightsError as error:
@@ -335,7 +337,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that the target makes at each access and does not keep, and why."""
-    if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
+    if isinstance(target, nn.Module) and not sources.is_tensordict(target):
         own = [tensor for tensor in sources.own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
         return {

@@ -28,8 +28,8 @@ OPTIONAL_PACKAGES = {
     *("transformers", "trl", "typer", "verl", "vllm", "zstandard"),
 }
 
-MAX_SHARE = 0.15
-"""Of the processor time that importing tensordict takes, and torch with it."""
+MAX_SHARE = 0.3
+"""Of the processor time that importing torch takes."""
 
 PACKAGES = (
     *("errors", "runtime", "format", "store", "io", "weights", "ranks", "publish", "receive"),
@@ -72,14 +72,14 @@ def import_package():
 observe(import_package)
 assert "torch" not in sys.modules
 started = time.process_time()
-import tensordict
-tensordict_s = time.process_time() - started
+import torch
+torch_s = time.process_time() - started
 observe(lambda: exec("from dbuffer import *", {}))
 from dbuffer.publish.sender import WeightSender
 assert WeightSender is dbuffer.WeightSender
 assert set(dbuffer.__all__) <= set(dir(dbuffer))
 print(json.dumps({
-    "share": sum(seconds) / tensordict_s,
+    "share": sum(seconds) / torch_s,
     "changed": sorted(changed),
     "handlers": [repr(handler) for handler in logging.getLogger("dbuffer").handlers],
     "modules": sorted(modules),
@@ -107,12 +107,17 @@ def test_imports_no_optional_package(probe):
     assert not OPTIONAL_PACKAGES & set(probe["modules"])
 
 
+def test_leaves_to_their_users_what_takes_as_long_as_torch(probe):
+    """TensorDicts, and torch's DTensor, which imports sympy."""
+    assert not {"tensordict", "sympy"} & set(probe["modules"])
+
+
 def test_imports_neither_command_line_nor_integrations(probe):
     outer = {name.split(".")[1] for name in probe["submodules"]}
     assert not outer & {"tools", "integrations", "__main__"}
 
 
-def test_takes_little_longer_than_tensordict(probe):
+def test_takes_little_longer_than_torch(probe):
     # Other work on the machine only ever adds to a measurement, so the least is nearest.
     again = (json.loads(run(PROBE))["share"] for _ in range(4))
     shares = itertools.chain([probe["share"]], again)
