@@ -1,4 +1,4 @@
-"""What a run of the tests leaves out, and how it measures itself."""
+"""What a run of the tests leaves out, how it measures itself."""
 
 from __future__ import annotations
 

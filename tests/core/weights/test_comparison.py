@@ -12,7 +12,7 @@ import dbuffer
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.weights.comparison import compare
 from dbuffer.weights.names import NameMap, Rule
-from tests.core.tools.test_cli import call
+from tests.support.commands import call
 
 
 def spec(name, *shape, dtype="float32"):
