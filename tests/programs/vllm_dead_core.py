@@ -14,7 +14,7 @@ from typing import Any
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from tests.support.engines.tiny_models import revealing_weights, save_revealing
-from tests.support.engines.vllm_engines import engine_arguments, greedy, leave
+from tests.support.engines.vllm_engines import greedy, leave, start_llm
 from tests.support.waiting import error_of, until
 
 SOON_S = 20.0
@@ -24,9 +24,7 @@ LAST = "set_weight_version"
 
 
 def call_and_kill(directory: Path) -> dict[str, Any]:
-    import vllm
-
-    llm = vllm.LLM(**engine_arguments(save_revealing(0, directory), how="extension"))
+    llm = start_llm(save_revealing(0, directory), how="extension")
     store = directory / "store"
     with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
         sender.send(revealing_weights(1))

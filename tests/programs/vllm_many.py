@@ -7,17 +7,13 @@ import sys
 from pathlib import Path
 
 from dbuffer.integrations.vllm import follow
-from tests.support.engines.vllm_engines import PROMPTS
+from tests.support.engines.vllm_engines import greedy, start_llm
 
 NUM_PROGRAMS, NUM_ENGINES = 4, 4
 
 
 def run(directory: Path, number: int) -> None:
-    import vllm
-
-    from tests.support.engines.vllm_engines import engine_arguments, greedy_parameters
-
-    llms = [vllm.LLM(**engine_arguments(directory / "model")) for _ in range(NUM_ENGINES)]
+    llms = [start_llm(directory / "model") for _ in range(NUM_ENGINES)]
     ids = [f"engine-{number}-{one}" for one in range(NUM_ENGINES)]
     followers = [
         follow(llm, str(directory / "store"), engine_id=name)
@@ -27,9 +23,7 @@ def run(directory: Path, number: int) -> None:
         while True:
             for one, (llm, follower) in enumerate(zip(llms, followers, strict=True)):
                 follower.sync()
-                prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-                outputs = llm.generate(prompts, greedy_parameters(4), use_tqdm=False)
-                tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+                tokens = [token for answer in greedy(llm, 4) for token in answer]
                 seen.write(json.dumps((one, follower.applied, tokens)) + "\n")
                 seen.flush()
 

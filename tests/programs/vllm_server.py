@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +35,8 @@ from tests.support.soak import is_soak
 from tests.support.waiting import until
 
 ENGINE_TIMEOUT_S = 10
+LONG_TIMEOUT_S = 120
+"""Of a server that ends: had it waited so long for anything, that would show on any machine."""
 FULL_SPEED = (150, 300) if is_soak() else (40, 80)
 """Versions that two trainers come to, one after the other."""
 
@@ -229,21 +232,21 @@ class Inside:
             self.observe_misfit(server, sender)
             server.kill()
             self.publish(sender, 8)
-            server = self.start()
+            server = self.start(LONG_TIMEOUT_S)
             server.wait_ready()
             self.seen["first answer of the second start"] = server.answer()
             self.seen["second start follows"] = self.follow_one(server, sender, 9)
             self.observe_end(server, sender)
         return self.seen
 
-    def start(self) -> Server:
-        """The same command each time, but for the port."""
+    def start(self, timeout_s: int = ENGINE_TIMEOUT_S) -> Server:
+        """The same command each time, but for the port and the time-out."""
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
             self.checkpoint,
             self.directory / f"server-{number}.log",
             *BACKEND_FLAGS,
-            *following(self.store, timeout_s=ENGINE_TIMEOUT_S),
+            *following(self.store, timeout_s=timeout_s),
             *("--load-format", "dummy"),
             port=free_port(),
         )
@@ -301,10 +304,12 @@ class Inside:
         with ThreadPoolExecutor(1) as pool:
             publishing = pool.submit(publish_on)
             sender.wait_applied(11, timeout_s=WAIT_S)
+            started = time.monotonic()
             try:
                 self.seen["exit code"], self.seen["left over"] = server.terminate()
             finally:
                 has_ended.set()
+            self.seen["end took s"] = time.monotonic() - started
             publishing.result()
         self.seen["last log"] = server.log().splitlines()
 

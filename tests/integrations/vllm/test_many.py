@@ -10,8 +10,6 @@ import contextlib
 import itertools
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import pytest
 
 import dbuffer
 from tests.programs.vllm_many import NUM_ENGINES, NUM_PROGRAMS
+from tests.support.engines import preforked
 from tests.support.engines.tiny_models import make_model, revealing_weights, token_of
 from tests.support.engines.vllm_engines import (
     NEEDS_VLLM,
@@ -44,12 +43,11 @@ class Program:
         self._seen = directory / f"seen-{number}.jsonl"
         self._log = (directory / f"log-{number}.txt").open("wb")
         self._seen.touch()
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / "vllm_many.py"), str(directory), str(number)],
+        self.process = preforked.start(
+            [str(PROGRAMS / "vllm_many.py"), str(directory), str(number)],
             env=environment(processes=False),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            output=self._log,
+            new_session=True,
         )
 
     def seen(self) -> list[tuple[int, int, list[int]]]:
