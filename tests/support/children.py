@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -20,7 +19,7 @@ import torch
 
 from tests.support import ROOT
 from tests.support.timings import current_timings, set_timings
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 _processes = multiprocessing.get_context("forkserver")
 _preloaded: list[str] = []
@@ -154,11 +153,12 @@ class Child:
 
     def wait_until_stopped(self) -> None:
         """Wait until a SIGSTOP has taken effect."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while _state_of(self.pid) != "T":
+
+        def has_stopped() -> bool:
             assert self._process.exitcode is None, "the child ended"
-            assert time.monotonic() < deadline, "the child did not stop"
-            time.sleep(0.001)
+            return _state_of(self.pid) == "T"
+
+        until("the child has stopped", has_stopped, TIMEOUT_S)
 
 
 class Command(Child):
@@ -193,15 +193,15 @@ class Command(Child):
         return self._wait_for_line(self._errors, number)
 
     def _wait_for_line(self, path: Path, number: int) -> str:
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
+        def lines_up_to_it() -> list[str]:
             has_ended = self._process.exitcode is not None
             *lines, _ = path.read_text().split("\n")
-            if number < len(lines):
-                return lines[number]
-            assert not has_ended, f"it ended with {self.wait()}: {self.errors()}"
-            assert time.monotonic() < deadline, f"no such line within {TIMEOUT_S} s"
-            time.sleep(0.005)
+            is_there = number < len(lines)
+            assert is_there or not has_ended, f"it ended with {self.wait()}: {self.errors()}"
+            return lines[: number + 1] if is_there else []
+
+        line: str = until(f"line {number}", lines_up_to_it, TIMEOUT_S)[-1]
+        return line
 
     def communicate(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str, str]:
         """Wait for its end; the exit status, and all that it printed and complained of."""

@@ -23,15 +23,16 @@ import dbuffer
 from dbuffer.runtime.timing import TIMING, Timing
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools import cli, doctor
+from dbuffer.tools import doctor
 from dbuffer.tools.doctor import peer, probes, scratch
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.render import doctor_table
 from tests.support.children import Child, Command, preload
+from tests.support.commands import call
 from tests.support.forked_program import fork_programs
 from tests.support.patterns import SMALL, newest
 from tests.support.stores import without_flock
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 MEGABYTE = 1 << 20
 NOBODY = 65534
@@ -137,7 +138,7 @@ def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:
 def test_a_file_is_no_place(place: Path) -> None:
     (place / "file").touch()
     for path in (place / "file", place / "file" / "store"):
-        with pytest.raises(dbuffer.StoreAccessError, match="not a directory"):
+        with pytest.raises(dbuffer.StoreAccessError):
             doctor.examine(path)
 
 
@@ -361,46 +362,48 @@ def be_peer(connection: Connection, place: Path, timeout_s: float = TIMEOUT_S) -
     connection.send(peer.wait_for_host(place, timeout_s=timeout_s))
 
 
-def wait_for_peer(place: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list(place.glob(".dbuffer-doctor-peer-*/peer.json")):
-        assert time.monotonic() < deadline, "no peer came"
-        time.sleep(0.01)
+def wait_for_peers(place: Path, count: int = 1) -> None:
+    def have_come() -> bool:
+        return len(list(place.glob(f"{scratch.PREFIX}peer-*/peer.json"))) >= count
+
+    until("peers wait", have_come, TIMEOUT_S)
+
+
+def examine_with(
+    place: Path, be: Callable[[Connection, Path], None], ends_with: int = 0
+) -> doctor.Examination:
+    """Examine a place where another host waits, which ends in this way."""
+    with Child(be, place) as child:
+        wait_for_peers(place)
+        examination = doctor.examine(place)
+        assert child.wait() == ends_with
+    return examination
 
 
 @pytest.mark.parametrize("waits_first", ["peer", "host"])
 def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
     with Child(be_peer, any_place) as child:
+        peer_pid = child.pid
         if waits_first == "peer":
-            wait_for_peer(any_place)
+            wait_for_peers(any_place)
         examination = doctor.examine(any_place, timeout_s=0 if waits_first == "peer" else TIMEOUT_S)
         report = child.receive()
         assert child.wait() == 0
     (meeting,) = examination.peers
-    assert (meeting.pid, report["pid"]) == (child_pid(meeting), os.getpid())
+    assert (meeting.pid, report["pid"]) == (peer_pid, os.getpid())
     assert meeting.locks_exclude is True
     assert meeting.is_same_kernel
     assert (meeting.is_late, meeting.problem) == (False, None)
     assert len(meeting.delays_ms) == 20
     assert all(0 < delay_ms < 10_000 for delay_ms in meeting.delays_ms)
-    assert report["num_seen"] == 1 + 20 + 1, (
-        "the first is not counted, and the last is for the locks"
-    )
+    assert report["num_seen"] == 1 + 20 + 1  # the first is not counted, the last is for the locks
     assert examination.broken == ()
     assert list(any_place.iterdir()) == []
 
 
-def child_pid(meeting: peer.Meeting) -> int:
-    assert meeting.pid != os.getpid()
-    return meeting.pid
-
-
 def test_several_peers_are_measured_with_in_turn(place: Path) -> None:
     with Child(be_peer, place) as one, Child(be_peer, place) as other:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(list(place.glob(".dbuffer-doctor-peer-*/peer.json"))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_peers(place, 2)
         examination = doctor.examine(place)
         assert {meeting.pid for meeting in examination.peers} == {one.pid, other.pid}
         assert one.receive()["pid"] == other.receive()["pid"] == os.getpid()
@@ -412,10 +415,7 @@ def be_peer_on_a_network(connection: Connection, place: Path) -> None:
 
 
 def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
-    with Child(be_peer_on_a_network, place) as child:
-        wait_for_peer(place)
-        examination = doctor.examine(place)
-        child.receive()
+    examination = examine_with(place, be_peer_on_a_network)
     (finding,) = examination.broken
     assert finding.guarantee == 1
     assert "set DBUFFER_MOUNT=network here" in finding.consequence
@@ -423,16 +423,13 @@ def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
 
 def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
     DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
-    with pytest.raises(dbuffer.StoreAccessError, match="gave up"):
+    with pytest.raises(dbuffer.StoreAccessError):
         peer.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.timing(peer_limit_s=0.1)
 def test_a_host_that_sees_nothing_new(place: Path) -> None:
-    with Child(be_peer_that_sees_nothing_new, place) as child:
-        wait_for_peer(place)
-        examination = doctor.examine(place)
-        assert child.wait() == 0
+    examination = examine_with(place, be_peer_that_sees_nothing_new)
     (meeting,) = examination.peers
     assert (meeting.is_late, meeting.delays_ms, meeting.locks_exclude) == (True, (), None)
     assert [finding.guarantee for finding in examination.broken] == [5]
@@ -448,10 +445,7 @@ def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
 
 def test_versions_that_are_not_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
-    with Child(be_peer_that_reads_other_bytes, place) as child:
-        wait_for_peer(place)
-        examination = doctor.examine(place)
-        assert child.wait() == 0
+    examination = examine_with(place, be_peer_that_reads_other_bytes)
     assert "damaged" in str(examination.peers[0].problem)
     assert [finding.guarantee for finding in examination.broken] == [1]
 
@@ -462,10 +456,7 @@ def be_peer_without_locks(connection: Connection, place: Path) -> None:
 
 
 def test_locks_that_do_not_reach_the_other_host(place: Path) -> None:
-    with Child(be_peer_without_locks, place) as child:
-        wait_for_peer(place)
-        examination = doctor.examine(place)
-        child.receive()
+    examination = examine_with(place, be_peer_without_locks)
     assert examination.peers[0].locks_exclude is False
     assert examination.broken == ()
     (finding,) = (each for each in examination.findings if each.probe.endswith(": locks"))
@@ -479,10 +470,7 @@ def be_peer_that_dies(connection: Connection, place: Path) -> None:
 
 @pytest.mark.timing(peer_answer_s=0.5)
 def test_a_peer_that_dies(place: Path) -> None:
-    with Child(be_peer_that_dies, place) as child:
-        wait_for_peer(place)
-        examination = doctor.examine(place)
-        assert child.wait() == -signal.SIGKILL
+    examination = examine_with(place, be_peer_that_dies, -signal.SIGKILL)
     assert examination.peers == ()
     assert found_by(examination, "other hosts").verdict == "unknown"
     assert list(place.iterdir()) == []
@@ -496,7 +484,7 @@ def be_host_that_dies(connection: Connection, place: Path) -> None:
 @pytest.mark.timing(peer_silence_s=1.0)
 def test_a_first_host_that_dies(place: Path) -> None:
     with Child(be_host_that_dies, place):
-        with pytest.raises(dbuffer.StoreAccessError, match="fell silent"):
+        with pytest.raises(dbuffer.StoreAccessError):
             peer.wait_for_host(place, timeout_s=TIMEOUT_S)
     assert list(place.iterdir()) == []
 
@@ -541,15 +529,10 @@ def test_what_killed_doctors_left_goes_after_a_while(place: Path) -> None:
 # The command
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run(["doctor", *map(str, arguments)])
-    return code, *capsys.readouterr()
-
-
 @pytest.mark.usefixtures("as_users_have_it")
 def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    code, out, _ = call(capsys, place)
+    code, out, _ = call(capsys, "doctor", place)
     assert code == 0
     assert "BROKEN" not in out
     for finding in doctor.examine(place).findings:
@@ -564,7 +547,7 @@ def test_command_names_the_guarantee_that_cannot_hold(
     path = place / "[bold]a store"
     path.mkdir()
     path.chmod(0o777)
-    code, out, _ = call(capsys, path)
+    code, out, _ = call(capsys, "doctor", path)
     assert code == 1
     assert "BROKEN" in out
     assert "guarantee 6 (Bad input is rejected) cannot hold here" in out
@@ -572,18 +555,18 @@ def test_command_names_the_guarantee_that_cannot_hold(
     with wide.capture() as shown:
         wide.print(doctor_table(doctor.examine(path)))
     assert shown.get().count("[bold]a store") == 3, "not taken for markup"
-    assert call(capsys, path, "--allow-shared-store")[0] == 0
+    assert call(capsys, "doctor", path, "--allow-shared-store")[0] == 0
 
 
 @pytest.mark.usefixtures("as_users_have_it")
 def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    code, out, _ = call(capsys, place, "--json")
+    code, out, _ = call(capsys, "doctor", place, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["is_sound"] is True
     assert {finding["verdict"] for finding in found["findings"]} <= {"good", "adapted"}
     place.chmod(0o777)
-    code, out, _ = call(capsys, place, "--json")
+    code, out, _ = call(capsys, "doctor", place, "--json")
     found = json.loads(out)
     assert (code, found["is_sound"]) == (1, False)
     assert [f["guarantee"] for f in found["findings"] if f["verdict"] == "broken"] == [6]
@@ -593,8 +576,8 @@ def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -
 def test_command_when_the_other_host_does_not_come(
     capsys: pytest.CaptureFixture[str], place: Path
 ) -> None:
-    assert call(capsys, place, "--timeout-s", 0.1)[0] == 3
-    code, _, err = call(capsys, place, "--peer", "--timeout-s", 0.1)
+    assert call(capsys, "doctor", place, "--timeout-s", 0.1)[0] == 3
+    code, _, err = call(capsys, "doctor", place, "--peer", "--timeout-s", 0.1)
     assert code == 3
     assert err.startswith(f"dbuffer: no 'dbuffer doctor {place}' came")
     assert list(place.iterdir()) == []
@@ -618,7 +601,7 @@ def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_command_that_is_told_to_stop(place: Path, tmp_path: Path, number: signal.Signals) -> None:
     with Command(tmp_path, "doctor", place, "--peer") as waiting:
-        wait_for_peer(place)
+        wait_for_peers(place)
         waiting.signal(number)
         assert waiting.wait() != 0
     assert list(place.iterdir()) == []
