@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
 from tests.support.children import collected, preloaded  # noqa: E402
 from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
+from tests.support.engines import preforked  # noqa: E402
 from tests.support.patterns import SMALL, SPARSE  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
@@ -135,10 +137,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def torchrl_preloaded() -> Iterator[None]:
-    """Collectors' children need not import what takes seconds."""
-    names = ("torchrl.collectors", "torchrl.collectors.distributed", "dbuffer.integrations.torchrl")
-    with preloaded(*names):
-        yield
+    """Collectors' children need not import what takes seconds; vLLM is part of it."""
+    names = (
+        "torchrl.collectors",
+        "torchrl.collectors.distributed",
+        "dbuffer.integrations.torchrl",
+        "pandas",  # imported by tensordict, when it makes a TensorDict of a dictionary
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", preforked.spawn_fork)
+        with preloaded(*names):
+            yield
 
 
 @pytest.fixture

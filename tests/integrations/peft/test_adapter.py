@@ -25,8 +25,8 @@ from dbuffer.integrations.peft import (  # noqa: E402
     save_adapter,
     send_adapter,
 )
-from tests.integrations.peft.test_merged import bits, everything_in, make, reference, train  # noqa: E402
 from tests.support.engines.tiny_models import make_model  # noqa: E402
+from tests.support.peft_parts import bits, everything_in, make, reference, train  # noqa: E402
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

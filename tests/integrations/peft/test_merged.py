@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import resource
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import dbuffer
+from tests.support.children import Child
+from tests.support.waiting import error_of
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
 
 from dbuffer.integrations.peft import merged_weights  # noqa: E402
 from tests.support.engines.tiny_models import make_model  # noqa: E402
+from tests.support.peft_parts import bits, everything_in, make, reference, train  # noqa: E402
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 METHODS: dict[str, Any] = {
@@ -51,56 +53,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
 ]
-
-
-def make(family: str, config: Any, seed: int = 0) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(make_model(family, seed), copy.deepcopy(config))
-    train(model, seed)
-    return model
-
-
-def train(model: Any, seed: int) -> None:
-    """Let every trainable tensor be something else than what it began with."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-
-
-def reference(model: Any, adapters: list[str] | None = None) -> dict[str, torch.Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        merged = copy.deepcopy(model).merge_and_unload(adapter_names=adapters)
-    return dict(merged.state_dict())
-
-
-def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {
-        name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        for name, tensor in tensors.items()
-    }
-
-
-def everything_in(model: Any) -> dict[str, Any]:
-    """All that publishing could change: bytes, places, names, which adapters are merged."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    layers = {
-        name: (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    }
-    return {
-        "bits": bits(tensors),
-        "places": {name: tensor.data_ptr() for name, tensor in tensors.items()},
-        "gradients": {name: tensor.requires_grad for name, tensor in tensors.items()},
-        "names": list(model.state_dict()),
-        "modules": {name: id(module) for name, module in model.named_modules()},
-        "layers": layers,
-        "configuration": repr(model.peft_config),
-    }
 
 
 def received(store: Path) -> dict[str, torch.Tensor]:
@@ -276,52 +228,34 @@ class TestPublishing:
         assert bits(dict(target.state_dict())) == bits(reference(model))
 
 
-UNDER_A_LIMIT = r"""
-import copy, resource, sys
-import torch, peft
-from torch import nn
-import dbuffer
-from dbuffer.integrations.peft import merged_weights
-
 MORE_BYTES = 64 << 20
 
-def limit_memory():
-    # Private memory only: what is mapped from the store's files does not count.
-    [used_kb] = [int(line.split()[1]) for line in open("/proc/self/status") if "VmData" in line]
-    limit = (used_kb << 10) + MORE_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
-torch.set_num_threads(1)
-model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(32)])
-model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=r"\d+"))
-with dbuffer.WeightSender(sys.argv[1], num_threads=1) as sender:
-    def publish():
+def publish_under_a_limit(connection: Connection, store: Path) -> None:
+    """Publish a model again when little more memory is allowed; then try to copy the model."""
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(32)]
+    model = peft.get_peft_model(
+        torch.nn.Sequential(*layers), peft.LoraConfig(r=4, target_modules=r"\d+")
+    )
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for _ in range(3):  # threads, buffers and caches are there then
+            sender.send(merged_weights(model))
+        # Private memory only: what is mapped from the store's files does not count.
+        status = Path("/proc/self/status").read_text().splitlines()
+        [used_kib] = [int(line.split()[1]) for line in status if "VmData" in line]
+        limit_bytes = (used_kib << 10) + MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
         sender.send(merged_weights(model))
-    for _ in range(3):  # threads, buffers and caches are there then
-        publish()
-    limit_memory()
-    publish()
-    print("published", flush=True)
-    try:
-        copy.deepcopy(model).merge_and_unload()
-    except (MemoryError, RuntimeError) as error:
-        print("no copy:", error)
-"""
+        connection.send("published")
+        connection.send(error_of(lambda: copy.deepcopy(model).merge_and_unload()))
 
 
 @pytest.mark.slow
 def test_no_second_copy_of_the_model(store: Path) -> None:
     """Of 32 layers of 4 MiB one or two are there twice; a copy of the model would be 128 MiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT, str(store)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    published, no_copy = done.stdout.splitlines()
-    assert published == "published"
-    assert "memory" in no_copy  # so the limit refuses one
+    with Child(publish_under_a_limit, store) as child:
+        assert child.receive() == "published"
+        assert "memory" in child.receive()  # so the limit refuses one
 
 
 class TestRefused:

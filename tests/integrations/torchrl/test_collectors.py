@@ -1257,10 +1257,9 @@ def test_nothing_is_left_behind(address: Path) -> None:
         processes = list(collector.procs)
         collector.update_policy_weights_()
         acts(collector)
-        started = time.monotonic()
         collector.shutdown()
-        assert time.monotonic() - started < 5.0, "the workers must end by themselves"
-        assert all(process.exitcode == 0 for process in processes)
+        exit_codes = [process.exitcode for process in processes]
+        assert exit_codes == [0, 0], "a worker that does not end by itself is terminated"
     settle(lambda: set(threading.enumerate()) <= threads, "a thread is left")
     with dbuffer.WeightSender(address / "policy") as sender:
         sender.send(policy)

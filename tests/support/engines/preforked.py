@@ -213,6 +213,23 @@ def is_fork() -> bool:
     return _the_helper is not None
 
 
+_spawn_anew = multiprocessing.util.spawnv_passfds
+
+
+def spawn_fork(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+    """Start a process in the place of :func:`multiprocessing.util.spawnv_passfds`.
+
+    Processes of the kind "spawn" and forkservers are forks; trackers of resources are not.
+    """
+    words = [os.fsdecode(word) for word in arguments]
+    is_child = "--multiprocessing-fork" in words or "multiprocessing.forkserver" in words[-1]
+    if not is_child or not CAN_FORK or (helper := _helper()) is None:
+        return int(_spawn_anew(path, arguments, passed))
+    at = {place: place for place in (0, 1, 2, *passed)}
+    with _turns:
+        return helper.fork(words[words.index("-c") :], dict(os.environ), at)
+
+
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
     """The helper that cannot be asked any more ends."""
     connection.close()
@@ -305,19 +322,8 @@ def have_a_helper() -> None:
         _close_all_but({0, 1, 2, theirs.fileno()})
         serve(theirs)
     theirs.close()
-    _the_helper = helper = Helper(ours)
-    spawn_as_ever = multiprocessing.util.spawnv_passfds
-
-    def spawnv_passfds(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> int:
-        """Of :mod:`multiprocessing`, which starts each process of the kind "spawn" by it."""
-        words = [os.fsdecode(word) for word in arguments]
-        if "--multiprocessing-fork" not in words:
-            return int(spawn_as_ever(path, arguments, passed))
-        at = {place: place for place in (0, 1, 2, *passed)}
-        with _turns:
-            return helper.fork(words[words.index("-c") :], dict(os.environ), at)
-
-    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    _the_helper = Helper(ours)
+    multiprocessing.util.spawnv_passfds = spawn_fork
     if (registry := sys.modules.get(REGISTRY)) is not None:
         registry.subprocess = types.SimpleNamespace(run=_run_registry)  # type: ignore[attr-defined]
 
