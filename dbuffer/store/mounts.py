@@ -24,10 +24,11 @@ class Mount(NamedTuple):
 def mount_of(path: Path) -> Mount:
     """Return the mount under ``path``, which need not exist yet."""
     path = real_path(path)
+    places = {str(place) for place in (path, *path.parents)}
     mounted, longest = Mount("unknown", "unknown", ()), -1
     for point, mount in _mounts():
         # Later lines hide earlier ones at the same place.
-        if path.is_relative_to(point) and len(point) >= longest:
+        if point in places and len(point) >= longest:
             mounted, longest = mount, len(point)
     return mounted
 

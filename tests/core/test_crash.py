@@ -11,17 +11,16 @@ import contextlib
 import functools
 import itertools
 import logging
-import mmap
 import os
 import random
 import shutil
 import signal
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,20 @@ from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
 from tests.support.children import Child
-from tests.support.moments import at_call, die, die_before_call, stop
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.soak import Record, is_soak, moments, patience_s
+from tests.support.crashes import (
+    DELTA_SITUATIONS,
+    MIN_MOMENTS,
+    SITUATIONS,
+    Flip,
+    last_before,
+    make_sender,
+    max_chain,
+    noting,
+    pattern_of,
+)
+from tests.support.moments import die, die_before_call, stop
+from tests.support.patterns import OTHER, SMALL, SPARSE, newest
+from tests.support.soak import Record, at_moment, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
 pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
@@ -101,103 +111,40 @@ def forked_and_stopped(body: Callable[[], None]) -> Iterator[bool]:
 # ---------------------------------------------------------------------------------------------
 # Killed before each call that changes the disk, and in between
 
-SITUATIONS = (
-    "in place",
-    "first ever",
-    "new layout",
-    "in place, durable",
-    "first ever, durable",
-    "a delta",
-)
 SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
-DELTA_SITUATIONS = ("a delta", "an anchor after deltas")
-"""The second one differs where versions stand on deltas."""
 KILLS = "kills at a moment of a publish"
-MIN_MOMENTS = 15
-"""Far fewer than a publish has: a test that comes to less has watched something else."""
-
-
-def last_before(situation: str) -> int | None:
-    return None if situation.startswith("first") else 3
-
-
-def has_deltas(situation: str) -> bool:
-    return situation in DELTA_SITUATIONS
-
-
-def pattern_of(situation: str) -> Pattern:
-    """What is published before the version in question."""
-    return SPARSE if has_deltas(situation) else SMALL
-
-
-def make_sender(store: Path, situation: str) -> dbuffer.WeightSender:
-    return dbuffer.WeightSender(
-        store,
-        durable=situation.endswith("durable"),
-        checksum=True,
-        delta=has_deltas(situation),
-        num_threads=1,
-    )
 
 
 def publish_up_to(store: Path, situation: str, number: int, action: Callable[[], None]) -> None:
     """Publish what the situation asks for; ``action`` at a moment of the last publish."""
     pattern = OTHER if situation.startswith("new layout") else pattern_of(situation)
     version = (last_before(situation) or 0) + 1
-    # The two before the last are deltas.
-    delta_chain.MAX_CHAIN = 2 if situation.startswith("an anchor") else 3
+    delta_chain.MAX_CHAIN = max_chain(situation)
     with make_sender(store, situation) as sender:
         for earlier in range(1, version):
             sender.send(pattern_of(situation).weights(earlier))
-        at_call(number, action, moments())
+        at_moment(number, action)
         sender.send(pattern.weights(version))
         sys.setprofile(None)
 
 
 def assert_recovers(store: Path, expected: int | None, situation: str = "in place") -> None:
-    """The last version reads whole, the next publishes work, and nothing is left over."""
+    """The last version reads whole, the next publishes work, and nothing is left over.
+
+    A first version that no reader could see was not published: its number is still free.
+    """
     pattern = pattern_of(situation)
     assert newest(store, verify=True) == expected
     make_temporaries_old(store)
+    first = 1 if expected is None else expected + 2
     started = time.monotonic()
     with make_sender(store, situation) as sender:
         assert newest(store, verify=True) == expected
-        for version in range((expected or 0) + 2, (expected or 0) + 5):
+        for version in range(first, first + 3):
             publication = sender.send(pattern.weights(version), version=version)
             assert publication.version == version == newest(store, verify=True)
     assert time.monotonic() - started < SOON_S, "a dead process was waited for"
     assert_tidy(store)
-
-
-class Flip:
-    """From which moment on the new version is there: it comes once, and never goes."""
-
-    def __init__(self, last: int | None) -> None:
-        self.last = last
-        self.new = (last or 0) + 1
-        self.has_come = False
-        self.moments = 0
-
-    def check(self, found: int | None) -> int | None:
-        self.moments += 1
-        if not self.has_come:
-            self.has_come = found == self.new
-        expected = self.new if self.has_come else self.last
-        assert found == expected, f"moment {self.moments}: {found} is there, and not {expected}"
-        return found
-
-    def check_all(self) -> None:
-        assert self.has_come, "no moment was after the pointer"
-        assert self.moments > MIN_MOMENTS
-
-
-@contextlib.contextmanager
-def noting(number: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"at moment {number}")
-        raise
 
 
 def kill_at_every_moment(
@@ -212,7 +159,7 @@ def kill_at_every_moment(
         if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
             break
         with noting(number):
-            check(store, flip.check(newest(store, verify=True)), situation)
+            check(store, flip.check(newest(store)), situation)
         shutil.rmtree(store)
     flip.check_all()
     connection.send(flip.moments)
@@ -244,7 +191,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
     make_temporaries_old(crashed)
 
     def clear_up(store: Path, number: int) -> None:
-        at_call(number, die, moments())
+        at_moment(number, die)
         with dbuffer.WeightSender(store, num_threads=1):
             pass
         sys.setprofile(None)
@@ -286,40 +233,8 @@ def test_killed_in_the_middle_of_a_stream(store: Path, dies_before: int) -> None
     assert_recovers(store, 1)
 
 
-def give_the_first_version_again(connection: Connection, directory: Path) -> None:
-    for number in itertools.count(1):
-        store = directory / f"{number}"
-        if not fork_and_kill(functools.partial(publish_up_to, store, "first ever", number, die)):
-            break
-        if newest(store) is None:
-            with dbuffer.WeightSender(store) as sender:
-                sender.send(SMALL.weights(1), version=1)
-            assert newest(store) == 1
-    connection.send(number)
-
-
-def test_first_version_can_be_given_again_after_a_crash_before_the_pointer(shm_path: Path) -> None:
-    """What no reader could see was not published, so its number is still free."""
-    with Child(give_the_first_version_again, shm_path) as child:
-        assert child.receive(patience_s()) > MIN_MOMENTS
-
-
 # ---------------------------------------------------------------------------------------------
 # Killed one call later each time in one and the same store, and at moments drawn by lot
-
-
-class Ledger:
-    """The last version that a process published before it was killed, in shared memory."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8)
-
-    def write(self, version: int) -> None:
-        self._memory[:] = struct.pack("q", version)
-
-    def read(self) -> int:
-        version: int = struct.unpack("q", self._memory[:])[0]
-        return version
 
 
 def read_and_publish(store: Path, at_least: int, *, checksum: bool) -> int:
@@ -346,7 +261,7 @@ def kill_before_every_call(
     """
     os.environ["DBUFFER_MOUNT"] = mount
     delta_chain.MAX_CHAIN = 3
-    ledger = Ledger()
+    ledger = RawValue("q")  # the last version that was published, in shared memory
     last = number = 0
     was_killed = True
 
@@ -355,25 +270,25 @@ def kill_before_every_call(
         if delta:
             pattern = SPARSE
         if not prepares:
-            die_before_call(number)
+            die_before_call(number, repeats=is_soak())
         with dbuffer.WeightSender(
             store, durable=True, checksum=True, delta=delta, num_threads=1
         ) as sender:
             if prepares:
                 for version in range(last + 1, last + prepares + 1):
                     sender.send(pattern.weights(version))
-                    ledger.write(version)
+                    ledger.value = version
                 version += 1
-                die_before_call(number)
+                die_before_call(number, repeats=is_soak())
             sender.send(pattern.weights(version))
-            ledger.write(version)
+            ledger.value = version
             sys.setprofile(None)
 
     while was_killed:
         number += 1
-        ledger.write(last)
+        ledger.value = last
         was_killed = fork_and_kill(publish)
-        last = read_and_publish(store, ledger.read(), checksum=True)
+        last = read_and_publish(store, ledger.value, checksum=True)
     connection.send(number)
 
 
@@ -391,13 +306,13 @@ def test_killed_before_every_call_that_changes_the_disk(
     store: Path, prepares: int, delta: bool, mount: str
 ) -> None:
     with Child(kill_before_every_call, store, prepares, mount, delta) as child:
-        assert child.receive() > 15
+        assert child.receive() > MIN_MOMENTS
 
 
 def kill_at_random_moments(connection: Connection, store: Path, times: int, seed: int) -> None:
     """Send how many were killed, and how many versions they had published."""
     rng = random.Random(seed)
-    ledger = Ledger()
+    ledger = RawValue("q")  # the last version that was published, in shared memory
     last = deaths = published = 0
     pace_s = 0.005
 
@@ -412,19 +327,19 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
                     version += 1
                     pattern = SPARSE if delta else rng.choice((SMALL, SMALL, OTHER))
                     sender.send(pattern.weights(version))
-                    ledger.write(version)
+                    ledger.value = version
 
     for _ in range(times):
-        ledger.write(last)
+        ledger.value = last
         checksum, durable, delta = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.5
         # A machine that is busy with other things is slower for the process that dies, too.
         moment_s = rng.uniform(0, 1.5) * pace_s
         body = functools.partial(publish_for_ever, checksum, durable, delta, rng.randrange(2**32))
         deaths += fork_and_kill(body, kill_after_s=moment_s)
-        done = ledger.read() - last
+        done = ledger.value - last
         published += done
         started_s = time.monotonic()
-        last = read_and_publish(store, ledger.read(), checksum=False)
+        last = read_and_publish(store, ledger.value, checksum=False)
         took_s = time.monotonic() - started_s
         # Other work may hold up a process that has just begun more than this one.
         pace_s = took_s if done else max(took_s, 1.5 * pace_s)

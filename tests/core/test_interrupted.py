@@ -20,18 +20,19 @@ import pytest
 import dbuffer
 from dbuffer.publish import delta_chain
 from dbuffer.store.medium import medium_of
-from tests.core.test_crash import (
+from tests.support.crashes import (
     DELTA_SITUATIONS,
     SITUATIONS,
     Flip,
     last_before,
     make_sender,
+    max_chain,
     noting,
     pattern_of,
 )
 from tests.support.moments import at_call
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.soak import Record
+from tests.support.soak import Record, is_soak
 from tests.support.stores import assert_tidy, make_temporaries_old
 
 
@@ -71,7 +72,7 @@ def test_interrupted_at_every_moment_of_a_publish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 2 if situation.startswith("an anchor") else 3)
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", max_chain(situation))
     flip = Flip(last_before(situation))
     pattern = pattern_of(situation)
     for number in itertools.count(1):
@@ -82,7 +83,7 @@ def test_interrupted_at_every_moment_of_a_publish(
             weights = (OTHER if situation == "new layout" else pattern).weights(flip.new)
             # Not before every call of C, as kills in a soak: Python drops what is raised in the
             # callback of a weak reference, and a file that was about to be closed stays open.
-            at_call(number, interrupt)
+            at_call(number, interrupt, repeats=is_soak())
             try:
                 sender.send(weights)
                 sys.setprofile(None)

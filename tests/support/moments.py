@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -56,51 +57,72 @@ def stop() -> None:
 CHANGING_CALLS = frozenset(
     {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
 )
-
-"""Calls of the system that can change what is on the disk, or who holds it."""
+"""System calls that can change the disk, or who holds it."""
 
 MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
-
-"""The same, and moments between them: a tensor is in its place and hashed, or the watch is
+"""`CHANGING_CALLS`, and moments between them: a tensor is in its place and hashed, or the watch is
 ended by ``sys.setprofile(None)``."""
 
 COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
-
-"""The same, before each copy of tensors, too, and before what one rank tells the others."""
+"""`MOMENTS`, each copy of tensors, and each exchange between ranks."""
 
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
 )
+"""Calls by which a reader sees what is on the disk, or records what it reads."""
 
-"""Calls by which a reader sees what is on the disk, or says what it reads."""
+OPENS_TO_READ = frozenset({"open_regular", "refresh"})
+"""Functions of the product whose ``open`` changes nothing."""
 
 
 def at_call(
-    number: int, action: Callable[[], None], names: frozenset[str] | None = MOMENTS
+    number: int,
+    action: Callable[[], None],
+    names: frozenset[str] | None = MOMENTS,
+    *,
+    repeats: bool = True,
 ) -> None:
     """Call ``action`` in this thread before its ``number``-th call of one of these (None: of any).
 
-    No function that publishes has to be named for this: each state that the disk goes through lies
-    before one of the calls.
+    No function that publishes is named for this: each state of the disk lies before one of the
+    calls. Without ``repeats``, a call counts once for each stack and file: the eighth tensor hashed
+    in a loop is no other kind of moment than the first.
     """
     left = number
+    places: set[Hashable] = set()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
         # Python handles no signal between the last line of a `with` block and the lock's release.
         if event != "c_call" or argument.__name__ == "__exit__":
             return
-        # Opens to read; just for speed.
-        changes_nothing = names is not LOOKS and frame.f_code.co_name == "open_regular"
-        if names is None or (argument.__name__ in names and not changes_nothing):
-            left -= 1
-            if left == 0:
-                sys.setprofile(None)
-                action()
+        changes_nothing = names is not LOOKS and frame.f_code.co_name in OPENS_TO_READ
+        if names is not None and (argument.__name__ not in names or changes_nothing):
+            return
+        if not repeats:
+            place = _place(frame)
+            if place in places:
+                return
+            places.add(place)
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            action()
 
     sys.setprofile(watch)
 
 
-def die_before_call(number: int) -> None:
+def _place(frame: FrameType) -> Hashable:
+    """Return the stack of a call, and the path that its function works on."""
+    path = frame.f_locals.get("path", frame.f_locals.get("self"))
+    stack: list[Hashable] = [path if isinstance(path, Path) else None]
+    caller: FrameType | None = frame
+    while caller is not None:
+        stack.append((caller.f_code, caller.f_lasti))
+        caller = caller.f_back
+    return tuple(stack)
+
+
+def die_before_call(number: int, *, repeats: bool = True) -> None:
     """Kill this process before its ``number``-th call that can change what is on the disk."""
-    at_call(number, die, CHANGING_CALLS)
+    at_call(number, die, CHANGING_CALLS, repeats=repeats)

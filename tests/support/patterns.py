@@ -99,7 +99,9 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
     """The version that a receiver made now reads; it must be whole, and one of the patterns."""
-    with dbuffer.WeightReceiver(store, receiver_id="newest", verify=verify) as receiver:
+    with dbuffer.WeightReceiver(
+        store, receiver_id="newest", verify=verify, num_threads=1
+    ) as receiver:
         loaded: dict[str, torch.Tensor] = {}
 
         def load(pairs: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.moments import MOMENTS
+from tests.support.moments import MOMENTS, at_call
 from tests.support.waiting import TIMEOUT_S
 
 Record = Callable[[str, int], None]
@@ -36,9 +36,9 @@ def in_soaks_alone(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def moments() -> frozenset[str] | None:
-    """Where to stop whom: before calls of the system, or in a soak before every call of C."""
-    return None if is_soak() else MOMENTS
+def at_moment(number: int, action: Callable[[], None]) -> None:
+    """Call ``action`` before the ``number``-th kind of system call, or in a soak of any C call."""
+    at_call(number, action, None if is_soak() else MOMENTS, repeats=is_soak())
 
 
 def numbers(first: int = 1, every: int = 3) -> Iterator[int]:
