@@ -683,11 +683,11 @@ class CheckedStoreMachine(StoreMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=2_000 if is_soak() else 40, stateful_step_count=30, report_multiple_bugs=False
+    max_examples=2_000 if is_soak() else 20, stateful_step_count=30, report_multiple_bugs=False
 )
 TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestNetworkStore = NetworkStoreMachine.TestCase
-TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 20)
+TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 12)
 TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestCheckedStore = CheckedStoreMachine.TestCase
 TestCheckedStore.settings = settings(TestNetworkStore.settings)

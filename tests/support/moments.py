@@ -71,6 +71,9 @@ LOOKS = frozenset(
 )
 """Calls by which a reader sees what is on the disk, or records what it reads."""
 
+STACK_DEPTH = 5
+"""Frames that tell which file is written, and for which step of a publish."""
+
 OPENS_TO_READ = frozenset({"open_regular", "refresh"})
 """Functions of the product whose ``open`` changes nothing."""
 
@@ -85,8 +88,8 @@ def at_call(
     """Call ``action`` in this thread before its ``number``-th call of one of these (None: of any).
 
     No function that publishes is named for this: each state of the disk lies before one of the
-    calls. Without ``repeats``, a call counts once for each stack and file: the eighth tensor hashed
-    in a loop is no other kind of moment than the first.
+    calls. Without ``repeats``, a call counts once for each place in the code and file: the eighth
+    tensor hashed in a loop is no other kind of moment than the first.
     """
     left = number
     places: set[Hashable] = set()
@@ -113,11 +116,11 @@ def at_call(
 
 
 def _place(frame: FrameType) -> Hashable:
-    """Return the stack of a call, and the path that its function works on."""
+    """Return the innermost callers of a call, and the path that its function works on."""
     path = frame.f_locals.get("path", frame.f_locals.get("self"))
     stack: list[Hashable] = [path if isinstance(path, Path) else None]
     caller: FrameType | None = frame
-    while caller is not None:
+    while caller is not None and len(stack) <= STACK_DEPTH:
         stack.append((caller.f_code, caller.f_lasti))
         caller = caller.f_back
     return tuple(stack)

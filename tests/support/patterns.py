@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ class Pattern:
 
     def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
         self.names = [f"layers.{index}.weight" for index in range(num_tensors)]
-        position = torch.arange(numel, dtype=torch.int64)
-        self._base = torch.stack([position + (index << 24) for index in range(num_tensors)])
+        self._numel = numel
+
+    @functools.cached_property
+    def _position(self) -> torch.Tensor:
+        return torch.arange(self._numel, dtype=torch.int64)
+
+    @functools.cached_property
+    def _base(self) -> torch.Tensor:
+        return torch.stack([self._position + (index << 24) for index in range(len(self.names))])
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         """What is published as ``version`` (below 2**19)."""
@@ -51,7 +59,6 @@ class Sparse(Pattern):
         super().__init__(num_tensors, numel)
         self.names = [f"sparse.{index}.weight" for index in range(num_tensors)]
         self._one_in = one_in
-        self._position = torch.arange(numel, dtype=torch.int64)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         changed_at = version - (version - self._position) % self._one_in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import dbuffer
+from dbuffer.format import layout
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, start_mirror
@@ -500,7 +502,7 @@ def follow_to_a_call(
                 return
             sender.send(SPARSE.weights(copied.version + 1))
             if copied.version == 3:
-                at_call(number, die, COPIES)
+                at_call(number, die, COPIES, repeats=is_soak())
 
         with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
             one.run(end)
@@ -512,7 +514,7 @@ def test_killed_at_any_moment_of_a_copy_of_a_delta(
     shm_path: Path, mount: str, record_property: Record
 ) -> None:
     kills = 0
-    for number in numbers(every=1 if is_soak() else 5):
+    for number in numbers():
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
         with Child(follow_to_a_call, remote, local, number, mount) as child:
             if (code := child.wait()) == 0:
@@ -769,17 +771,22 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote: Path, local: P
 # Killed
 
 
+SHORT_SPAN_BYTES = 6 * 1024
+"""A small version is read in three spans."""
+
+
 def run_to_a_call(
     connection: Connection, remote: Path, local: Path, number: int, mount: str
 ) -> None:
     """Copy version 2 and die before a call."""
     os.environ["DBUFFER_MOUNT"] = mount
+    layout.SPAN_BYTES = SHORT_SPAN_BYTES
     end = threading.Event()
 
     def on_copied(copied: Publication) -> None:
         if copied.version == 1:
-            publish(remote, 2, pattern=LONG)
-            at_call(number, die, COPIES)
+            publish(remote, 2)
+            at_call(number, die, COPIES, repeats=is_soak())
         else:
             sys.setprofile(None)
             end.set()
@@ -794,28 +801,28 @@ def run_to_a_call(
 def test_killed_at_any_moment_of_a_copy(
     shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
-    if mount == "network":
-        as_network(monkeypatch)
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr(layout, "SPAN_BYTES", SHORT_SPAN_BYTES)
     has_flipped = False
     kills = 0
-    for number in numbers():
+    for number in itertools.count(1):
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
-        publish(remote, 1, pattern=LONG)
+        publish(remote, 1)
         with Child(run_to_a_call, remote, local, number, mount) as child:
             if (code := child.wait()) == 0:
                 break
         assert code == -signal.SIGKILL
-        version = newest(local, LONG, verify=True)
+        version = newest(local, verify=True)
         assert version == 2 or (version == 1 and not has_flipped), f"before call {number}"
         has_flipped, kills = version == 2, kills + 1
         make_temporaries_old(local)
         with quick(remote, local).start() as one:
-            assert newest(local, LONG, verify=True) in (version, 2)
+            assert newest(local, verify=True) in (version, 2)
             one.wait_until_current(10)
-            assert newest(local, LONG, verify=True) == 2
-            publish(remote, 3, pattern=LONG)
+            assert newest(local, verify=True) == 2
+            publish(remote, 3)
             one.wait_until_current(10)
-        assert newest(local, LONG, verify=True) == 3
+        assert newest(local, verify=True) == 3
         if mount != "network":
             assert_tidy(local)
         shutil.rmtree(remote)
