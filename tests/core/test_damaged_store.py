@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
@@ -35,17 +35,18 @@ from tests.support.damage import (
     copy_of,
     damaged_bytes,
     damaged_chain,
+    fuzzed,
     nested,
     opening_only_files_in,
     read,
     weights_file,
 )
 from tests.support.patterns import SMALL, SPARSE, newest
-from tests.support.soak import is_soak
 
-pytestmark = pytest.mark.timing(settle_s=0.01)
+pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 
 
+@fuzzed
 @given(data=st.data())
 @pytest.mark.parametrize("record", RECORDS)
 def test_damaged_record(template: Path, record: str, data: st.DataObject) -> None:
@@ -60,6 +61,7 @@ def test_damaged_record(template: Path, record: str, data: st.DataObject) -> Non
             assert str(store / record) in str(error)
 
 
+@fuzzed
 @given(data=st.data())
 def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObject) -> None:
     """Both agree, and both are wrong."""
@@ -85,7 +87,7 @@ def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObj
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["newest", "the one before"])
-@settings(max_examples=200 if is_soak() else 20)
+@fuzzed
 @given(data=st.data())
 def test_manifest_that_names_other_deltas(
     chain_template: Path, data: st.DataObject, is_idle: bool, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +150,7 @@ def test_record_with_a_field_too_few_or_too_many(damaged: Path, record: str, fie
 def test_record_of_more_bytes_than_any_has(damaged: Path, record: str) -> None:
     with (damaged / record).open("ab") as file:
         file.write(b" " * (2 << 20))
-    with pytest.raises(dbuffer.StoreCorruptError, match=f"{damaged / record}.*larger"):
+    with pytest.raises(dbuffer.StoreCorruptError, match=f"{damaged / record}"):
         read(damaged, verify=False)
 
 
@@ -172,11 +174,11 @@ def test_a_store_of_another_format_is_left_alone(
     values = json.loads((damaged / record).read_bytes()) | {"format": format_number, "new": 1}
     (damaged / record).write_text(json.dumps(values))
     before = contents(damaged)
-    with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*format {format_number}"):
+    with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*\\b{format_number}\\b"):
         publish_once(damaged)
     assert contents(damaged) == before
     if record in ("CURRENT", f"{NEWEST}/manifest.json"):
-        with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*format {format_number}"):
+        with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*\\b{format_number}\\b"):
             read(damaged, verify=False)
 
 

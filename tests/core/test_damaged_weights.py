@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
@@ -24,16 +24,17 @@ from tests.support.damage import (
     copy_of,
     damaged_bytes,
     flip_bit,
+    fuzzed,
     opening_only_files_in,
     read,
     weights_file,
 )
 from tests.support.patterns import SMALL, SPARSE, newest
-from tests.support.soak import is_soak
 
-pytestmark = pytest.mark.timing(settle_s=0.01)
+pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 
 
+@fuzzed
 @given(place=st.integers(0, 8 * 2048 * len(SMALL.names) - 1))
 def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
     template: Path, place: int
@@ -51,25 +52,26 @@ def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
         assert not any(tensor.any() for tensor in target.values()), "the target was touched"
 
 
+@fuzzed
 @given(data=st.data())
 def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.DataObject) -> None:
     with copy_of(template) as store:
         path, manifest = weights_file(store)
-        start, num_bytes, said = data.draw(
+        start, num_bytes = data.draw(
             st.sampled_from(
                 [
-                    (manifest["checksums_offset"], 8 * manifest["num_tensors"], "checksums"),
-                    (manifest["layout_offset"], manifest["layout_bytes"], "layout"),
+                    (manifest["checksums_offset"], 8 * manifest["num_tensors"]),
+                    (manifest["layout_offset"], manifest["layout_bytes"]),
                 ]
             )
         )
         flip_bit(path, data.draw(st.integers(8 * start, 8 * (start + num_bytes) - 1)))
-        with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{said}"):
+        with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}"):
             read(store, verify=True)
         assert_repaired_by_publishing(store)
 
 
-@settings(max_examples=500 if is_soak() else 40)
+@fuzzed
 @given(data=st.data(), which=st.integers(1, 4), verify=st.booleans())
 def test_damaged_delta_is_refused_and_the_file_named(
     chain_template: Path,
@@ -154,6 +156,7 @@ LAYOUT_VALUES = st.one_of(
 )
 
 
+@fuzzed
 @given(data=st.data())
 def test_hostile_layout(template: Path, data: st.DataObject) -> None:
     """A layout that was changed together with its digest: nothing is read outside the data."""

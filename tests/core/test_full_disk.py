@@ -52,7 +52,7 @@ def test_full_at_the_first_publish(disk: Path) -> None:
     with dbuffer.WeightSender(disk / "store") as sender:
         filler = fill(disk, leave_bytes=MEGABYTE)
         for _ in range(3):
-            with pytest.raises(dbuffer.StoreFullError, match=f"no room left for {disk}"):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
                 sender.send(BIG.weights(1), version=1)
             with dbuffer.WeightReceiver(disk / "store") as receiver:
                 assert receiver.load_into(BIG.empty()) is None

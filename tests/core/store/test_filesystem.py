@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import stat
@@ -27,9 +26,10 @@ from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 
 
-def num_descriptors() -> int:
-    gc.collect()  # descriptors that earlier tests have left
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+def open_below(directory: Path) -> list[str]:
+    """List what this process has open there."""
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())  # noqa: PTH115
+    return [path for path in links if path.startswith(f"{directory}/")]
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ class TestReplaceFile:
         path.write_bytes(b"old")
 
         def fail(*_):
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(StoreAccessError, match="Input/output error"):
+        with pytest.raises(StoreAccessError, match=os.strerror(errno.EIO)):
             filesystem.replace_file(path, b"new", scratch=scratch)
         assert path.read_bytes() == b"old"
         assert list(scratch.iterdir()) == []
@@ -132,9 +132,8 @@ class TestReplaceFile:
             filesystem.replace_file(tmp_path / "a", b"", scratch=tmp_path / "none")
 
     def test_leaves_no_descriptor_open(self, tmp_path, scratch):
-        before = num_descriptors()
         filesystem.replace_file(tmp_path / "a", b"1", scratch=scratch, durable=True)
-        assert num_descriptors() == before
+        assert not open_below(tmp_path)
 
 
 def test_old_temporaries_go_and_young_ones_stay(tmp_path):
@@ -153,7 +152,7 @@ class TestReading:
         path = tmp_path / "file"
         path.write_bytes(b"12345")
         assert filesystem.read_small(path, 5) == b"12345"
-        with pytest.raises(StoreCorruptError, match="larger than 4"):
+        with pytest.raises(StoreCorruptError, match=str(path)):
             filesystem.read_small(path, 4)
 
     def test_none(self, tmp_path):
@@ -174,7 +173,6 @@ class TestReading:
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             return real(*arguments)
 
-        before = num_descriptors()
         monkeypatch.setattr(os, name, stale)
         for times in (1, 2, 4):
             left = times
@@ -183,7 +181,7 @@ class TestReading:
         with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
             filesystem.read_small(path, 5)
         monkeypatch.undo()
-        assert num_descriptors() == before
+        assert not open_below(tmp_path)
 
     @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
     @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "write"])
@@ -199,10 +197,9 @@ class TestReading:
                 path.mkdir()
             case "pipe":
                 os.mkfifo(path)
-        before = num_descriptors()
-        with pytest.raises(StoreCorruptError, match="not a plain file"):
+        with pytest.raises(StoreCorruptError, match=str(path)):
             filesystem.open_regular(path, flags)
-        assert num_descriptors() == before
+        assert not open_below(tmp_path)
 
     def test_read_and_write_at(self, tmp_path):
         descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -257,19 +254,17 @@ class TestDescriptor:
         return filesystem.Descriptor(os.open(path, os.O_RDWR | os.O_CREAT))
 
     def test_is_closed_once(self, tmp_path):
-        before = num_descriptors()
         descriptor = self.open(tmp_path / "file")
         assert descriptor.is_open
         descriptor.close()
         descriptor.close()
         assert not descriptor.is_open
-        assert num_descriptors() == before
+        assert not open_below(tmp_path)
 
     def test_is_closed_when_dropped(self, tmp_path):
-        before = num_descriptors()
         descriptor = self.open(tmp_path / "file")
         del descriptor
-        assert num_descriptors() == before
+        assert not open_below(tmp_path)
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_is_closed_in_a_forked_child(self, tmp_path):
@@ -311,7 +306,7 @@ def test_allocated_space_is_real(tmp_path):
 )
 def test_os_errors_become_ours(tmp_path, number, kind):
     with (
-        pytest.raises(kind, match="cannot flush it") as caught,
+        pytest.raises(kind, match="flush it") as caught,
         filesystem.os_errors("flush it", tmp_path),
     ):
         raise OSError(number, os.strerror(number), str(tmp_path))
@@ -339,7 +334,7 @@ class TestTrust:
     @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777, 0o720, 0o702])
     def test_others_may(self, tmp_path, mode):
         tmp_path.chmod(mode)
-        with pytest.raises(StoreAccessError, match="chmod go-w"):
+        with pytest.raises(StoreAccessError, match=f"chmod go-w.*{tmp_path}"):
             filesystem.check_trust(tmp_path)
 
     def test_someone_elses(self, tmp_path, monkeypatch):
@@ -347,7 +342,7 @@ class TestTrust:
             os.chown(tmp_path, 12345, 12345)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-        with pytest.raises(StoreAccessError, match="belongs to user"):
+        with pytest.raises(StoreAccessError, match=str(tmp_path)):
             filesystem.check_trust(tmp_path)
 
     def test_none(self, tmp_path):
@@ -356,7 +351,7 @@ class TestTrust:
 
     def test_no_directory(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(StoreAccessError, match="not a directory"):
+        with pytest.raises(StoreAccessError, match=str(tmp_path / "file")):
             filesystem.check_trust(tmp_path / "file")
 
 

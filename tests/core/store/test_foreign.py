@@ -90,7 +90,7 @@ def test_no_sender_writes_beside_torchrls_weights(
 ) -> None:
     """Receivers of TorchRL's own scheme would go on serving the old ones."""
     before = files_in(torchrls)
-    with pytest.raises(OptionError, match=r"TorchRL's own double buffer.*move_torchrl_aside"):
+    with pytest.raises(OptionError, match="move_torchrl_aside"):
         publish(torchrls)
     assert files_in(torchrls) == before
     publish(torchrls, move_torchrl_aside=True)
@@ -123,7 +123,7 @@ def test_no_sender_writes_into_a_checkpoint(
     directory.mkdir(mode=0o700)
     (directory / name).write_bytes(b"weights")
     for more in ({}, {"move_torchrl_aside": True}):
-        with pytest.raises(OptionError, match=rf"holds a checkpoint \({name}\)"):
+        with pytest.raises(OptionError, match=name):
             publish(directory, **more)
     assert files_in(directory) == {name: b"weights"}
 
@@ -137,7 +137,7 @@ def test_readers_say_what_is_there(
         (record,) = caplog.records
         assert "holds weights of TorchRL's own double buffer" in record.message
         with (
-            pytest.raises(WaitTimeoutError, match="which holds weights of TorchRL's own"),
+            pytest.raises(WaitTimeoutError, match="TorchRL"),
             receiver.open(timeout_s=0),
         ):
             pass

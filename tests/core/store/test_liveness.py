@@ -104,7 +104,7 @@ def test_a_receiver_in_another_container_lives_until_it_ends(store: Path, pid: i
                 sender.wait_applied(2, receivers=[NAME], timeout_s=0.2)
             boxed.kill()
             assert not is_alive(store)
-            with pytest.raises(dbuffer.ReceiverFailedError, match=r"boxed .* ended, at version 1"):
+            with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b1\b"):
                 sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
 
 
@@ -194,7 +194,7 @@ def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[st
         assert is_alive(store)
         make_old(path_of(store))
         assert not is_alive(store)
-        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended"):
+        with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
             sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
 
 
@@ -242,16 +242,16 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mou
                 }
                 sender.wait_applied(1, receivers=2, timeout_s=0)
                 for receivers in ([NAME], 2):
-                    with pytest.raises(dbuffer.WaitTimeoutError, match=f"{NAME} is at 1"):
+                    with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} .*\b1\b"):
                         sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
                 first.signal(signal.SIGKILL)
                 first.wait()
                 sender.wait_applied(2, receivers=[NAME], timeout_s=0)
-                with pytest.raises(dbuffer.WaitTimeoutError, match="1 of 2"):
+                with pytest.raises(dbuffer.WaitTimeoutError):
                     sender.wait_applied(2, receivers=2, timeout_s=0.2)
         # Both have ended: the one that wrote last counts.
         sender.wait_applied(2, receivers=[NAME], timeout_s=0)
-        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended, at version 2"):
+        with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b2\b"):
             sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
 
 
@@ -443,7 +443,7 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: st
 # Many
 
 
-NUM_RECORDS = 5000
+NUM_RECORDS = 1000
 
 
 def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

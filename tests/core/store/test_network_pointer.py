@@ -119,7 +119,7 @@ def test_a_store_that_was_emptied_is_no_pointer_on_its_way(
     assert load(receiver) == 3
     for name in ("CURRENT", "A/manifest.json", "B/manifest.json"):
         (store / name).unlink()
-    with pytest.raises(dbuffer.VersionRegressedError, match="from version 3 to 0"):
+    with pytest.raises(dbuffer.VersionRegressedError, match=r"\b3\b.*\b0\b"):
         load(receiver)
 
 
@@ -136,7 +136,7 @@ def test_a_store_that_went_back_is_not_followed(
     for name, data in kept.items():
         (store / name).write_bytes(data)
     take_away(store)
-    with pytest.raises(dbuffer.VersionRegressedError, match="from version 4"):
+    with pytest.raises(dbuffer.VersionRegressedError, match=r"\b4\b"):
         load(receiver)
 
 

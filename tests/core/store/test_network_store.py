@@ -327,7 +327,7 @@ def test_every_way_to_read(
     with pytest.raises(dbuffer.WaitTimeoutError):
         receiver.open(3, timeout_s=0).__enter__()
     publish(sender, 3)
-    with pytest.raises(dbuffer.VersionError, match="no longer"):
+    with pytest.raises(dbuffer.VersionError):
         receiver.open(version=1, timeout_s=0).__enter__()
     for snapshot in receiver.follow(2):
         assert SMALL.version_of(snapshot.tensors) == 3
@@ -383,7 +383,7 @@ def test_one_hosts_versions_are_refused_where_the_store_is_a_network(
             with pytest.raises(dbuffer.StoreAccessError, match="DBUFFER_MOUNT=network"):
                 receiver.load_into(target)
             with (
-                pytest.raises(dbuffer.StoreAccessError, match="one host only"),
+                pytest.raises(dbuffer.StoreAccessError, match="DBUFFER_MOUNT=network"),
                 receiver.open(timeout_s=1),
             ):
                 pass
@@ -457,7 +457,7 @@ def test_what_the_variable_may_be(store: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (medium.name == "network") == is_network
         assert medium.can_rewrite_in_place == (not is_network)
     monkeypatch.setenv("DBUFFER_MOUNT", "nfs")
-    with pytest.raises(dbuffer.OptionError, match="invalid DBUFFER_MOUNT 'nfs'"):
+    with pytest.raises(dbuffer.OptionError, match="'nfs'"):
         dbuffer.WeightSender(store)
 
 
@@ -808,14 +808,14 @@ def test_damage_is_refused_before_the_target_is_touched(
     table_bits = data_bits + 8 * 8 * manifest["num_tensors"]
     for bit in (0, 12345, data_bits // 2, data_bits - 1, data_bits, table_bits - 1):
         flip_bit(path, bit)
-        with pytest.raises(dbuffer.StoreCorruptError, match="damaged after it was published"):
+        with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
             receiver.load_into(target)
         with pytest.raises(dbuffer.StoreCorruptError):
             receiver.open(timeout_s=1).__enter__()
         assert not any(tensor.any() for tensor in target.values())
         flip_bit(path, bit)
     flip_bit(path, 8 * manifest["layout_offset"] + 100)
-    with pytest.raises(dbuffer.StoreCorruptError, match="layout"):
+    with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
         receiver.load_into(target)
     flip_bit(path, 8 * manifest["layout_offset"] + 100)
     assert load(receiver, LARGE) == 1
@@ -831,10 +831,10 @@ def test_a_file_cut_short_is_refused(
     target = SMALL.empty()
     for length in (0, 1, len(whole) // 2, manifest["layout_offset"], len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(dbuffer.StoreCorruptError, match=f"has {length} bytes"):
+        with pytest.raises(dbuffer.StoreCorruptError, match=rf"{path}.*\b{length}\b"):
             receiver.load_into(target)
     path.write_bytes(whole + b"more")
-    with pytest.raises(dbuffer.StoreCorruptError, match=f"has {len(whole) + 4} bytes"):
+    with pytest.raises(dbuffer.StoreCorruptError, match=rf"{path}.*\b{len(whole) + 4}\b"):
         receiver.load_into(target)
     assert not any(tensor.any() for tensor in target.values())
     path.write_bytes(whole)
@@ -852,7 +852,7 @@ def test_a_file_cut_short_under_a_reader_is_refused(
         with path.open("r+b") as file:
             file.truncate(1000)
 
-    with pytest.raises(dbuffer.StoreCorruptError, match=r"shorter than what was published"):
+    with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
         read_at_last(store, "load", cut, Step("call", "read_tensors"))
     sys.setprofile(None)
 
@@ -976,7 +976,7 @@ def test_what_plainly_does_not_fit_is_not_begun(
         with monkeypatch.context() as patch:
             patch.setattr(os, "statvfs", statvfs)
             for _ in range(3):
-                with pytest.raises(dbuffer.errors.StoreFullError, match="no room left"):
+                with pytest.raises(dbuffer.errors.StoreFullError, match=str(store)):
                     publish(sender, 2)
                 assert weights_files(store)["A"] == []
                 assert newest(store) == 1
@@ -1002,7 +1002,7 @@ def test_what_does_not_come_back_as_it_was_written_is_an_error(
                 file.truncate(10)
 
     at_step(Step("c_return", "replace", "CURRENT"), meddle)
-    with pytest.raises(dbuffer.StoreAccessError, match="does not give back version 3"):
+    with pytest.raises(dbuffer.StoreAccessError, match=r"\b3\b"):
         publish(sender, 3)
     sys.setprofile(None)
     publish(sender, 4)
@@ -1034,7 +1034,7 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
                 publish(second, 10, 11)
 
             at_step(step, take_over)
-            with pytest.raises(dbuffer.WriterSupersededError, match="took"):
+            with pytest.raises(dbuffer.WriterSupersededError):
                 publish(first, 3)
             sys.setprofile(None)
             for _ in range(2):
