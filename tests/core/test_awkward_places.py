@@ -50,9 +50,7 @@ def read_only(damaged: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(view)], check=True)
 
 
-def test_read_only_store_can_be_read_and_not_written(
-    read_only: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_read_only_store_can_be_read_and_not_written(read_only, caplog):
     with dbuffer.WeightReceiver(read_only, verify=True) as receiver:
         target = SMALL.empty()
         assert receiver.load_into(target) == SMALL.version_of(target) == 3
@@ -65,7 +63,7 @@ def test_read_only_store_can_be_read_and_not_written(
         dbuffer.WeightSender(read_only)
 
 
-def test_store_that_vanishes_under_its_users(store: Path) -> None:
+def test_store_that_vanishes_under_its_users(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         sender.send(SMALL.weights(1))
         target = SMALL.empty()
@@ -81,7 +79,7 @@ def test_store_that_vanishes_under_its_users(store: Path) -> None:
         assert not store.exists()
 
 
-def test_store_that_vanishes_while_a_snapshot_is_held(store: Path) -> None:
+def test_store_that_vanishes_while_a_snapshot_is_held(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         sender.send(SMALL.weights(1))
         with contextlib.ExitStack() as held:
@@ -92,7 +90,7 @@ def test_store_that_vanishes_while_a_snapshot_is_held(store: Path) -> None:
                 held.close()
 
 
-def test_store_that_vanishes_in_the_middle_of_a_publish(store: Path) -> None:
+def test_store_that_vanishes_in_the_middle_of_a_publish(store):
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(SMALL.weights(2).items()):
             if index == 3:
@@ -106,7 +104,7 @@ def test_store_that_vanishes_in_the_middle_of_a_publish(store: Path) -> None:
     assert not store.exists()
 
 
-def test_emptied_store_never_takes_a_receiver_back(store: Path) -> None:
+def test_emptied_store_never_takes_a_receiver_back(store):
     target = SMALL.empty()
     with dbuffer.WeightReceiver(store) as receiver:
         with dbuffer.WeightSender(store) as sender:
@@ -126,7 +124,7 @@ def test_emptied_store_never_takes_a_receiver_back(store: Path) -> None:
             assert receiver.load_into(target) == 8
 
 
-def test_receiver_that_came_before_the_store(store: Path) -> None:
+def test_receiver_that_came_before_the_store(store):
     target = SMALL.empty()
     with dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver:
         assert receiver.load_into(target) is None
@@ -160,7 +158,7 @@ def test_receiver_that_came_before_the_store(store: Path) -> None:
         os.fsdecode(b"not \xff utf-8"),
     ],
 )
-def test_any_path_will_do(shm_path: Path, name: str) -> None:
+def test_any_path_will_do(shm_path, name):
     store = shm_path / name
     with (
         dbuffer.WeightSender(store) as sender,
@@ -175,9 +173,7 @@ def test_any_path_will_do(shm_path: Path, name: str) -> None:
             dbuffer.WeightSender(store)
 
 
-def test_a_relative_path_stays_where_it_was(
-    shm_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_stays_where_it_was(shm_path, monkeypatch):
     (shm_path / "elsewhere").mkdir()
     monkeypatch.chdir(shm_path)
     with dbuffer.WeightSender("store") as sender, dbuffer.WeightReceiver("store") as receiver:
@@ -195,7 +191,7 @@ DAY_S = 24 * 3600.0
 
 
 @pytest.mark.parametrize("jump_s", [10 * DAY_S, -10 * DAY_S, 400 * DAY_S, -20_000 * DAY_S])
-def test_clock_that_jumps(store: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+def test_clock_that_jumps(store, monkeypatch, jump_s):
     now, jumped = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + jumped)
     target = SMALL.empty()
@@ -232,7 +228,7 @@ def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "loop"
 
 
-def test_no_place_for_a_store(no_place: Path) -> None:
+def test_no_place_for_a_store(no_place):
     makers = [
         lambda: dbuffer.WeightSender(no_place),
         lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), no_place),
@@ -247,13 +243,13 @@ def test_no_place_for_a_store(no_place: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [0, 2**62, 2**62], [2**62]])
-def test_a_shape_that_nobody_can_count(shape: list[int]) -> None:
+def test_a_shape_that_nobody_can_count(shape):
     layout = {"format": 1, "tensors": [["w", "float32", shape, 0]], "aliases": {}}
     with pytest.raises(dbuffer.StoreCorruptError, match="w"):
         Layout.decode(json.dumps(layout).encode(), end=2**62)
 
 
-def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store: Path) -> None:
+def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store):
     module = torch.nn.LazyLinear(4)
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         with pytest.raises(dbuffer.InvalidWeightsError, match="'weight'"):
@@ -290,7 +286,7 @@ for store in sys.argv[1:]:
 """
 
 
-def test_a_last_publish_at_exit_needs_no_threads(shm_path: Path) -> None:
+def test_a_last_publish_at_exit_needs_no_threads(shm_path):
     """By a sender that has published before, and by one that has started no thread yet."""
     warm, cold = shm_path / "warm", shm_path / "cold"
     command = [sys.executable, "-c", AT_EXIT, str(warm), str(cold)]
@@ -312,14 +308,14 @@ def load_with_little_memory(connection: Connection, store: Path) -> None:
         connection.send(str(error))
 
 
-def test_what_cannot_be_mapped_is_an_error_of_ours(store: Path) -> None:
+def test_what_cannot_be_mapped_is_an_error_of_ours(store):
     with dbuffer.WeightSender(store) as sender:
         sender.send({"big": torch.zeros(256 << 20, dtype=torch.uint8)})
     with Child(load_with_little_memory, store) as child:
         assert "268" in child.receive()
 
 
-def test_a_reader_sets_no_memory_aside(store: Path) -> None:
+def test_a_reader_sets_no_memory_aside(store):
     """The kernel's flag "nr": a mapping that is only read needs none."""
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         sender.send(SMALL.weights(1))

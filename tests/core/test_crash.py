@@ -46,7 +46,7 @@ from tests.support.crashes import (
 )
 from tests.support.moments import die, die_before_call, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest
-from tests.support.soak import Record, at_moment, is_soak, patience_s
+from tests.support.soak import at_moment, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
 pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
@@ -166,16 +166,12 @@ def kill_at_every_moment(
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_killed_at_every_moment_of_a_publish(
-    shm_path: Path, situation: str, record_property: Record
-) -> None:
+def test_killed_at_every_moment_of_a_publish(shm_path, situation, record_property):
     with Child(kill_at_every_moment, shm_path, situation) as child:
         record_property(KILLS, child.receive(patience_s()))
 
 
-def test_killed_at_every_moment_of_a_publish_to_a_disk(
-    tmp_path: Path, record_property: Record
-) -> None:
+def test_killed_at_every_moment_of_a_publish_to_a_disk(tmp_path, record_property):
     with Child(kill_at_every_moment, tmp_path, "new layout") as child:
         record_property(KILLS, child.receive(patience_s()))
 
@@ -207,7 +203,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
     connection.send(number)
 
 
-def test_killed_while_it_clears_up_after_a_crash(shm_path: Path, record_property: Record) -> None:
+def test_killed_while_it_clears_up_after_a_crash(shm_path, record_property):
     with Child(kill_at_every_moment_of_clearing_up, shm_path) as child:
         moments_passed = child.receive(patience_s())
     assert moments_passed > MIN_MOMENTS
@@ -227,7 +223,7 @@ def publish_stream(connection: Connection, store: Path, dies_before: int) -> Non
 
 
 @pytest.mark.parametrize("dies_before", [0, 1, 7])
-def test_killed_in_the_middle_of_a_stream(store: Path, dies_before: int) -> None:
+def test_killed_in_the_middle_of_a_stream(store, dies_before):
     with Child(publish_stream, store, dies_before) as child:
         assert child.wait() == -signal.SIGKILL
     assert_recovers(store, 1)
@@ -302,9 +298,7 @@ def kill_before_every_call(
         pytest.param(4, True, id="an anchor after deltas", marks=SLOW),
     ],
 )
-def test_killed_before_every_call_that_changes_the_disk(
-    store: Path, prepares: int, delta: bool, mount: str
-) -> None:
+def test_killed_before_every_call_that_changes_the_disk(store, prepares, delta, mount):
     with Child(kill_before_every_call, store, prepares, mount, delta) as child:
         assert child.receive() > MIN_MOMENTS
 
@@ -347,7 +341,7 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(shm_path: Path, record_property: Record) -> None:
+def test_killed_at_random_moments(shm_path, record_property):
     deaths = 2_500 if is_soak() else 50
     with contextlib.ExitStack() as stack:
         children = [
@@ -429,9 +423,7 @@ def kill_at_every_moment_across_a_network(
 
 
 @pytest.mark.parametrize("situation", NETWORK_SITUATIONS)
-def test_killed_at_every_moment_of_a_publish_across_a_network(
-    shm_path: Path, situation: str, record_property: Record
-) -> None:
+def test_killed_at_every_moment_of_a_publish_across_a_network(shm_path, situation, record_property):
     with Child(kill_at_every_moment_across_a_network, shm_path, situation) as child:
         record_property(KILLS, child.receive(patience_s()))
 
@@ -458,21 +450,18 @@ def timed_send(sender: dbuffer.WeightSender, version: int) -> float:
     return sender.send(SMALL.weights(version), version=version).duration_s
 
 
-def test_a_reader_killed_while_it_holds_a_buffer_delays_no_publish(store: Path) -> None:
+def test_a_reader_killed_while_it_holds_a_buffer_delays_no_publish(store):
     with dbuffer.WeightSender(store, reader_timeout_s=30) as sender:
         timed_send(sender, 1)
         with Child(hold, store, "victim") as reader:
             assert reader.receive() == 1
-            reader.signal(signal.SIGKILL)
-            assert reader.wait() == -signal.SIGKILL
+            reader.kill()
             for version in (2, 3, 4):
                 assert timed_send(sender, version) < SOON_S
                 assert newest(store) == version
 
 
-def test_frozen_readers_delay_one_publish_by_the_timeout_and_are_told(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_frozen_readers_delay_one_publish_by_the_timeout_and_are_told(store, caplog):
     """One time-out for all of them, which one for each would be more than twice as long as."""
     timeout_s = 1.5
     with (
@@ -528,9 +517,7 @@ def freeze_at_every_moment(
     ["in place", "new layout", "in place, durable"]
     + [pytest.param(situation, marks=SLOW) for situation in DELTA_SITUATIONS],
 )
-def test_a_frozen_sender_delays_no_reader(
-    shm_path: Path, situation: str, mount: str, record_property: Record
-) -> None:
+def test_a_frozen_sender_delays_no_reader(shm_path, situation, mount, record_property):
     with Child(freeze_at_every_moment, shm_path, situation, mount) as child:
         record_property("senders frozen at a moment of a publish", child.receive(patience_s()))
 
@@ -545,11 +532,10 @@ def publish_and_stop_in_it(connection: Connection, store: Path) -> None:
         sender.send(stream())
 
 
-def test_a_killed_sender_frees_the_store(store: Path) -> None:
+def test_a_killed_sender_frees_the_store(store):
     with Child(publish_and_stop_in_it, store) as child:
         child.wait_until_stopped()
         with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
             dbuffer.WeightSender(store)
-        child.signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+        child.kill()
         assert_recovers(store, 1)

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ from tests.support.damage import (
     read,
     weights_file,
 )
-from tests.support.patterns import SMALL, SPARSE, newest
+from tests.support.patterns import SMALL, SPARSE, newest, publish
 
 pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 
@@ -49,7 +48,7 @@ pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 @fuzzed
 @given(data=st.data())
 @pytest.mark.parametrize("record", RECORDS)
-def test_damaged_record(template: Path, record: str, data: st.DataObject) -> None:
+def test_damaged_record(template, record, data):
     with copy_of(template) as store:
         good = (store / record).read_bytes()
         (store / record).write_bytes(data.draw(damaged_bytes(good)))
@@ -63,7 +62,7 @@ def test_damaged_record(template: Path, record: str, data: st.DataObject) -> Non
 
 @fuzzed
 @given(data=st.data())
-def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObject) -> None:
+def test_pointer_and_manifest_that_lie_together(template, data):
     """Both agree, and both are wrong."""
     with copy_of(template) as store:
         pointer, manifest = store / "CURRENT", store / NEWEST / "manifest.json"
@@ -89,9 +88,7 @@ def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObj
 @pytest.mark.parametrize("is_idle", [False, True], ids=["newest", "the one before"])
 @fuzzed
 @given(data=st.data())
-def test_manifest_that_names_other_deltas(
-    chain_template: Path, data: st.DataObject, is_idle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_that_names_other_deltas(chain_template, data, is_idle, monkeypatch):
     """Whatever it names, what is read is that version and no other; or nothing is."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with copy_of(chain_template) as store:
@@ -118,7 +115,7 @@ def test_manifest_that_names_other_deltas(
 
 
 @pytest.mark.parametrize("place", ["../../aside.td", "../aside.td", "{}/aside.td", "./{}"])
-def test_manifest_that_names_a_file_elsewhere(damaged: Path, place: str) -> None:
+def test_manifest_that_names_a_file_elsewhere(damaged, place):
     """What it names has the right size and bytes, and is not the buffer's own file."""
     path, manifest = weights_file(damaged)
     for directory in (damaged.parent, damaged):
@@ -137,7 +134,7 @@ def test_manifest_that_names_a_file_elsewhere(damaged: Path, place: str) -> None
 
 @pytest.mark.parametrize("record", ["CURRENT", f"{NEWEST}/manifest.json"])
 @pytest.mark.parametrize("field", ["version", "generation", "run", "a new one"])
-def test_record_with_a_field_too_few_or_too_many(damaged: Path, record: str, field: str) -> None:
+def test_record_with_a_field_too_few_or_too_many(damaged, record, field):
     values = json.loads((damaged / record).read_bytes())
     if values.pop(field, None) is None:
         values[field] = 1
@@ -147,7 +144,7 @@ def test_record_with_a_field_too_few_or_too_many(damaged: Path, record: str, fie
 
 
 @pytest.mark.parametrize("record", ["CURRENT", f"{NEWEST}/manifest.json"])
-def test_record_of_more_bytes_than_any_has(damaged: Path, record: str) -> None:
+def test_record_of_more_bytes_than_any_has(damaged, record):
     with (damaged / record).open("ab") as file:
         file.write(b" " * (2 << 20))
     with pytest.raises(dbuffer.StoreCorruptError, match=f"{damaged / record}"):
@@ -155,7 +152,7 @@ def test_record_of_more_bytes_than_any_has(damaged: Path, record: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["version", "generation"])
-def test_a_counter_at_its_end_is_a_clear_error(damaged: Path, name: str) -> None:
+def test_a_counter_at_its_end_is_a_clear_error(damaged, name):
     for path in (damaged / "CURRENT", damaged / NEWEST / "manifest.json"):
         values = json.loads(path.read_bytes()) | {name: 2**63 - 1}
         path.write_text(json.dumps(values))
@@ -167,9 +164,7 @@ def test_a_counter_at_its_end_is_a_clear_error(damaged: Path, name: str) -> None
 
 @pytest.mark.parametrize("record", RECORDS[:4])
 @pytest.mark.parametrize("format_number", [0, FORMAT + 1, 99])
-def test_a_store_of_another_format_is_left_alone(
-    damaged: Path, record: str, format_number: int
-) -> None:
+def test_a_store_of_another_format_is_left_alone(damaged, record, format_number):
     """A newer dbuffer may have written it: an older one must not take it for damage."""
     values = json.loads((damaged / record).read_bytes()) | {"format": format_number, "new": 1}
     (damaged / record).write_text(json.dumps(values))
@@ -192,7 +187,7 @@ def contents(store: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("lost", [("CURRENT",), RECORDS[:3], (f"{NEWEST}/manifest.json",)])
-def test_lost_records(damaged: Path, lost: tuple[str, ...]) -> None:
+def test_lost_records(damaged, lost):
     for record in lost:
         (damaged / record).unlink()
     with contextlib.suppress(dbuffer.StoreCorruptError):
@@ -200,13 +195,13 @@ def test_lost_records(damaged: Path, lost: tuple[str, ...]) -> None:
     assert_repaired_by_publishing(damaged)
 
 
-def test_a_lost_pointer_does_not_send_versions_back(damaged: Path) -> None:
+def test_a_lost_pointer_does_not_send_versions_back(damaged):
     (damaged / "CURRENT").unlink()
     with dbuffer.WeightSender(damaged) as sender:
         assert sender.send(SMALL.weights(4)).version == 4
 
 
-def test_a_live_sender_goes_on_over_a_damaged_idle_buffer(store: Path) -> None:
+def test_a_live_sender_goes_on_over_a_damaged_idle_buffer(store):
     """Its files and generations must be new even when it cannot read what the last ones were."""
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
@@ -218,12 +213,11 @@ def test_a_live_sender_goes_on_over_a_damaged_idle_buffer(store: Path) -> None:
             assert newest(store) == version
 
 
-def test_a_generation_is_never_used_twice(store: Path) -> None:
+def test_a_generation_is_never_used_twice(store):
     """A reader compares generations, so one that came back would hide a rewrite from it."""
     double = DoubleBuffer(store)
     with dbuffer.WeightSender(store) as sender:
-        for version in (1, 2, 3):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2, 3)
         pointer = double.pointer()
         assert pointer is not None
         (store / "CURRENT").unlink()
@@ -231,11 +225,10 @@ def test_a_generation_is_never_used_twice(store: Path) -> None:
         with pytest.raises(dbuffer.InvalidWeightsError):
             sender.send(iter([("a", torch.ones(1)), ("a", torch.ones(1))]))
         manifest = double.manifest(pointer.buffer)
-        assert manifest is not None
         assert manifest.generation > pointer.generation
 
 
-def test_a_damaged_acknowledgement_does_not_hide_the_others(damaged: Path) -> None:
+def test_a_damaged_acknowledgement_does_not_hide_the_others(damaged):
     (damaged / "receivers" / "old.json").write_bytes(b"")
     with (
         dbuffer.WeightSender(damaged) as sender,
@@ -290,9 +283,7 @@ def put_link_to_zeros(path: Path, aside: Path) -> None:
     ],
     ids=lambda put: put.__name__,
 )
-def test_something_else_in_the_place_of_a_file(
-    damaged: Path, file: str, put: Callable[[Path, Path], None]
-) -> None:
+def test_something_else_in_the_place_of_a_file(damaged, file, put):
     path = damaged / file
     if path.name == "weights":
         [path] = path.parent.glob("weights-*")
@@ -312,7 +303,7 @@ def test_something_else_in_the_place_of_a_file(
 
 @pytest.mark.parametrize("directory", ["A", "B", "receivers"])
 @pytest.mark.parametrize("is_there", [False, True], ids=["missing", "a file"])
-def test_a_directory_that_is_none(damaged: Path, directory: str, is_there: bool) -> None:
+def test_a_directory_that_is_none(damaged, directory, is_there):
     shutil.rmtree(damaged / directory)
     if is_there:
         (damaged / directory).write_text("no directory")
@@ -329,7 +320,7 @@ def test_a_directory_that_is_none(damaged: Path, directory: str, is_there: bool)
 
 
 @pytest.mark.parametrize("depth", [50, 200, 320, 600, 900, 940, 960, 980, 990, 2000])
-def test_deep_metadata_is_refused_or_can_be_read(store: Path, depth: int) -> None:
+def test_deep_metadata_is_refused_or_can_be_read(store, depth):
     """What one process can still write, another may have too little stack left to read."""
 
     def load_deeper(frames: int) -> int | None:

@@ -29,16 +29,14 @@ from tests.support.damage import (
     read,
     weights_file,
 )
-from tests.support.patterns import SMALL, SPARSE, newest
+from tests.support.patterns import SMALL, SPARSE, newest, publish
 
 pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 
 
 @fuzzed
 @given(place=st.integers(0, 8 * 2048 * len(SMALL.names) - 1))
-def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
-    template: Path, place: int
-) -> None:
+def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(template, place):
     with copy_of(template) as store:
         path, _ = weights_file(store)
         target = SMALL.empty()
@@ -54,7 +52,7 @@ def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
 
 @fuzzed
 @given(data=st.data())
-def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.DataObject) -> None:
+def test_flipped_bit_in_checksums_or_layout_is_refused(template, data):
     with copy_of(template) as store:
         path, manifest = weights_file(store)
         start, num_bytes = data.draw(
@@ -74,12 +72,8 @@ def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.
 @fuzzed
 @given(data=st.data(), which=st.integers(1, 4), verify=st.booleans())
 def test_damaged_delta_is_refused_and_the_file_named(
-    chain_template: Path,
-    data: st.DataObject,
-    which: int,
-    verify: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    chain_template, data, which, verify, monkeypatch
+):
     """Each is needed to read the newest version; also by who compares no checksums of tensors."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with copy_of(chain_template) as store:
@@ -118,7 +112,7 @@ def newest_buffer(store: Path) -> str:
     return str(json.loads((store / "CURRENT").read_bytes())["buffer"])
 
 
-def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path) -> None:
+def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged):
     with (
         dbuffer.WeightSender(damaged, checksum=True) as sender,
         dbuffer.WeightReceiver(damaged, verify=True) as receiver,
@@ -135,7 +129,7 @@ def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path)
         assert receiver.load_into(target) == 7
 
 
-def test_verify_refuses_what_was_published_without_checksums(store: Path) -> None:
+def test_verify_refuses_what_was_published_without_checksums(store):
     with dbuffer.WeightSender(store, checksum=False) as sender:
         sender.send(SMALL.weights(1))
     with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
@@ -158,7 +152,7 @@ LAYOUT_VALUES = st.one_of(
 
 @fuzzed
 @given(data=st.data())
-def test_hostile_layout(template: Path, data: st.DataObject) -> None:
+def test_hostile_layout(template, data):
     """A layout that was changed together with its digest: nothing is read outside the data."""
     with copy_of(template) as store:
         path, manifest = weights_file(store)
@@ -184,7 +178,7 @@ def test_hostile_layout(template: Path, data: st.DataObject) -> None:
         assert_repaired_by_publishing(store)
 
 
-def test_layout_that_lies_out_of_place_is_refused_and_the_file_named(damaged: Path) -> None:
+def test_layout_that_lies_out_of_place_is_refused_and_the_file_named(damaged):
     path, manifest = weights_file(damaged)
     (path.parent / "manifest.json").write_text(json.dumps(manifest | {"checksums_offset": 0}))
     with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{SMALL.names[0]}"):
@@ -231,9 +225,7 @@ def use_truncated(store: Path, path: Path, size: int, is_warm: bool) -> tuple[st
         return outcome, SMALL.version_of(target) or 0
 
 
-def test_truncated_weights_files_are_refused_and_never_a_bus_error(
-    template: Path, store: Path
-) -> None:
+def test_truncated_weights_files_are_refused_and_never_a_bus_error(template, store):
     with Child(use_truncated_files, template, store) as child:
         count = 0
         while (found := child.receive()) is not None:
@@ -256,17 +248,16 @@ def put_copies_in_the_place_of_files(store: Path) -> None:
         path.with_name("copy").rename(path)
 
 
-def test_sender_does_not_write_into_a_file_that_was_replaced(store: Path) -> None:
+def test_sender_does_not_write_into_a_file_that_was_replaced(store):
     with dbuffer.WeightSender(store) as sender:
-        for version in (1, 2, 3, 4):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2, 3, 4)
         put_copies_in_the_place_of_files(store)
         for version in (5, 6, 7):
             sender.send(SMALL.weights(version))
             assert newest(store) == version
 
 
-def test_receiver_does_not_read_a_file_that_was_replaced(store: Path) -> None:
+def test_receiver_does_not_read_a_file_that_was_replaced(store):
     target = SMALL.empty()
     with dbuffer.WeightReceiver(store) as receiver:
         with dbuffer.WeightSender(store) as sender:
@@ -281,7 +272,7 @@ def test_receiver_does_not_read_a_file_that_was_replaced(store: Path) -> None:
                 assert SMALL.version_of(target) == version
 
 
-def test_damage_leaks_no_descriptors(template: Path) -> None:
+def test_damage_leaks_no_descriptors(template):
     def spoil(store: Path) -> None:
         path, manifest = weights_file(store)
         flip_bit(path, 8 * manifest["layout_offset"])

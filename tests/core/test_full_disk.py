@@ -16,7 +16,7 @@ import torch
 
 import dbuffer
 from tests.support.children import Child
-from tests.support.patterns import SMALL, SPARSE, Pattern, Sparse, received
+from tests.support.patterns import SMALL, SPARSE, Pattern, Sparse, publish, received
 from tests.support.stores import assert_tidy, fill, named_files, small_disk, version_files
 
 MEGABYTE = 1 << 20
@@ -48,7 +48,7 @@ def assert_serves(store: Path, version: int, pattern: Pattern = BIG) -> None:
         assert found == pattern.version_of(tensors) == version
 
 
-def test_full_at_the_first_publish(disk: Path) -> None:
+def test_full_at_the_first_publish(disk):
     with dbuffer.WeightSender(disk / "store") as sender:
         filler = fill(disk, leave_bytes=MEGABYTE)
         for _ in range(3):
@@ -62,7 +62,7 @@ def test_full_at_the_first_publish(disk: Path) -> None:
         assert_tidy(disk / "store")
 
 
-def test_full_before_the_store_is_made(disk: Path) -> None:
+def test_full_before_the_store_is_made(disk):
     filler = fill(disk)
     with contextlib.suppress(dbuffer.StoreFullError), dbuffer.WeightSender(disk / "store") as one:
         one.send(SMALL.weights(1))
@@ -73,7 +73,7 @@ def test_full_before_the_store_is_made(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2], ids=["second buffer", "both buffers there"])
-def test_full_later(disk: Path, first: int) -> None:
+def test_full_later(disk, first):
     """Without room for a byte, not even a version into a file that is there can be marked."""
     with dbuffer.WeightSender(disk / "store") as sender:
         for version in range(1, first + 1):
@@ -90,7 +90,7 @@ def test_full_later(disk: Path, first: int) -> None:
         assert_tidy(disk / "store")
 
 
-def test_full_at_any_page(disk: Path) -> None:
+def test_full_at_any_page(disk):
     """Room for a few pages: whichever small file comes too late, nothing is lost."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     failures = 0
@@ -117,7 +117,7 @@ def test_full_at_any_page(disk: Path) -> None:
 
 @pytest.mark.parametrize("mount", ["local", "network"])
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_deltas_full_at_any_page(disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_full_at_any_page(disk, mount, monkeypatch):
     """Whichever file of a delta, or of an anchor after some, comes too late."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
@@ -149,9 +149,7 @@ def test_deltas_full_at_any_page(disk: Path, mount: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("mount", ["local", "network"])
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_room_for_two_versions_is_enough_for_deltas(
-    disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_for_two_versions_is_enough_for_deltas(disk, mount, monkeypatch):
     """And for the anchors between them, and after an error."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
@@ -168,18 +166,17 @@ def test_room_for_two_versions_is_enough_for_deltas(
                 assert_serves(disk / "store", later, CHANGING)
 
 
-def test_room_for_two_versions_is_enough_for_a_new_layout(disk: Path) -> None:
+def test_room_for_two_versions_is_enough_for_a_new_layout(disk):
     """The error's own words; the version that is replaced must not take up room meanwhile."""
     with dbuffer.WeightSender(disk / "store") as sender:
-        for version in (1, 2, 3):
-            sender.send(BIG.weights(version))
+        publish(sender, 1, 2, 3, pattern=BIG)
         for version in (4, 5, 6):
             sender.send(WIDE.weights(version))
             assert_serves(disk / "store", version, WIDE)
         assert_tidy(disk / "store")
 
 
-def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk: Path) -> None:
+def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk):
     with (
         dbuffer.WeightSender(disk / "store") as sender,
         dbuffer.WeightReceiver(disk / "store") as receiver,
@@ -191,10 +188,9 @@ def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk: Path) -
             del snapshot  # it maps its file, and an unlinked file keeps its room while mapped
 
 
-def test_full_at_a_new_layout(disk: Path) -> None:
+def test_full_at_a_new_layout(disk):
     with dbuffer.WeightSender(disk / "store") as sender:
-        for version in (1, 2):
-            sender.send(BIG.weights(version))
+        publish(sender, 1, 2, pattern=BIG)
         for _ in range(3):
             with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
                 sender.send(HUGE.weights(3))
@@ -207,7 +203,7 @@ def test_full_at_a_new_layout(disk: Path) -> None:
         assert_serves(disk / "store", 4)
 
 
-def test_full_in_the_middle_of_a_stream(disk: Path) -> None:
+def test_full_in_the_middle_of_a_stream(disk):
     """A stream's size shows only as it comes."""
     with dbuffer.WeightSender(disk / "store") as sender:
         sender.send(BIG.weights(1))
@@ -232,7 +228,7 @@ def hold(connection: Connection, store: Path) -> None:
     connection.recv()
 
 
-def test_full_because_an_evicted_reader_still_has_its_file(disk: Path) -> None:
+def test_full_because_an_evicted_reader_still_has_its_file(disk):
     """Its bytes cannot be given to anyone else as long as it maps them."""
     with (
         dbuffer.WeightSender(disk / "store", reader_timeout_s=0.1) as sender,
@@ -256,7 +252,7 @@ def test_full_because_an_evicted_reader_still_has_its_file(disk: Path) -> None:
         assert_tidy(disk / "store")
 
 
-def test_receiver_acknowledges_again_when_there_is_room(disk: Path) -> None:
+def test_receiver_acknowledges_again_when_there_is_room(disk):
     with (
         dbuffer.WeightSender(disk / "store") as sender,
         dbuffer.WeightReceiver(disk / "store") as receiver,
@@ -271,9 +267,7 @@ def test_receiver_acknowledges_again_when_there_is_room(disk: Path) -> None:
         sender.wait_applied(2, timeout_s=0)
 
 
-def test_a_version_whose_delta_has_no_room_is_published_without(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_whose_delta_has_no_room_is_published_without(disk, monkeypatch, caplog):
     """On a local mount, where a buffer is whole and its delta tells what changed."""
     monkeypatch.setenv("DBUFFER_MOUNT", "local")
     store, weights = disk / "store", {"a": torch.zeros(3 * MEGABYTE, dtype=torch.uint8)}

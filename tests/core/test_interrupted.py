@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -31,8 +30,8 @@ from tests.support.crashes import (
     pattern_of,
 )
 from tests.support.moments import at_call
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.soak import Record, is_soak
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish
+from tests.support.soak import is_soak
 from tests.support.stores import assert_tidy, make_temporaries_old
 
 
@@ -65,12 +64,8 @@ def assert_goes_on(
     ],
 )
 def test_interrupted_at_every_moment_of_a_publish(
-    shm_path: Path,
-    situation: str,
-    mount: str,
-    record_property: Record,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    shm_path, situation, mount, record_property, monkeypatch
+):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr(delta_chain, "MAX_CHAIN", max_chain(situation))
     flip = Flip(last_before(situation))
@@ -102,9 +97,7 @@ def test_interrupted_at_every_moment_of_a_publish(
 
 @pytest.mark.parametrize("failing", range(1, 8))
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
-def test_a_flush_that_fails_takes_nothing_away(
-    any_store: Path, monkeypatch: pytest.MonkeyPatch, failing: int, delta: bool
-) -> None:
+def test_a_flush_that_fails_takes_nothing_away(any_store, monkeypatch, failing, delta):
     """A publish that raised may or may not be seen; what is seen is whole."""
     pattern = SPARSE if delta else SMALL
     if delta:
@@ -119,8 +112,7 @@ def test_a_flush_that_fails_takes_nothing_away(
         flush(descriptor)
 
     with dbuffer.WeightSender(any_store, durable=True, checksum=True, delta=delta) as sender:
-        for version in (1, 2, 3):
-            sender.send(pattern.weights(version))
+        publish(sender, 1, 2, 3, pattern=pattern)
         monkeypatch.setattr(os, "fsync", fail_once)
         with pytest.raises(dbuffer.StoreAccessError, match=str(any_store)):
             sender.send(pattern.weights(4))

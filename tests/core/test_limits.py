@@ -91,7 +91,7 @@ def run_until(mirror: Mirror, is_enough: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_what_needs_a_thread_waits_for_one(tmp_path: Path, mount: str) -> None:
+def test_what_needs_a_thread_waits_for_one(tmp_path, mount):
     for path in (tmp_path, *tmp_path.parents[:3]):  # the child is another user
         path.chmod(path.stat().st_mode | 0o055)
     place = tmp_path / "place"

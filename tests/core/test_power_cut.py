@@ -227,9 +227,7 @@ def power_cuts(directory: Path, drops: int | None = None) -> Iterator[PowerCuts]
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_whenever_the_power_is_cut_what_was_published_is_there(
-    shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, mount, monkeypatch):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     with power_cuts(shm_path) as cuts:
         cuts.publish([SMALL, SMALL, SMALL])
@@ -239,8 +237,8 @@ def test_whenever_the_power_is_cut_what_was_published_is_there(
 
 @pytest.mark.parametrize("mount", ["local", "network"])
 def test_whenever_the_power_is_cut_versions_that_stand_on_deltas_are_there(
-    shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shm_path, mount, monkeypatch
+):
     """A first one, a delta or two, and an anchor; then a sender that was started again."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2 if is_soak() else 1)
@@ -279,9 +277,7 @@ SITUATIONS = {
         for name in names
     ],
 )
-def test_a_flush_that_is_dropped_loses_something(
-    shm_path: Path, patterns: list[Pattern], name: str
-) -> None:
+def test_a_flush_that_is_dropped_loses_something(shm_path, patterns, name):
     """The control. Without the sender's flush the disk confirms it, and does nothing."""
     nth = list(FLUSHES).index(name) + 1
     number = NUM_FLUSHES_OF_A_START + len(FLUSHES) * (len(patterns) - 1) + nth
@@ -291,7 +287,7 @@ def test_a_flush_that_is_dropped_loses_something(
         assert FLUSHES[name] in cuts.disk.flushes[number - 1]
 
 
-def test_without_the_flush_of_the_directory_above_the_store_is_lost(shm_path: Path) -> None:
+def test_without_the_flush_of_the_directory_above_the_store_is_lost(shm_path):
     with power_cuts(shm_path, drops=1) as cuts:
         with pytest.raises(LostError, match="1 was published, and 0 is there"):
             cuts.publish([SMALL])

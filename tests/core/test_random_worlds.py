@@ -478,7 +478,6 @@ def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Att
     except (KeyboardInterrupt, dbuffer.DBufferError, *TRIPPED_UP) as caught:
         error = f"{type(caught).__name__}: {caught}"
     if plan.kind == "pending":
-        assert checker is not None
         checker.look()
         if version is not None and mine is not None and mine.kind == "write":
             checker.loose.add(label.attempt)

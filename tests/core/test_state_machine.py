@@ -356,7 +356,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.note_publication(self.newest + 1, tensors, {})
         self.note_claim_if_it_came_to_that()
         pointer = DoubleBuffer(self.store).pointer()
-        assert pointer is not None
         if pointer.version > self.newest:
             self.note_publication(pointer.version, changed(tensors, seeds[-1]), {})
         self.sender = self.make_sender()
@@ -540,7 +539,6 @@ class StoreMachine(RuleBasedStateMachine):
             return  # it would be the snapshot's own file
         store = DoubleBuffer(self.store)
         pointer = store.pointer()
-        assert pointer is not None
         directory = self.store / other_buffer(pointer.buffer)
         manifest = directory / "manifest.json"
         newest = store.manifest(pointer.buffer)
@@ -677,7 +675,6 @@ class CheckedStoreMachine(StoreMachine):
             self.sender.send(tensors)
         if method == "note_published":  # it is, whatever is found out afterwards
             pointer = DoubleBuffer(self.store).pointer()
-            assert pointer is not None
             self.note_publication(pointer.version, tensors, {})
 
 

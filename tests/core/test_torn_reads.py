@@ -37,7 +37,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
-from tests.support.patterns import SMALL, Pattern, Sparse
+from tests.support.patterns import SMALL, Pattern, Sparse, publish
 from tests.support.soak import Record, is_soak, patience_s
 from tests.support.stores import without_flock
 
@@ -281,9 +281,7 @@ def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> N
         pytest.param(CHECKSUMS_DELTA, "checksums_match", id="checksums alone, deltas", marks=SLOW),
     ],
 )
-def test_no_reader_mixes_versions_or_goes_back(
-    store: Path, layers: Layers, detector: str, record_property: Record
-) -> None:
+def test_no_reader_mixes_versions_or_goes_back(store, layers, detector, record_property):
     written, read = run(store, layers)
     tell(read, layers, record_property)
     for counts in read:
@@ -300,8 +298,8 @@ def test_no_reader_mixes_versions_or_goes_back(
 @pytest.mark.soak
 @pytest.mark.parametrize("layers", [NETWORK, NETWORK_DELTA], ids=["whole", "deltas"])
 def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
-    store: Path, layers: Layers, record_property: Record
-) -> None:
+    store, layers, record_property
+):
     _, read = run(store, layers)
     tell(read, layers, record_property)
     for counts in read:
@@ -313,7 +311,7 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store: Path) -> None:
+def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store):
     """The control; and what happens to readers that may not write a record."""
     _, read = run(store, NETWORK_UNANNOUNCED)
     for counts in read:
@@ -324,14 +322,14 @@ def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(stor
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_without_any_layer_readers_do_mix_versions(store: Path) -> None:
+def test_without_any_layer_readers_do_mix_versions(store):
     """The control: readers as slow as these do see torn weights when nothing keeps them whole."""
     _, read = run(store, NOTHING)
     assert sum(counts["mixes"] - counts["torn snapshots"] for counts in read) > 0
     assert sum(counts["torn snapshots"] for counts in read) > 0
 
 
-def test_writer_that_comes_round_while_a_reader_takes_hold(shm_path: Path) -> None:
+def test_writer_that_comes_round_while_a_reader_takes_hold(shm_path):
     """Two publishes between any two looks of the reader: it must end up with what it says."""
     for number in itertools.count(1):
         if not come_round(shm_path / f"{number}", number):
@@ -344,8 +342,7 @@ def come_round(store: Path, number: int) -> bool:
     came_round = []
 
     def publish_twice() -> None:
-        for version in (3, 4):
-            sender.send(SMALL.weights(version))
+        publish(sender, 3, 4)
         came_round.append(True)
 
     with (
@@ -353,8 +350,7 @@ def come_round(store: Path, number: int) -> bool:
         dbuffer.WeightReceiver(store) as receiver,
         contextlib.ExitStack() as leave,
     ):
-        for version in (1, 2):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2)
         receiver.wait_for_version(1)
         at_call(number, publish_twice, LOOKS)
         snapshot = leave.enter_context(receiver.open())

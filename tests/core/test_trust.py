@@ -19,7 +19,7 @@ import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.checkpoint import read_checkpoint
 from tests.support.children import Child
-from tests.support.patterns import SMALL, newest
+from tests.support.patterns import SMALL, newest, publish
 from tests.support.waiting import error_of
 
 NOBODY = 65534
@@ -50,12 +50,11 @@ EVERY_WAY_IN = pytest.mark.parametrize("way_in", [open_sender, load, hold])
 @pytest.fixture
 def published(store: Path) -> Path:
     with dbuffer.WeightSender(store) as sender:
-        for version in (1, 2):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2)
     return store
 
 
-def test_a_new_store_is_for_its_owner_alone(shm_path: Path) -> None:
+def test_a_new_store_is_for_its_owner_alone(shm_path):
     store = shm_path / "made" / "on the way" / "store"
     before = os.umask(0)
     try:
@@ -73,9 +72,7 @@ def test_a_new_store_is_for_its_owner_alone(shm_path: Path) -> None:
 
 @EVERY_WAY_IN
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o777, 0o1777])
-def test_a_store_that_others_can_write_to_is_refused(
-    published: Path, way_in: Callable[..., None], mode: int
-) -> None:
+def test_a_store_that_others_can_write_to_is_refused(published, way_in, mode):
     published.chmod(mode)
     with pytest.raises(dbuffer.StoreAccessError, match=f"{published}.*chmod go-w"):
         way_in(published)
@@ -91,7 +88,7 @@ def test_a_store_that_others_can_write_to_is_refused(
         *("tmp", "receivers", "writer.json"),
     ],
 )
-def test_what_others_can_write_to_in_a_store_is_refused(published: Path, inside: str) -> None:
+def test_what_others_can_write_to_in_a_store_is_refused(published, inside):
     """The directory is open for others to read, and something in it for them to write."""
     for path in [published, *published.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o055)
@@ -112,7 +109,7 @@ def use_both_buffers(store: Path) -> None:
 
 @needs_root
 @EVERY_WAY_IN
-def test_a_store_of_somebody_else_is_refused(published: Path, way_in: Callable[..., None]) -> None:
+def test_a_store_of_somebody_else_is_refused(published, way_in):
     os.chown(published, NOBODY, -1)
     with pytest.raises(dbuffer.StoreAccessError, match=rf"{published} .*\b{NOBODY}\b"):
         way_in(published)
@@ -120,7 +117,7 @@ def test_a_store_of_somebody_else_is_refused(published: Path, way_in: Callable[.
 
 
 @EVERY_WAY_IN
-def test_what_is_no_directory_is_refused(shm_path: Path, way_in: Callable[..., None]) -> None:
+def test_what_is_no_directory_is_refused(shm_path, way_in):
     path = shm_path / "file"
     path.write_text("not a store")
     if way_in is open_sender:
@@ -131,7 +128,7 @@ def test_what_is_no_directory_is_refused(shm_path: Path, way_in: Callable[..., N
             assert receiver.load_into(SMALL.empty()) is None
 
 
-def test_a_store_that_turns_insecure_is_refused_from_then_on(published: Path) -> None:
+def test_a_store_that_turns_insecure_is_refused_from_then_on(published):
     with (
         dbuffer.WeightSender(published) as sender,
         dbuffer.WeightReceiver(published) as receiver,
@@ -159,9 +156,7 @@ def open_as_nobody(connection: Connection, store: Path, allow_shared_store: bool
 @needs_root
 @pytest.mark.parametrize("allow_shared_store", [False, True])
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_a_store_that_may_not_be_read_is_a_clear_error(
-    published: Path, allow_shared_store: bool, mode: int
-) -> None:
+def test_a_store_that_may_not_be_read_is_a_clear_error(published, allow_shared_store, mode):
     published.parent.chmod(0o755)
     published.chmod(mode)
     with Child(open_as_nobody, published, allow_shared_store) as child:
@@ -181,7 +176,7 @@ def read_as_nobody(connection: Connection, checkpoint: Path) -> None:
 
 
 @needs_root
-def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
     for path in (tmp_path, *tmp_path.parents[:3]):
         path.chmod(path.stat().st_mode | 0o055)
     checkpoint = tmp_path / "model.safetensors"
@@ -274,7 +269,7 @@ def ways_to_unpickle(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_module_can_unpickle(file: Path) -> None:
+def test_no_module_can_unpickle(file):
     assert ways_to_unpickle(file.read_text()) == set()
 
 
@@ -305,7 +300,7 @@ def test_no_module_can_unpickle(file: Path) -> None:
         "from torch import distributed as d; d.broadcast_object_list(names)",
     ],
 )
-def test_every_way_to_unpickle_is_found(source: str) -> None:
+def test_every_way_to_unpickle_is_found(source):
     assert ways_to_unpickle(source)
 
 
@@ -339,7 +334,7 @@ def watch_for_pickles(connection: Connection, store: Path) -> None:
     connection.send((used, len(found) - len(used)))
 
 
-def test_nothing_is_unpickled_while_a_store_is_used(published: Path) -> None:
+def test_nothing_is_unpickled_while_a_store_is_used(published):
     with Child(watch_for_pickles, published) as child:
         used, of_the_control = child.receive()
     assert not used
@@ -361,7 +356,7 @@ class Bomb:
         *("receivers/old.json", "tmp/CURRENT", "tmp/.CURRENT.1.tmp", "weights"),
     ],
 )
-def test_a_pickle_in_a_store_is_not_opened(published: Path, shm_path: Path, file: str) -> None:
+def test_a_pickle_in_a_store_is_not_opened(published, shm_path, file):
     paths = [published / file] if file != "weights" else [*published.rglob("weights-*")]
     for path in paths:
         path.write_bytes(pickle.dumps(Bomb(shm_path / "boom")))

@@ -23,7 +23,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.moments import Step, at_step, stop
-from tests.support.patterns import OTHER, SMALL, newest
+from tests.support.patterns import OTHER, SMALL, newest, publish
 
 SOON_S = 5.0
 
@@ -41,7 +41,7 @@ def send_on_request(connection: Connection, store: Path) -> None:
     connection.send("closed")
 
 
-def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> None:
+def test_second_sender_is_refused_and_told_who_holds_the_store(store):
     with Child(send_on_request, store) as first:
         pid = first.receive()
         with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{pid}\b.*{store}"):
@@ -55,14 +55,14 @@ def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> N
     assert newest(store) == 3
 
 
-def test_second_sender_in_the_same_process_is_refused(store: Path) -> None:
+def test_second_sender_in_the_same_process_is_refused(store):
     first = dbuffer.WeightSender(store)
     with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{os.getpid()}\b"):
         dbuffer.WeightSender(store)
     first.close()
 
 
-def test_superseded_sender_finds_out_before_it_touches_anything(store: Path) -> None:
+def test_superseded_sender_finds_out_before_it_touches_anything(store):
     """Somebody removed the lock's file, and with it what keeps senders apart."""
     with Child(send_on_request, store) as first:
         first.receive()
@@ -86,9 +86,7 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("pattern", [SMALL, OTHER], ids=["same layout", "other layout"])
-def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
-    store: Path, pattern: object
-) -> None:
+def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(store, pattern):
     """Paused half way through a stream, it comes back when another has published."""
     with dbuffer.WeightSender(store, reader_timeout_s=0.1) as first:
         first.send(SMALL.weights(1))
@@ -109,10 +107,9 @@ def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
     assert newest(store) == 6
 
 
-def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store: Path) -> None:
+def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
     with dbuffer.WeightSender(store, num_threads=1) as first, contextlib.ExitStack() as senders:
-        for version in (1, 2):
-            first.send(SMALL.weights(version))
+        publish(first, 1, 2)
         before = {}
 
         def take_over() -> None:
@@ -140,8 +137,7 @@ BEFORE_THE_FLIP = {
 
 def publish_and_stop(connection: Connection, store: Path, step: Step) -> None:
     with dbuffer.WeightSender(store, num_threads=1) as sender:
-        for version in (1, 2, 3):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2, 3)
         at_step(step, stop)
         try:
             sender.send(SMALL.weights(4))
@@ -152,9 +148,7 @@ def publish_and_stop(connection: Connection, store: Path, step: Step) -> None:
 
 
 @pytest.mark.parametrize("step", BEFORE_THE_FLIP.values(), ids=BEFORE_THE_FLIP)
-def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(
-    store: Path, step: Step
-) -> None:
+def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(store, step):
     with Child(publish_and_stop, store, step) as first:
         first.wait_until_stopped()
         (store / "writer.lock").unlink()
@@ -168,21 +162,20 @@ def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(
     assert newest(store) == 106
 
 
-def test_each_writer_has_an_epoch_and_a_run_of_its_own(store: Path) -> None:
+def test_each_writer_has_an_epoch_and_a_run_of_its_own(store):
     double, seen = DoubleBuffer(store), []
     for version in (1, 2, 3):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(version))
         writer, pointer = double.writer(), double.pointer()
         assert writer is not None
-        assert pointer is not None
         assert writer.run == pointer.run
         seen.append((writer.epoch, writer.run))
     assert [epoch for epoch, _ in seen] == [1, 2, 3]
     assert len({run for _, run in seen}) == 3
 
 
-def test_sender_of_a_store_that_was_replaced_finds_out(store: Path) -> None:
+def test_sender_of_a_store_that_was_replaced_finds_out(store):
     with dbuffer.WeightSender(store) as first:
         first.send(SMALL.weights(1))
         shutil.rmtree(store)
@@ -214,8 +207,7 @@ def fork_and_use(connection: Connection, use: Callable[[], object]) -> None:
 
 def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) -> None:
     with dbuffer.WeightSender(store, num_threads=1) as sender:
-        for version in (1, 2, 3):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2, 3)
         fork_and_use(connection, lambda: sender.send(SMALL.weights(4)))
         if in_a_publish:
             at_step(Step("return", "Draft.fill"), stop)
@@ -224,13 +216,12 @@ def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) 
 
 
 @pytest.mark.parametrize("in_a_publish", [False, True], ids=["between publishes", "in a publish"])
-def test_forked_child_cannot_publish_and_keeps_no_lock(store: Path, in_a_publish: bool) -> None:
+def test_forked_child_cannot_publish_and_keeps_no_lock(store, in_a_publish):
     """A data loader's worker outlives the trainer that was killed."""
     with Child(fork_with_a_sender, store, in_a_publish) as parent:
         assert "fork" in parent.receive()
         parent.wait_until_stopped()
-        parent.signal(signal.SIGKILL)
-        assert parent.wait() == -signal.SIGKILL
+        parent.kill()
         with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
             for version in (4, 5):
                 assert sender.send(SMALL.weights(version)).duration_s < SOON_S
@@ -243,19 +234,18 @@ def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
         stop()
 
 
-def test_forked_child_of_a_receiver_keeps_no_lock(store: Path) -> None:
+def test_forked_child_of_a_receiver_keeps_no_lock(store):
     with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
         sender.send(SMALL.weights(1))
         with Child(fork_with_a_snapshot, store) as parent:
             assert "fork" in parent.receive()
             parent.wait_until_stopped()
-            parent.signal(signal.SIGKILL)
-            assert parent.wait() == -signal.SIGKILL
+            parent.kill()
             for version in (2, 3):
                 assert sender.send(SMALL.weights(version)).duration_s < SOON_S
 
 
-def test_forked_child_that_ends_takes_no_lock_along(store: Path) -> None:
+def test_forked_child_that_ends_takes_no_lock_along(store):
     """The child closes its copies of the descriptors; the parent's locks must hold."""
     with Child(fork_and_reap, store) as parent:
         parent.receive()
@@ -277,7 +267,7 @@ def fork_and_reap(connection: Connection, store: Path) -> None:
         connection.send(sender.send(SMALL.weights(2)).version)
 
 
-def test_closed_sender_says_so(store: Path) -> None:
+def test_closed_sender_says_so(store):
     sender = dbuffer.WeightSender(store)
     sender.send(SMALL.weights(1))
     sender.close()
@@ -291,9 +281,7 @@ def test_closed_sender_says_so(store: Path) -> None:
 
 
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_version_published_while_another_takes_over_keeps_its_file(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_published_while_another_takes_over_keeps_its_file(store, monkeypatch):
     """Where locks hold nobody back, the old sender may publish until it sees the new one."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
@@ -310,8 +298,7 @@ def test_a_version_published_while_another_takes_over_keeps_its_file(
         raise KeyError("the trainer fails")
 
     with dbuffer.WeightSender(store, reader_timeout_s=0.0) as first:
-        for version in (1, 2):
-            first.send(SMALL.weights(version))
+        publish(first, 1, 2)
         monkeypatch.setattr(filesystem, "replace_file", put_late)
         with dbuffer.WeightSender(store, reader_timeout_s=0.0) as second:
             with pytest.raises(KeyError):
@@ -324,9 +311,7 @@ def knows_no_locks(_: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def test_a_local_store_needs_locks(
-    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_store_needs_locks(store, monkeypatch, caplog):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         sender.send(SMALL.weights(1))
         monkeypatch.setattr(fcntl, "flock", knows_no_locks)
@@ -339,9 +324,7 @@ def test_a_local_store_needs_locks(
     assert "detected, not prevented" not in caplog.text
 
 
-def test_a_store_on_a_network_mount_needs_none(
-    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_on_a_network_mount_needs_none(store, monkeypatch, caplog):
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     monkeypatch.setattr(fcntl, "flock", knows_no_locks)
     with dbuffer.WeightSender(store) as sender:

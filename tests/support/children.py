@@ -146,6 +146,11 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        self.signal(signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for its end; the exit status, negative for a signal."""
         self._process.join(timeout_s)

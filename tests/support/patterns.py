@@ -85,6 +85,14 @@ def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMA
         sender.send(pattern.weights(version), version=version)
 
 
+def load(receiver: dbuffer.WeightReceiver, pattern: Pattern = SMALL) -> int | None:
+    """Load the newest version, if there is a new one; it must be whole."""
+    target = pattern.empty()
+    version = receiver.load_into(target)
+    assert version is None or pattern.version_of(target) == version
+    return version
+
+
 def received(store: Path) -> dict[str, torch.Tensor]:
     """The tensors of the newest version, in memory of their own."""
     with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:

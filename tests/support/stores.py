@@ -79,6 +79,15 @@ def _deltas_of(store: Path, manifest: Manifest) -> set[Path]:
     return {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
 
 
+def open_below(directory: Path) -> set[str]:
+    """List the files that this process has open there."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(str(link.readlink()))
+    return {path for path in found if path.startswith(f"{directory}/")}
+
+
 def assert_tidy(store: Path) -> None:
     """Nothing lies in the store but what it needs."""
     assert version_files(store) <= named_files(store), "left over"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 import dbuffer
@@ -34,12 +35,19 @@ from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from tests.support.children import Child, Command
+from tests.support.children import Child, Command, free_port
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest
-from tests.support.soak import Record, is_soak, numbers, patience_s
-from tests.support.stores import assert_tidy, fill, make_temporaries_old, small_disk, without_flock
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest
+from tests.support.soak import is_soak, numbers, patience_s
+from tests.support.stores import (
+    assert_tidy,
+    fill,
+    make_temporaries_old,
+    open_below,
+    small_disk,
+    without_flock,
+)
 from tests.support.waiting import until
 
 MEGABYTE = 1 << 20
@@ -57,6 +65,12 @@ def publish(store: Path, *versions: int, pattern: Pattern = SMALL, **options: An
 
 def quick(remote: Path, local: Path, **options: Any) -> Mirror:
     return Mirror(remote, local, **{"poll_interval_s": POLL_S, "num_threads": 2, **options})
+
+
+def mirror_once(remote: Path, local: Path) -> None:
+    """Copy the newest version."""
+    with quick(remote, local).start() as one:
+        one.wait_until_current(10)
 
 
 def serve(connection: Connection, remote: Path, local: Path, options: dict[str, Any]) -> None:
@@ -103,7 +117,7 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
-def test_a_version_is_the_same_in_the_mirror(remote: Path, local: Path, checksum: bool) -> None:
+def test_a_version_is_the_same_in_the_mirror(remote, local, checksum):
     with dbuffer.WeightSender(remote, checksum=checksum) as sender, quick(remote, local).start():
         for version in (1, 2, 3, 7):
             sender.send(SMALL.weights(version), version=version, metadata={"step": 10 * version})
@@ -126,7 +140,7 @@ def test_a_version_is_the_same_in_the_mirror(remote: Path, local: Path, checksum
         assert (ours.identity, ours.metadata) == (theirs.identity, theirs.metadata)
 
 
-def test_layouts_may_change(remote: Path, local: Path) -> None:
+def test_layouts_may_change(remote, local):
     with dbuffer.WeightSender(remote, checksum=True) as sender, quick(remote, local).start() as one:
         for version, pattern in enumerate((SMALL, OTHER, OTHER, SMALL, LONG, SMALL, SMALL), 1):
             sender.send(pattern.weights(version))
@@ -135,9 +149,7 @@ def test_layouts_may_change(remote: Path, local: Path) -> None:
     assert_tidy(local)
 
 
-def test_awkward_tensors_arrive_bit_by_bit(remote: Path, local: Path) -> None:
-    import torch
-
+def test_awkward_tensors_arrive_bit_by_bit(remote, local):
     weights = {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3),
@@ -147,23 +159,16 @@ def test_awkward_tensors_arrive_bit_by_bit(remote: Path, local: Path) -> None:
     }
     with dbuffer.WeightSender(remote, checksum=True) as sender:
         sender.send({**weights, "tied": weights["odd"]})
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     with dbuffer.WeightReceiver(local, verify=True) as receiver, receiver.open() as snapshot:
         assert list(snapshot.tensors)[:5] == list(weights)
         for name, tensor in weights.items():
             got = snapshot.tensors[name]
             assert got.shape == tensor.shape
-            assert torch.equal(got.contiguous().view(-1).view(torch.uint8), _flat_bytes(tensor))
+            assert bits(got) == bits(tensor)
 
 
-def _flat_bytes(tensor: Any) -> Any:
-    import torch
-
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def test_what_is_obsolete_is_skipped(remote: Path, local: Path) -> None:
+def test_what_is_obsolete_is_skipped(remote, local):
     copied: list[Publication] = []
     publish(remote, *range(1, 41))
     with dbuffer.WeightSender(remote, checksum=True) as sender:
@@ -192,7 +197,7 @@ def newest_identity(store: Path) -> str | None:
     return None if manifest is None else manifest.identity
 
 
-def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: Path) -> None:
+def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
     """Readers have it before; what looks at the mirror itself comes after."""
     may_go_on, told = threading.Event(), []
 
@@ -214,7 +219,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: 
         assert one.version == 1, "found published"
 
 
-def test_what_on_copied_raises_reaches_who_waits(remote: Path, local: Path) -> None:
+def test_what_on_copied_raises_reaches_who_waits(remote, local):
     def on_copied(copied: Publication) -> None:
         raise KeyError(copied.version)
 
@@ -224,7 +229,7 @@ def test_what_on_copied_raises_reaches_who_waits(remote: Path, local: Path) -> N
             one.wait_until_current(10)
 
 
-def test_versions_that_come_while_one_is_copied_are_skipped(remote: Path, local: Path) -> None:
+def test_versions_that_come_while_one_is_copied_are_skipped(remote, local):
     may_go_on, versions = threading.Event(), []
 
     def on_copied(copied: Publication) -> None:
@@ -240,7 +245,7 @@ def test_versions_that_come_while_one_is_copied_are_skipped(remote: Path, local:
     assert versions == [1, 11]
 
 
-def test_a_store_that_comes_later(remote: Path, local: Path) -> None:
+def test_a_store_that_comes_later(remote, local):
     with quick(remote, local).start() as one:
         assert one.is_elected
         assert one.version is None
@@ -253,9 +258,7 @@ def test_a_store_that_comes_later(remote: Path, local: Path) -> None:
         assert is_current(remote, local)
 
 
-def test_a_local_store_on_a_network_mount(
-    remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_store_on_a_network_mount(remote, local, monkeypatch):
     """There files are not mapped, and each version has one of its own."""
     as_network(monkeypatch)
     with dbuffer.WeightSender(remote) as sender, quick(remote, local).start() as one:
@@ -269,7 +272,7 @@ def test_a_local_store_on_a_network_mount(
     assert manifest.is_final
 
 
-def test_waiting_for_what_does_not_come(remote: Path, local: Path) -> None:
+def test_waiting_for_what_does_not_come(remote, local):
     publish(remote, 1)
     one = quick(remote, local)  # never started
     local.mkdir(mode=0o700)
@@ -279,7 +282,7 @@ def test_waiting_for_what_does_not_come(remote: Path, local: Path) -> None:
     one.close()
 
 
-def test_progress_and_stats(remote: Path, local: Path) -> None:
+def test_progress_and_stats(remote, local):
     seen: list[tuple[int, int]] = []
     publish(remote, 1, pattern=LONG)
     with quick(remote, local, progress=lambda *at: seen.append(at)).start() as one:
@@ -298,7 +301,7 @@ def test_progress_and_stats(remote: Path, local: Path) -> None:
     assert {total for _, total in seen} == {LONG_BYTES}
 
 
-def test_metrics(remote: Path, local: Path) -> None:
+def test_metrics(remote, local):
     registry = CollectorRegistry()
     publish(remote, 5)
     with quick(remote, local).start() as one:
@@ -314,27 +317,19 @@ def test_metrics(remote: Path, local: Path) -> None:
         assert value("dbuffer_mirror_failures_total") == 0
 
 
-def test_nothing_is_left_behind(remote: Path, local: Path) -> None:
+def test_nothing_is_left_behind(remote, local):
     publish(remote, 1, pattern=LONG)
-    threads, files = set(threading.enumerate()), _open_files(remote.parent)
+    threads, files = set(threading.enumerate()), open_below(remote.parent)
     with quick(remote, local).start() as one:
         one.wait_until_current(10)
         publish(remote, 2, 3)
         one.wait_until_current(10)
     one.close()  # once more is fine
     assert set(threading.enumerate()) == threads
-    assert _open_files(remote.parent) == files
+    assert open_below(remote.parent) == files
     assert_tidy(local)
     assert_tidy(remote)
     assert not one.is_elected
-
-
-def _open_files(below: Path) -> set[str]:
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.add(str(link.readlink()))
-    return {path for path in found if path.startswith(str(below))}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -356,9 +351,7 @@ def chain_in(store: Path) -> list[str]:
     return double.manifest(double.pointer().buffer).chain
 
 
-def test_deltas_are_copied_with_whole_versions(
-    remote: Path, local: Path, changing: dbuffer.WeightSender, mount: str
-) -> None:
+def test_deltas_are_copied_with_whole_versions(remote, local, changing, mount):
     """Each copied version is whole, and says what changed since the one copied before it."""
     seen: list[int] = []
 
@@ -387,9 +380,7 @@ def test_deltas_are_copied_with_whole_versions(
 SPARSE_BYTES = 8 * 256 * 8
 
 
-def test_versions_that_were_skipped_have_their_deltas_too(
-    remote: Path, local: Path, changing: dbuffer.WeightSender
-) -> None:
+def test_versions_that_were_skipped_have_their_deltas_too(remote, local, changing):
     with quick(remote, local).start() as one:
         changing.send(SPARSE.weights(1))
         one.wait_until_current(10)
@@ -406,9 +397,7 @@ def test_versions_that_were_skipped_have_their_deltas_too(
         assert newest(local, verify=True) == 5
 
 
-def test_layouts_that_change_begin_a_chain(
-    remote: Path, local: Path, changing: dbuffer.WeightSender
-) -> None:
+def test_layouts_that_change_begin_a_chain(remote, local, changing):
     with quick(remote, local).start() as one:
         for version in range(1, 13):
             pattern = OTHER if version % 4 == 0 else SPARSE
@@ -420,13 +409,7 @@ def test_layouts_that_change_begin_a_chain(
 
 @pytest.mark.parametrize("damage", ["lost", "flipped", "emptied"])
 @pytest.mark.timing(settle_s=0.05)
-def test_a_damaged_remote_delta(
-    remote: Path,
-    local: Path,
-    changing: dbuffer.WeightSender,
-    damage: str,
-    mount: str,
-) -> None:
+def test_a_damaged_remote_delta(remote, local, changing, damage, mount):
     """What it needs is read whole where that is there, or with the next version."""
     may_go_on = threading.Event()
 
@@ -467,9 +450,7 @@ def test_a_damaged_remote_delta(
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_a_damaged_local_buffer_is_not_built_upon(
-    remote: Path, local: Path, mount: str, checksum: bool
-) -> None:
+def test_a_damaged_local_buffer_is_not_built_upon(remote, local, mount, checksum):
     """Without checksums, each version is copied whole."""
     with (
         dbuffer.WeightSender(remote, checksum=checksum, delta=True) as sender,
@@ -510,9 +491,7 @@ def follow_to_a_call(
 
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
-def test_killed_at_any_moment_of_a_copy_of_a_delta(
-    shm_path: Path, mount: str, record_property: Record
-) -> None:
+def test_killed_at_any_moment_of_a_copy_of_a_delta(shm_path, mount, record_property):
     kills = 0
     for number in numbers():
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
@@ -572,9 +551,7 @@ def damaged_on_the_way(
         yield one
 
 
-def test_a_damaged_version_is_not_published(
-    remote: Path, local: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_version_is_not_published(remote, local, caplog):
     with damaged_on_the_way(remote, local) as one:
         until("it is noted", lambda: one.stats["failures"] >= 2)
         assert newest(local, verify=True) == 1
@@ -591,7 +568,7 @@ def test_a_damaged_version_is_not_published(
     assert_tidy(local)
 
 
-def test_a_version_after_a_damaged_one_comes_at_once(remote: Path, local: Path) -> None:
+def test_a_version_after_a_damaged_one_comes_at_once(remote, local):
     """However often the damaged one was tried, and however long the next try is away."""
     with damaged_on_the_way(remote, local) as one:
         until("it was tried four times", lambda: one.stats["failures"] >= 4)  # next in 4 s
@@ -601,7 +578,7 @@ def test_a_version_after_a_damaged_one_comes_at_once(remote: Path, local: Path) 
         assert time.monotonic() - started < 3
 
 
-def test_a_damaged_layout_is_not_published(remote: Path, local: Path) -> None:
+def test_a_damaged_layout_is_not_published(remote, local):
     publish(remote, 1)
     manifest = DoubleBuffer(remote).manifest(DoubleBuffer(remote).pointer().buffer)
     flip_bit(newest_file(remote), 8 * manifest.layout_offset + 100)
@@ -619,7 +596,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def test_a_full_local_store_is_tried_again(remote: Path, disk: Path) -> None:
+def test_a_full_local_store_is_tried_again(remote, disk):
     local = disk / "local"
     publish(remote, 1)
     with quick(remote, local).start() as one:
@@ -634,9 +611,7 @@ def test_a_full_local_store_is_tried_again(remote: Path, disk: Path) -> None:
         assert newest(local, LONG, verify=True) == 2
 
 
-def test_room_for_two_versions_is_enough_after_a_failure(
-    remote: Path, disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_room_for_two_versions_is_enough_after_a_failure(remote, disk, caplog):
     """What was made for the version that failed is given back before the next is made."""
     with damaged_on_the_way(remote, disk / "local", good=(1, 2), pattern=LONG) as one:
         until("it was tried twice", lambda: one.stats["failures"] >= 2)
@@ -669,7 +644,7 @@ def publish_and_mirror_as_nobody(connection: Connection, remote: Path, local: Pa
             connection.send(newest(local, verify=True))
 
 
-def test_a_remote_store_that_cannot_be_read_is_tried_again(shm_path: Path) -> None:
+def test_a_remote_store_that_cannot_be_read_is_tried_again(shm_path):
     shm_path.chmod(0o755)
     for name in ("far", "near"):
         (shm_path / name).mkdir()
@@ -680,7 +655,7 @@ def test_a_remote_store_that_cannot_be_read_is_tried_again(shm_path: Path) -> No
         assert child.receive() == 2
 
 
-def test_a_remote_store_that_goes_away_and_comes_back(shm_path: Path, local: Path) -> None:
+def test_a_remote_store_that_goes_away_and_comes_back(shm_path, local):
     remote = shm_path / "mount" / "remote"
     publish(remote, 1)
     with quick(remote, local).start() as one:
@@ -694,7 +669,7 @@ def test_a_remote_store_that_goes_away_and_comes_back(shm_path: Path, local: Pat
         assert newest(local) == 2
 
 
-def test_a_problem_that_has_passed_is_not_shown_any_more(shm_path: Path, local: Path) -> None:
+def test_a_problem_that_has_passed_is_not_shown_any_more(shm_path, local):
     """Also when there is nothing new to copy."""
     remote = shm_path / "mount" / "remote"
     publish(remote, 1)
@@ -710,7 +685,7 @@ def test_a_problem_that_has_passed_is_not_shown_any_more(shm_path: Path, local: 
         until("it has passed", lambda: mirror_record(remote).problem is None, 5)
 
 
-def test_a_remote_store_that_was_emptied_is_waited_for(remote: Path, local: Path) -> None:
+def test_a_remote_store_that_was_emptied_is_waited_for(remote, local):
     publish(remote, 5)
     with quick(remote, local).start() as one:
         one.wait_until_current(10)
@@ -724,9 +699,7 @@ def test_a_remote_store_that_was_emptied_is_waited_for(remote: Path, local: Path
 
 
 @pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
-def test_a_remote_store_that_was_begun_anew_is_mirrored(
-    remote: Path, local: Path, version: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, caplog):
     """Readers of the local store see what those of the remote one see: another history."""
     publish(remote, 5)
     target = SMALL.empty()
@@ -752,13 +725,12 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(
     assert [record.levelname for record in said] == ["WARNING"]
 
 
-def test_a_remote_store_that_was_put_back_ends_the_mirror(remote: Path, local: Path) -> None:
+def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local):
     """From a backup: versions that the readers have had would come again, with other weights."""
     publish(remote, 1)
     shutil.copytree(remote, remote.with_name("backup"))
     publish(remote, 2, 3)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     shutil.rmtree(remote)
     remote.with_name("backup").rename(remote)
     before = contents(local)
@@ -798,9 +770,7 @@ def run_to_a_call(
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize("mount", ["auto", "network"], ids=["mapped", "written"])
-def test_killed_at_any_moment_of_a_copy(
-    shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch, record_property: Record
-) -> None:
+def test_killed_at_any_moment_of_a_copy(shm_path, mount, monkeypatch, record_property):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr(layout, "SPAN_BYTES", SHORT_SPAN_BYTES)
     has_flipped = False
@@ -850,7 +820,7 @@ def publish_with_no_locks(connection: Connection, remote: Path) -> None:
     connection.send("published")
 
 
-def test_what_is_overwritten_while_it_is_copied_is_not_published(remote: Path, local: Path) -> None:
+def test_what_is_overwritten_while_it_is_copied_is_not_published(remote, local):
     """By a sender that no lock holds back, and with no checksums to tell."""
     with dbuffer.WeightSender(remote, checksum=False) as sender:
         sender.send(LONG.weights(1))
@@ -874,7 +844,7 @@ def publish_for_ever(connection: Connection, remote: Path) -> None:
     connection.send(version)
 
 
-def test_killed_at_any_moment(remote: Path, local: Path) -> None:
+def test_killed_at_any_moment(remote, local):
     rng = random.Random(5)
     with Child(publish_for_ever, remote) as sender:
         assert sender.receive() == "first"
@@ -884,8 +854,7 @@ def test_killed_at_any_moment(remote: Path, local: Path) -> None:
                 assert child.receive() is True
                 until("it has copied", lambda at=seen: (newest(local, LONG) or 0) > at)
                 time.sleep(rng.uniform(0, 0.1))
-                child.signal(signal.SIGKILL)
-                child.wait()
+                child.kill()
                 found = newest(local, LONG, verify=True)
                 assert found is not None
                 assert found >= seen
@@ -893,8 +862,7 @@ def test_killed_at_any_moment(remote: Path, local: Path) -> None:
         sender.send("stop")
         last = sender.receive()
         make_temporaries_old(local)
-        with quick(remote, local).start() as one:
-            one.wait_until_current(10)
+        mirror_once(remote, local)
     assert newest(local, LONG, verify=True) == last
     assert_tidy(local)
 
@@ -903,7 +871,7 @@ def test_killed_at_any_moment(remote: Path, local: Path) -> None:
 # Several, and stores that are not what was meant
 
 
-def test_one_of_three_is_elected_and_another_takes_over(remote: Path, local: Path) -> None:
+def test_one_of_three_is_elected_and_another_takes_over(remote, local):
     publish(remote, 1)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(serve, remote, local, {})) for _ in range(3)]
@@ -913,8 +881,7 @@ def test_one_of_three_is_elected_and_another_takes_over(remote: Path, local: Pat
             assert sorted(elected.values())[-2:] in ([False, True], [True]), "one, and one only"
             leader = next(child for child, is_elected in elected.items() if is_elected)
             until("it knows", lambda one=leader, at=version - 1: ask(one, "version") == at)
-            leader.signal(signal.SIGKILL)
-            leader.wait()
+            leader.kill()
             del elected[leader]
             if not elected:
                 break
@@ -926,7 +893,7 @@ def test_one_of_three_is_elected_and_another_takes_over(remote: Path, local: Pat
         assert newest(local, verify=True) == 3
 
 
-def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote: Path, local: Path) -> None:
+def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local):
     publish(remote, 1)
     with quick(remote, local).start() as first:
         first.wait_until_current(10)
@@ -942,12 +909,9 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote: Path, local
         assert second.stats["copied"] == 0
 
 
-def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(
-    remote: Path, local: Path, shm_path: Path
-) -> None:
+def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(remote, local, shm_path):
     publish(remote, 1)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     with dbuffer.WeightReceiver(local) as receiver, receiver.open():
         remote.rename(shm_path / "elsewhere")
         with quick(remote, local).start():
@@ -959,12 +923,9 @@ def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["another store", "a store that is away"])
-def test_a_stale_mirror_is_refused_with_the_command_that_removes_it(
-    remote: Path, local: Path, is_there: bool
-) -> None:
+def test_a_stale_mirror_is_refused_with_the_command_that_removes_it(remote, local, is_there):
     publish(remote, 50)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     another, before = remote.with_name("another"), contents(local)
     if is_there:
         publish(another, 1, 2)
@@ -982,11 +943,10 @@ def test_a_stale_mirror_is_refused_with_the_command_that_removes_it(
 
 
 def test_a_store_that_began_anew_while_no_mirror_ran_is_not_mixed_with_the_one_before(
-    remote: Path, local: Path
-) -> None:
+    remote, local
+):
     publish(remote, 50)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     shutil.rmtree(remote)
     publish(remote, 50)
     with pytest.raises(dbuffer.OptionError, match=str(local)):
@@ -1002,10 +962,9 @@ def read_and_stay(connection: Connection, store: Path, name: str) -> None:
             connection.send(receiver.load_into(target))
 
 
-def test_a_stale_mirror_that_is_in_use_is_refused(remote: Path, local: Path) -> None:
+def test_a_stale_mirror_that_is_in_use_is_refused(remote, local):
     publish(remote, 50)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     another = remote.with_name("another")
     publish(another, 1)
     with Child(read_and_stay, local, "user") as user:
@@ -1017,7 +976,7 @@ def test_a_stale_mirror_that_is_in_use_is_refused(remote: Path, local: Path) -> 
 
 
 @pytest.mark.timing(prepared_s=0.3)
-def test_two_remote_stores_do_not_share_a_local_one(remote: Path, local: Path) -> None:
+def test_two_remote_stores_do_not_share_a_local_one(remote, local):
     """While the one's mirror is at work, the other's readers would be given its versions."""
     publish(remote, 50)
     another = remote.with_name("another")
@@ -1031,11 +990,10 @@ def test_two_remote_stores_do_not_share_a_local_one(remote: Path, local: Path) -
         assert newest(local) == 50
 
 
-def test_acknowledgements_of_another_store_are_not_carried_on(remote: Path, local: Path) -> None:
+def test_acknowledgements_of_another_store_are_not_carried_on(remote, local):
     """Whoever applied version 50 of one run has not applied version 1 of another."""
     publish(remote, 50)
-    with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+    mirror_once(remote, local)
     with Child(read_and_stay, local, "worker") as worker:
         assert worker.receive() == 50
     another = remote.with_name("another")
@@ -1047,7 +1005,7 @@ def test_acknowledgements_of_another_store_are_not_carried_on(remote: Path, loca
             sender.wait_applied(1, receivers=["worker"], timeout_s=0.2)
 
 
-def test_a_trainers_own_store_is_refused_and_not_touched(remote: Path, local: Path) -> None:
+def test_a_trainers_own_store_is_refused_and_not_touched(remote, local):
     publish(remote, 1)
     publish(local, 1, 2)
     before = contents(local)
@@ -1063,9 +1021,7 @@ def test_a_trainers_own_store_is_refused_and_not_touched(remote: Path, local: Pa
         sender.send(SMALL.weights(3))
 
 
-def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(
-    remote: Path, local: Path
-) -> None:
+def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(remote, local):
     """What was published there since is in no other place."""
     publish(remote, 1, 2)
     with quick(remote, local).start() as one:
@@ -1084,7 +1040,7 @@ def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(
     assert newest(local) == 5
 
 
-def test_one_directory_is_nothing_to_mirror(remote: Path, shm_path: Path) -> None:
+def test_one_directory_is_nothing_to_mirror(remote, shm_path):
     publish(remote, 1)
     (shm_path / "link").symlink_to(remote)
     for local in (remote, shm_path / "link", remote / ".." / "remote"):
@@ -1094,7 +1050,7 @@ def test_one_directory_is_nothing_to_mirror(remote: Path, shm_path: Path) -> Non
     assert start_mirror(remote, None) is None
 
 
-def test_one_store_through_two_mounts_stands_idle(remote: Path, shm_path: Path) -> None:
+def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
     publish(remote, 1)
     local = shm_path / "bound"
     local.mkdir(mode=0o700)
@@ -1127,9 +1083,7 @@ def command(tmp_path: Path) -> Callable[..., Command]:
     return partial(Command, tmp_path, "mirror")
 
 
-def test_the_command_copies_and_ends(
-    remote: Path, local: Path, command: Callable[..., Command]
-) -> None:
+def test_the_command_copies_and_ends(remote, local, command):
     publish(remote, 1)
     with command(remote, local, "--json", "--poll-interval-s", 0.05) as process:
         first = json.loads(process.line(0))
@@ -1144,9 +1098,7 @@ def test_the_command_copies_and_ends(
     assert_tidy(local)
 
 
-def test_the_command_counts_and_says_what_was_wrong(
-    remote: Path, local: Path, command: Callable[..., Command]
-) -> None:
+def test_the_command_counts_and_says_what_was_wrong(remote, local, command):
     publish(remote, 1)
     with command(remote, local, "--count", 1) as counts, command(remote, remote) as same:
         code, out, err = counts.communicate()
@@ -1159,14 +1111,8 @@ def test_the_command_counts_and_says_what_was_wrong(
         )
 
 
-def test_the_command_serves_metrics(
-    remote: Path, local: Path, command: Callable[..., Command]
-) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_the_command_serves_metrics(remote, local, command):
+    port = free_port()
     publish(remote, 3)
     with command(remote, local, "--json", "--metrics-port", port) as process:
         assert json.loads(process.line(0))["version"] == 3

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ def load_each(connection: Connection, store: Path, name: str) -> None:
             connection.send(version)
 
 
-def test_a_sender_hears_of_readers_three_mirrors_away(shm_path: Path) -> None:
+def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
     stores = [shm_path / name for name in ("first", "second", "third", "fourth")]
     with contextlib.ExitStack() as stack:
         sender = stack.enter_context(dbuffer.WeightSender(stores[0], checksum=True))
@@ -91,15 +90,14 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path: Path) -> None:
             assert len(identities) == 1
 
 
-def test_a_reader_that_died_is_told_of(remote: Path, local: Path) -> None:
+def test_a_reader_that_died_is_told_of(remote, local):
     with dbuffer.WeightSender(remote) as sender, mirrored(remote, local):
         sender.send(SMALL.weights(1))
         with Child(load_each, local, "rank") as reader:
             reader.send(1)
             assert reader.receive() == 1
             sender.wait_applied(1, receivers=["rank"], timeout_s=5)
-            reader.signal(signal.SIGKILL)
-            reader.wait()
+            reader.kill()
         sender.send(SMALL.weights(2))
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"rank .*\b1\b"):
             sender.wait_applied(2, receivers=["rank"], timeout_s=5)
@@ -114,9 +112,7 @@ def acknowledge_and_end(connection: Connection, store: Path, history: str) -> No
     os._exit(0)  # dbuffer's own end would wait for nobody either
 
 
-def test_the_last_word_of_a_reader_comes_before_its_end(
-    relay: AcknowledgementRelay, remote: Path, local: Path
-) -> None:
+def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
     """However late the mirror is with it: the sender waits for it, and not for a second or two."""
     history = DoubleBuffer(remote).pointer().history
     with (
@@ -152,7 +148,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
             sender.wait_applied(3, receivers=["rank"], timeout_s=5)
 
 
-def test_a_problem_is_carried(relay: AcknowledgementRelay, remote: Path, local: Path) -> None:
+def test_a_problem_is_carried(relay, remote, local):
     with dbuffer.WeightSender(remote) as sender:
         RecordFile(local, "rank").write(problem="out of memory", problem_version=1)
         until("it is carried", lambda: record_of(remote, "rank"))
@@ -160,9 +156,7 @@ def test_a_problem_is_carried(relay: AcknowledgementRelay, remote: Path, local: 
             sender.wait_applied(1, receivers=["rank"], timeout_s=5)
 
 
-def test_what_does_not_concern_the_sender_is_not_carried(
-    relay: AcknowledgementRelay, remote: Path, local: Path
-) -> None:
+def test_what_does_not_concern_the_sender_is_not_carried(relay, remote, local):
     """A version that is held in the mirror keeps no file of the remote store."""
     record = RecordFile(local, "rank")
     record.write(applied_version=1, held_version=1, stats={"loads": 1.0}, part_of="engine")
@@ -173,9 +167,7 @@ def test_what_does_not_concern_the_sender_is_not_carried(
     assert (carried.host, carried.pid) == (record.current.host, record.current.pid)
 
 
-def test_what_has_not_changed_is_not_written_again(
-    relay: AcknowledgementRelay, remote: Path, local: Path
-) -> None:
+def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     """Over a network, a record that is replaced costs every reader of it a look."""
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
@@ -190,9 +182,7 @@ def test_what_has_not_changed_is_not_written_again(
     until("it is carried", lambda: record_of(remote, "rank").applied_version == 2)
 
 
-def test_a_reader_that_goes_goes_there_too(
-    relay: AcknowledgementRelay, remote: Path, local: Path
-) -> None:
+def test_a_reader_that_goes_goes_there_too(relay, remote, local):
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
     until("it is carried", lambda: record_of(remote, "rank"))
@@ -200,7 +190,7 @@ def test_a_reader_that_goes_goes_there_too(
     until("it has gone", lambda: record_of(remote, "rank") is None)
 
 
-def test_the_last_word_is_carried_when_it_is_closed(remote: Path, local: Path) -> None:
+def test_the_last_word_is_carried_when_it_is_closed(remote, local):
     for store in (remote, local):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
@@ -217,12 +207,7 @@ def _threads() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
-    relay: AcknowledgementRelay,
-    remote: Path,
-    local: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remote, local, caplog):
     receivers = remote / RECEIVERS_DIRECTORY
     receivers.rename(remote / "away")
     record = RecordFile(local, "rank")
@@ -244,22 +229,19 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
     until("it is carried", lambda: record_of(remote, "rank"))
 
 
-def test_a_damaged_record_holds_up_no_other(
-    relay: AcknowledgementRelay, remote: Path, local: Path
-) -> None:
+def test_a_damaged_record_holds_up_no_other(relay, remote, local):
     (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")
     RecordFile(local, "rank").write(applied_version=1)
     until("it is carried", lambda: record_of(remote, "rank"))
     assert record_of(remote, "rank").applied_version == 1
 
 
-def test_a_mirror_that_is_killed_and_started_again_carries_on(remote: Path, local: Path) -> None:
+def test_a_mirror_that_is_killed_and_started_again_carries_on(remote, local):
     with dbuffer.WeightSender(remote) as sender:
         sender.send(SMALL.weights(1))
         with Child(mirror_for_ever, remote, local) as mirror:
             mirror.receive()
-            mirror.signal(signal.SIGKILL)
-            mirror.wait()
+            mirror.kill()
         with Child(load_each, local, "rank") as reader:
             reader.send(1)
             assert reader.receive() == 1

@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -24,12 +23,7 @@ from dbuffer.errors import (
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
-
-
-def open_below(directory: Path) -> list[str]:
-    """List what this process has open there."""
-    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())  # noqa: PTH115
-    return [path for path in links if path.startswith(f"{directory}/")]
+from tests.support.stores import open_below
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,7 @@ SENDERS = [send, send_sharded, reside, mirror]
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("publish", SENDERS)
-def test_no_sender_writes_beside_torchrls_weights(
-    torchrls: Path, publish: Callable[..., None]
-) -> None:
+def test_no_sender_writes_beside_torchrls_weights(torchrls, publish):
     """Receivers of TorchRL's own scheme would go on serving the old ones."""
     before = files_in(torchrls)
     with pytest.raises(OptionError, match="move_torchrl_aside"):
@@ -101,7 +99,7 @@ def test_no_sender_writes_beside_torchrls_weights(
     assert files_in(torchrls / ASIDE_DIRECTORY / "1") == before
 
 
-def test_weights_that_torchrl_writes_later_are_moved_beside_the_first(torchrls: Path) -> None:
+def test_weights_that_torchrl_writes_later_are_moved_beside_the_first(torchrls):
     send(torchrls, move_torchrl_aside=True)
     write_as_torchrl(torchrls)
     with pytest.raises(OptionError):
@@ -116,9 +114,7 @@ def test_weights_that_torchrl_writes_later_are_moved_beside_the_first(torchrls: 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("publish", SENDERS)
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model-00001-of-00002.bin"])
-def test_no_sender_writes_into_a_checkpoint(
-    tmp_path: Path, publish: Callable[..., None], name: str
-) -> None:
+def test_no_sender_writes_into_a_checkpoint(tmp_path, publish, name):
     directory = tmp_path / "checkpoint"
     directory.mkdir(mode=0o700)
     (directory / name).write_bytes(b"weights")
@@ -128,9 +124,7 @@ def test_no_sender_writes_into_a_checkpoint(
     assert files_in(directory) == {name: b"weights"}
 
 
-def test_readers_say_what_is_there(
-    torchrls: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readers_say_what_is_there(torchrls, caplog, capsys):
     with caplog.at_level(logging.WARNING), dbuffer.WeightReceiver(torchrls) as receiver:
         assert receiver.load_into({}) is None
         assert receiver.load_into({}) is None
@@ -146,9 +140,7 @@ def test_readers_say_what_is_there(
         assert "which holds weights of TorchRL's own" in capsys.readouterr().err
 
 
-def test_the_command_line_moves_them_aside(
-    torchrls: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_moves_them_aside(torchrls, tmp_path, capsys):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     publish = ["publish", str(tmp_path / "model.safetensors"), str(torchrls)]
     assert cli.run(publish) == 2

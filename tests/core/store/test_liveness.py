@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.runtime.timing import TIMING, Timing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -70,7 +69,6 @@ def hold_and_stay(connection: Connection, store: Path) -> None:
 
 def history_of(store: Path) -> str | None:
     pointer = DoubleBuffer(store).pointer()
-    assert pointer is not None
     return pointer.history
 
 
@@ -93,7 +91,7 @@ def is_alive(store: Path) -> bool:
 
 
 @pytest.mark.parametrize("pid", [None, 1], ids=["a free number", "number 1"])
-def test_a_receiver_in_another_container_lives_until_it_ends(store: Path, pid: int | None) -> None:
+def test_a_receiver_in_another_container_lives_until_it_ends(store, pid):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         with Boxed(load_and_stay, store, pid=pid) as boxed:
@@ -109,9 +107,7 @@ def test_a_receiver_in_another_container_lives_until_it_ends(store: Path, pid: i
 
 
 @MOUNTS
-def test_a_mirror_names_the_reader_of_another_container_while_it_lives(
-    shm_path: Path, mount: str
-) -> None:
+def test_a_mirror_names_the_reader_of_another_container_while_it_lives(shm_path, mount):
     first, second, local = (shm_path / name for name in ("first", "second", "local"))
     for store in (first, second):
         with dbuffer.WeightSender(store) as sender:
@@ -138,7 +134,7 @@ def make_old(path: Path) -> None:
 
 @pytest.mark.parametrize("mount", ["network"])
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_what_another_container_reads_is_kept(store: Path, mount: str) -> None:
+def test_what_another_container_reads_is_kept(store, mount):
     with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
         publish(sender, 1)
         [file] = weights_files(store)["B"] + weights_files(store)["A"]
@@ -154,9 +150,7 @@ def test_what_another_container_reads_is_kept(store: Path, mount: str) -> None:
             assert not any(file in files for files in weights_files(store).values())
 
 
-def test_a_reader_in_another_container_is_named_when_it_is_evicted(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reader_in_another_container_is_named_when_it_is_evicted(store, caplog):
     with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
         publish(sender, 1)
         with Boxed(hold_and_stay, store) as boxed:
@@ -165,7 +159,7 @@ def test_a_reader_in_another_container_is_named_when_it_is_evicted(
     assert f"evicting receiver {NAME}" in caplog.text
 
 
-def test_a_number_that_another_process_has_by_now_is_dead() -> None:
+def test_a_number_that_another_process_has_by_now_is_dead():
     here = Process.here()
     assert here.started > 0
     assert here.boot
@@ -184,7 +178,7 @@ def put(store: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("mount", ["network"])
 @pytest.mark.parametrize("where", [{"boot": "a-b"}, {"pid_namespace": 1}], ids=["host", "box"])
-def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[str, Any]) -> None:
+def test_time_says_who_is_dead_elsewhere(store, mount, where):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         put(store, **where)
@@ -200,7 +194,7 @@ def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[st
 
 @pytest.mark.parametrize("mount", ["network"])
 @pytest.mark.timing(heartbeat_s=0.02)
-def test_an_idle_receiver_touches_its_record(store: Path, mount: str) -> None:
+def test_an_idle_receiver_touches_its_record(store, mount):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
     receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
@@ -225,7 +219,7 @@ def applied_by(store: Path) -> list[int | None]:
 
 
 @MOUNTS
-def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mount: str) -> None:
+def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         with Child(load_and_stay, store) as first:
@@ -244,8 +238,7 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mou
                 for receivers in ([NAME], 2):
                     with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} .*\b1\b"):
                         sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
-                first.signal(signal.SIGKILL)
-                first.wait()
+                first.kill()
                 sender.wait_applied(2, receivers=[NAME], timeout_s=0)
                 with pytest.raises(dbuffer.WaitTimeoutError):
                     sender.wait_applied(2, receivers=2, timeout_s=0.2)
@@ -257,16 +250,13 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mou
 
 @MOUNTS
 @pytest.mark.parametrize("way", ["closed", "dropped", "killed"])
-def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(
-    store: Path, mount: str, way: str
-) -> None:
+def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(store, mount, way):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         if way == "killed":
             with Child(load_and_stay, store) as child:
                 child.receive()
-                child.signal(signal.SIGKILL)
-                child.wait()
+                child.kill()
         else:
             receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
             assert receiver.load_into(SMALL.empty()) == 1
@@ -281,7 +271,7 @@ def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(
             sender.wait_applied(2, receivers=[NAME], timeout_s=0)
 
 
-def test_an_id_that_begins_with_another_is_another_id(store: Path) -> None:
+def test_an_id_that_begins_with_another_is_another_id(store):
     dbuffer.WeightSender(store).close()
     names = (NAME, f"{NAME}.rank-0", f"{NAME}.{TOKEN}")
     kept = [RecordFile(store, name) for name in names]
@@ -300,9 +290,7 @@ def load_and_write_again(connection: Connection, store: Path) -> None:
 
 
 @MOUNTS
-def test_a_container_that_was_restarted_takes_its_record_away_at_once(
-    store: Path, mount: str
-) -> None:
+def test_a_container_that_was_restarted_takes_its_record_away_at_once(store, mount):
     """Its host name and its process id are those of the one before it."""
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
@@ -319,9 +307,7 @@ def test_a_container_that_was_restarted_takes_its_record_away_at_once(
 
 
 @MOUNTS
-def test_of_two_living_containers_that_are_alike_both_are_waited_for(
-    store: Path, mount: str
-) -> None:
+def test_of_two_living_containers_that_are_alike_both_are_waited_for(store, mount):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         with (
@@ -338,9 +324,7 @@ def test_of_two_living_containers_that_are_alike_both_are_waited_for(
 
 @pytest.mark.parametrize("mount", ["network"])
 @pytest.mark.timing(heartbeat_s=0.02)
-def test_a_living_receiver_whose_record_was_removed_writes_it_again(
-    store: Path, mount: str
-) -> None:
+def test_a_living_receiver_whose_record_was_removed_writes_it_again(store, mount):
     """A host that could not see it took it for dead."""
     dbuffer.WeightSender(store).close()
     record = RecordFile(store, NAME)
@@ -352,9 +336,7 @@ def test_a_living_receiver_whose_record_was_removed_writes_it_again(
 
 @MOUNTS
 @pytest.mark.parametrize("is_made_anew", [False, True])
-def test_an_interrupted_write_leaves_nothing_that_is_waited_for(
-    store: Path, mount: str, is_made_anew: bool
-) -> None:
+def test_an_interrupted_write_leaves_nothing_that_is_waited_for(store, mount, is_made_anew):
     """Whichever call it comes before, and whatever it has left open."""
     dbuffer.WeightSender(store).close()
     record = RecordFile(store, NAME)
@@ -392,9 +374,7 @@ def write_when_told(connection: Connection, store: Path, go: Path) -> None:
 
 
 @MOUNTS
-def test_several_that_start_at_once_have_a_record_each(
-    store: Path, mount: str, tmp_path: Path
-) -> None:
+def test_several_that_start_at_once_have_a_record_each(store, mount, tmp_path):
     dbuffer.WeightSender(store).close()
     go = tmp_path / "go"
     put(store, started=1)  # a dead one's
@@ -410,9 +390,7 @@ def test_several_that_start_at_once_have_a_record_each(
 
 
 @MOUNTS
-def test_a_second_receiver_of_an_id_is_told_of(
-    store: Path, mount: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_receiver_of_an_id_is_told_of(store, mount, caplog):
     dbuffer.WeightSender(store).close()
     first, second = RecordFile(store, NAME), RecordFile(store, NAME)
     first.write(applied_version=1)
@@ -425,7 +403,7 @@ def test_a_second_receiver_of_an_id_is_told_of(
 
 
 @MOUNTS
-def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: str) -> None:
+def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path, mount):
     remote, *nodes = (shm_path / name for name in ("remote", "node-1", "node-2"))
     with contextlib.ExitStack() as stack:
         senders = [stack.enter_context(dbuffer.WeightSender(s)) for s in (remote, *nodes)]
@@ -446,7 +424,7 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: st
 NUM_RECORDS = 1000
 
 
-def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_reads_what_has_changed(store, monkeypatch):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         for number in range(NUM_RECORDS):
@@ -475,9 +453,7 @@ def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyP
         assert set(reads) == {f"r-77.{TOKEN}.json"}
 
 
-def test_what_changes_twice_within_a_tick_is_seen(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_twice_within_a_tick_is_seen(store, monkeypatch):
     monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
     dbuffer.WeightSender(store).close()
     view = DoubleBuffer(store)
@@ -494,9 +470,7 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
     return _file_state(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
 
 
-def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
-    store: Path, timing: Timing
-) -> None:
+def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(store, timing):
     timing.forget_every_s = 0.0
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
     with dbuffer.WeightSender(store) as sender:
@@ -504,8 +478,7 @@ def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
         with Child(load_and_stay, store, None) as child:
             child.receive()
             [made_up] = names()
-            child.signal(signal.SIGKILL)
-            child.wait()
+            child.kill()
         with Child(load_and_stay, store, "named") as child:
             child.receive()
         publish(sender, 2)
@@ -522,7 +495,7 @@ def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_directory_of_records_that_others_can_write_to_is_refused(store: Path, mode: int) -> None:
+def test_a_directory_of_records_that_others_can_write_to_is_refused(store, mode):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         (store / RECEIVERS_DIRECTORY).chmod(mode)
@@ -536,9 +509,7 @@ def test_a_directory_of_records_that_others_can_write_to_is_refused(store: Path,
     dbuffer.WeightSender(store, allow_shared_store=True).close()
 
 
-def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(store, caplog):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
     for name in ("theirs", "ours"):

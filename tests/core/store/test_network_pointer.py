@@ -22,7 +22,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli
 from tests.support.children import Child
 from tests.support.moments import Step, at_step, die, stop
-from tests.support.patterns import SMALL, newest, publish
+from tests.support.patterns import SMALL, load, newest, publish
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -39,21 +39,11 @@ def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
         yield receiver
 
 
-def load(receiver: dbuffer.WeightReceiver) -> int | None:
-    """Load the newest version, whole."""
-    target = SMALL.empty()
-    version = receiver.load_into(target)
-    assert version is None or SMALL.version_of(target) == version
-    return version
-
-
 def take_away(store: Path) -> None:
     (store / "CURRENT").unlink()
 
 
-def test_the_first_version_waits_for_its_pointer(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_the_first_version_waits_for_its_pointer(store, sender, receiver):
     """With one manifest there is no telling whether it was published."""
     publish(sender, 1)
     take_away(store)
@@ -61,18 +51,14 @@ def test_the_first_version_waits_for_its_pointer(
     assert receiver.wait_for_version(timeout_s=0) is None
 
 
-def test_a_new_reader_takes_the_older_version(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_new_reader_takes_the_older_version(store, sender, receiver):
     """The other one may be on its way; this one was published for certain."""
     publish(sender, 1, 2)
     take_away(store)
     assert load(receiver) == 1
 
 
-def test_a_reader_that_has_seen_the_newest_stays_there(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_reader_that_has_seen_the_newest_stays_there(store, sender, receiver):
     publish(sender, 1, 2)
     assert load(receiver) == 2
     take_away(store)
@@ -81,9 +67,7 @@ def test_a_reader_that_has_seen_the_newest_stays_there(
         assert snapshot.version == SMALL.version_of(snapshot.tensors) == 2
 
 
-def test_a_reader_is_told_of_the_next_version_when_the_pointer_is_back(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_reader_is_told_of_the_next_version_when_the_pointer_is_back(store, sender, receiver):
     publish(sender, 1, 2)
     assert load(receiver) == 2
     publish(sender, 3)
@@ -93,12 +77,7 @@ def test_a_reader_is_told_of_the_next_version_when_the_pointer_is_back(
     assert load(receiver) == 4
 
 
-def test_it_is_told_once(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_it_is_told_once(store, sender, receiver, caplog):
     publish(sender, 1, 2)
     with caplog.at_level(logging.WARNING, "dbuffer"):
         assert load(receiver) == 2
@@ -112,9 +91,7 @@ def test_it_is_told_once(
     assert str(store) in told[0].message
 
 
-def test_a_store_that_was_emptied_is_no_pointer_on_its_way(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_store_that_was_emptied_is_no_pointer_on_its_way(store, sender, receiver):
     publish(sender, 1, 2, 3)
     assert load(receiver) == 3
     for name in ("CURRENT", "A/manifest.json", "B/manifest.json"):
@@ -123,9 +100,7 @@ def test_a_store_that_was_emptied_is_no_pointer_on_its_way(
         load(receiver)
 
 
-def test_a_store_that_went_back_is_not_followed(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_store_that_went_back_is_not_followed(store, sender, receiver):
     publish(sender, 1, 2)
     kept = {
         name: (store / name).read_bytes()
@@ -140,9 +115,7 @@ def test_a_store_that_went_back_is_not_followed(
         load(receiver)
 
 
-def test_on_a_local_disk_the_pointer_alone_counts(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_local_disk_the_pointer_alone_counts(store, sender, monkeypatch):
     """There it is replaced in one step, so that one that is away was taken away."""
     publish(sender, 1, 2)
     take_away(store)
@@ -150,9 +123,7 @@ def test_on_a_local_disk_the_pointer_alone_counts(
     assert newest(store) is None
 
 
-def test_the_next_publish_brings_the_pointer_back(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_the_next_publish_brings_the_pointer_back(store, sender, receiver):
     publish(sender, 1, 2, 3)
     take_away(store)
     assert sender.send(SMALL.weights(4)).version == 4
@@ -187,7 +158,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_version_that_is_not_published_is_not_read(store: Path, step: Step) -> None:
+def test_a_version_that_is_not_published_is_not_read(store, step):
     with Child(publish_up_to, store, 1, 4, step, stop) as child:
         child.wait_until_stopped()
         take_away(store)
@@ -202,7 +173,7 @@ def test_a_version_that_is_not_published_is_not_read(store: Path, step: Step) ->
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_first_version_whose_writer_died_is_never_read(store: Path, step: Step) -> None:
+def test_a_first_version_whose_writer_died_is_never_read(store, step):
     """Not even once the next writer's first version is on its way."""
     with Child(publish_up_to, store, 1, 1, step, die) as child:
         assert child.wait() == -signal.SIGKILL
@@ -223,13 +194,8 @@ def test_a_first_version_whose_writer_died_is_never_read(store: Path, step: Step
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("look", [1, 2])
 def test_writer_that_comes_round_between_the_looks_at_two_manifests(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-    times: int,
-    look: int,
-) -> None:
+    store, sender, receiver, monkeypatch, times, look
+):
     """What is put together of two moments may be neither old nor new."""
     publish(sender, 1, 2)
     assert load(receiver) == 2
@@ -269,11 +235,8 @@ def broken() -> Iterator[tuple[str, object]]:
 
 
 def test_unpublished_version_is_not_put_together_of_two_moments(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    store, sender, receiver, monkeypatch
+):
     """An old manifest of one buffer beside a manifest of the other that has no pointer yet."""
     publish(sender, 1, 2, 3)
     assert load(receiver) == 3
@@ -307,9 +270,7 @@ def test_unpublished_version_is_not_put_together_of_two_moments(
     assert looks >= 2
 
 
-def test_commands_go_by_the_manifests_too(
-    store: Path, sender: dbuffer.WeightSender, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_go_by_the_manifests_too(store, sender, capsys):
     publish(sender, 1, 2)
     take_away(store)
     for command in ("ls", "status", "verify"):

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import itertools
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -31,7 +30,7 @@ from dbuffer.tools import cli
 from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.moments import LOOKS, Step, at_call, at_step
-from tests.support.patterns import OTHER, SMALL, Pattern, newest, publish
+from tests.support.patterns import OTHER, SMALL, Pattern, load, newest, publish
 from tests.support.soak import numbers
 from tests.support.stores import weights_files
 
@@ -57,13 +56,6 @@ def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
         yield receiver
 
 
-def load(receiver: dbuffer.WeightReceiver, pattern: Pattern = SMALL) -> int | None:
-    target = pattern.empty()
-    version = receiver.load_into(target)
-    assert version is None or pattern.version_of(target) == version
-    return version
-
-
 def mapped_and_opened(store: Path) -> tuple[bool, dict[str, int]]:
     """Whether this process has mapped anything in a store; what it has open, and what for."""
     opened = {}
@@ -75,6 +67,12 @@ def mapped_and_opened(store: Path) -> tuple[bool, dict[str, int]]:
     return f"{store}/" in Path("/proc/self/maps").read_text(), opened
 
 
+def held_by_mine(store: Path) -> int | None:
+    """Read which version the receiver of these tests says that it reads."""
+    record = DoubleBuffer(store).receiver("mine")
+    return None if record is None else record.held_version
+
+
 def path_of(descriptor: int) -> str:
     return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
@@ -83,17 +81,14 @@ def path_of(descriptor: int) -> str:
 # How it is done
 
 
-def test_published_with_checksums_in_a_file_that_is_final(
-    store: Path, sender: dbuffer.WeightSender
-) -> None:
+def test_published_with_checksums_in_a_file_that_is_final(store, sender):
     publish(sender, 1)
     manifest = DoubleBuffer(store).manifest("B")
-    assert manifest is not None
     assert manifest.is_final
     assert manifest.checksums_xxh3 is not None
 
 
-def test_no_file_is_written_twice(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_no_file_is_written_twice(store, sender):
     found: dict[str, bytes] = {}
     for version in range(1, 8):
         publish(sender, version)
@@ -102,9 +97,7 @@ def test_no_file_is_written_twice(store: Path, sender: dbuffer.WeightSender) -> 
     assert len(found) == 7
 
 
-def test_all_is_flushed_before_the_pointer_and_the_pointer_too(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_flushed_before_the_pointer_and_the_pointer_too(store, sender, monkeypatch):
     """Other hosts see what was flushed, and nothing else; a rename, when its directory was."""
     calls: list[tuple[str, str]] = []
     fsync, replace, pwrite = os.fsync, os.replace, os.pwrite
@@ -144,9 +137,7 @@ def test_all_is_flushed_before_the_pointer_and_the_pointer_too(
     assert calls[:2] == [("replace", "A/manifest.json"), ("fsync", "A")], "the mark comes first"
 
 
-def test_readers_map_nothing_and_keep_nothing_open(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_readers_map_nothing_and_keep_nothing_open(store, sender, receiver):
     """A mapping of a file that goes away is a SIGBUS; an open file keeps the old one in sight."""
     publish(sender, 1, 2, pattern=LARGE)
     sender.close()
@@ -163,9 +154,7 @@ def test_readers_map_nothing_and_keep_nothing_open(
 
 
 @hasty
-def test_writers_map_nothing_and_keep_open_for_writing_what_is_there(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_map_nothing_and_keep_open_for_writing_what_is_there(store, sender, monkeypatch):
     """Of a file that is open for writing no host gets a delegation, which would hold it up."""
     left_open: list[str] = []
 
@@ -193,12 +182,7 @@ def test_writers_map_nothing_and_keep_open_for_writing_what_is_there(
     assert mapped_and_opened(store) == (False, {})
 
 
-def test_directories_are_opened_before_what_is_in_them(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_directories_are_opened_before_what_is_in_them(store, sender, receiver, monkeypatch):
     """By its name alone, a file may be the one that had the name a minute ago."""
     publish(sender, 1)
     opened: list[Path] = []
@@ -218,16 +202,12 @@ def test_directories_are_opened_before_what_is_in_them(
     assert all(before == path.parent for before, path in files)
 
 
-def test_a_reader_says_what_it_reads_while_it_reads(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_reader_says_what_it_reads_while_it_reads(store, sender, receiver):
     publish(sender, 1)
     seen: list[int | None] = []
 
     def note() -> None:
-        record = DoubleBuffer(store).receiver("mine")
-        assert record is not None
-        seen.append(record.held_version)
+        seen.append(held_by_mine(store))
 
     at_step(Step("call", "read_tensors"), note)
     with receiver.open() as snapshot:
@@ -237,13 +217,10 @@ def test_a_reader_says_what_it_reads_while_it_reads(
     note()
     assert seen == [1, None, None], "the file need not be kept once it is in memory"
     record = DoubleBuffer(store).receiver("mine")
-    assert record is not None
     assert record.applied_version == 1
 
 
-def test_a_reader_that_fails_says_that_it_reads_no_more(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_reader_that_fails_says_that_it_reads_no_more(store, sender, receiver):
     publish(sender, 1)
     with pytest.raises(dbuffer.WeightsMismatchError):
         receiver.load_into(OTHER.empty())
@@ -252,14 +229,10 @@ def test_a_reader_that_fails_says_that_it_reads_no_more(
     for _ in range(2):
         with pytest.raises(dbuffer.StoreCorruptError):
             load(receiver)
-    record = DoubleBuffer(store).receiver("mine")
-    assert record is not None
-    assert record.held_version is None
+    assert held_by_mine(store) is None
 
 
-def test_a_snapshot_outlives_its_file(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_snapshot_outlives_its_file(store, sender, receiver):
     publish(sender, 1)
     with receiver.open() as snapshot:
         publish(sender, 2, 3, 4, 5)
@@ -277,9 +250,7 @@ def memory_of(receiver: dbuffer.WeightReceiver) -> torch.Tensor:
     return receiver.reader._in_memory[1].data
 
 
-def test_loading_again_takes_no_new_memory(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_loading_again_takes_no_new_memory(store, sender, receiver):
     places = set()
     for version in range(1, 6):
         publish(sender, version, pattern=LARGE)
@@ -291,9 +262,7 @@ def test_loading_again_takes_no_new_memory(
     assert memory_of(receiver).numel() < MEGABYTE, "memory for another layout is let go of"
 
 
-def test_what_was_loaded_does_not_lie_in_memory_that_is_used_again(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_what_was_loaded_does_not_lie_in_memory_that_is_used_again(store, sender, receiver):
     kept = []
     for version in (1, 2, 3):
         publish(sender, version)
@@ -303,18 +272,14 @@ def test_what_was_loaded_does_not_lie_in_memory_that_is_used_again(
     assert [SMALL.version_of(target) for target in kept] == [1, 2, 3]
 
 
-def test_tensordict_opens_the_file_that_was_written_in_spans(
-    store: Path, sender: dbuffer.WeightSender
-) -> None:
+def test_tensordict_opens_the_file_that_was_written_in_spans(store, sender):
     publish(sender, 1, pattern=LARGE)
     path, _ = weights_file(store)
     found = TensorDict.from_consolidated(path)
     assert LARGE.version_of({name: found[name] for name in LARGE.names}) == 1
 
 
-def test_every_way_to_read(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_every_way_to_read(store, sender, receiver):
     publish(sender, 1, 2)
     with receiver.open(version=1) as snapshot:
         assert SMALL.version_of(snapshot.tensors) == 1
@@ -341,13 +306,7 @@ def test_every_way_to_read(
     ids=str,
 )
 @pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
-def test_shapes_that_end_where_spans_do_not(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    shapes: list[tuple[int, ...]],
-    as_stream: bool,
-) -> None:
+def test_shapes_that_end_where_spans_do_not(store, sender, receiver, shapes, as_stream):
     weights = {
         f"t{index}": torch.randint(0, 256, shape, dtype=torch.uint8)
         for index, shape in enumerate(shapes)
@@ -371,9 +330,7 @@ def write_as(connection: Connection, store: Path, mount: str, checksum: bool | s
             connection.send(version)
 
 
-def test_one_hosts_versions_are_refused_where_the_store_is_a_network(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_one_hosts_versions_are_refused_where_the_store_is_a_network(store, receiver):
     """They are rewritten in place, and without checksums nobody could tell a mix."""
     target = SMALL.empty()
     with Child(write_as, store, "local", "auto") as writer:
@@ -391,9 +348,7 @@ def test_one_hosts_versions_are_refused_where_the_store_is_a_network(
     assert not any(tensor.any() for tensor in target.values())
 
 
-def test_one_hosts_versions_with_checksums_are_read_where_the_store_is_a_network(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_one_hosts_versions_with_checksums_are_read_where_the_store_is_a_network(store, receiver):
     with Child(write_as, store, "local", True) as writer:
         for version in range(1, 6):
             writer.send(version)
@@ -404,8 +359,8 @@ def test_one_hosts_versions_with_checksums_are_read_where_the_store_is_a_network
 
 
 def test_a_writer_that_comes_round_in_place_is_found_out_by_a_reader_across_a_network(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
+    store, receiver
+):
     """Locks do not hold it, and the file it rewrites is the one that is being read."""
     with Child(write_as, store, "local", True) as writer:
 
@@ -424,9 +379,7 @@ def test_a_writer_that_comes_round_in_place_is_found_out_by_a_reader_across_a_ne
         sys.setprofile(None)
 
 
-def test_a_network_writers_versions_are_read_on_its_own_disk(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_writers_versions_are_read_on_its_own_disk(store, sender, monkeypatch):
     """On the file server itself."""
     monkeypatch.setenv("DBUFFER_MOUNT", "local")
     with dbuffer.WeightReceiver(store) as local:
@@ -435,9 +388,7 @@ def test_a_network_writers_versions_are_read_on_its_own_disk(
             assert load(local) == version
 
 
-def test_a_store_goes_from_local_to_network_and_back(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_store_goes_from_local_to_network_and_back(store, receiver):
     version = 0
     for mount in ("local", "network", "local", "network"):
         with Child(write_as, store, mount, True) as writer:
@@ -450,7 +401,7 @@ def test_a_store_goes_from_local_to_network_and_back(
             assert writer.wait() == 0
 
 
-def test_what_the_variable_may_be(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_variable_may_be(store, monkeypatch):
     for value, is_network in (("network", True), ("local", False), ("auto", False)):
         monkeypatch.setenv("DBUFFER_MOUNT", value)
         medium = medium_of(store)
@@ -497,7 +448,7 @@ def read_at_last(store: Path, how: str, act: Callable[[], None], at: Step | int)
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @pytest.mark.parametrize("times", [1, 3])
-def test_writer_that_comes_round_while_a_reader_reads(shm_path: Path, how: str, times: int) -> None:
+def test_writer_that_comes_round_while_a_reader_reads(shm_path, how, times):
     for number in numbers(times):
         if not come_round(shm_path / f"{number}", number, how, times):
             break
@@ -516,14 +467,12 @@ def come_round(store: Path, number: int, how: str, times: int) -> bool:
 
         version = read_at_last(store, how, go_on, number)
         assert 2 <= version <= 2 + times
-        record = sender._writer.store.receiver("mine")
-        assert record is not None
-        assert record.held_version is None
+        assert held_by_mine(store) is None
     return bool(came_round)
 
 
 @hasty
-def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path: Path) -> None:
+def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path):
     """The writer looks at the records after it has taken the manifest away, and the reader at
     the manifest after it has written its record: one of them sees the other."""
     seen: list[tuple[bool, int]] = []
@@ -554,8 +503,7 @@ def publish_under_a_reader(store: Path, number: int) -> tuple[bool, int] | None:
         [old] = weights_files(store)["A"]
 
         def go_on() -> None:
-            record = DoubleBuffer(store).receiver("mine")
-            announced.append(record is not None and record.held_version == 2)
+            announced.append(held_by_mine(store) == 2)
             publish(sender, 3, 4, 5)
             assert (store / "A" / old).exists() == announced[0]
 
@@ -568,9 +516,7 @@ def publish_under_a_reader(store: Path, number: int) -> tuple[bool, int] | None:
 
 
 @hasty
-def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(
-    shm_path: Path,
-) -> None:
+def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_its_file(shm_path):
     """A reader that is late: the version it has seen in the pointer is the one to be put away."""
     could_hold = []
     for number in itertools.count(1):
@@ -617,9 +563,7 @@ def hold_older_at(number: int, store: Path) -> bool | None:
 @pytest.mark.parametrize(
     "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
 )
-def test_a_file_that_goes_under_a_reader_is_another_try(
-    store: Path, monkeypatch: pytest.MonkeyPatch, how: str, step: Step
-) -> None:
+def test_a_file_that_goes_under_a_reader_is_another_try(store, monkeypatch, how, step):
     """Readers that were waited for long enough, and those that could write no record: a server
     tells them that the file is gone."""
     real_open = os.open
@@ -726,24 +670,14 @@ def is_directory(path: str) -> bool:
     ids=lambda value: getattr(value, "__name__", value),
 )
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_stale_handle_is_tried_again(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    faults: Faults,
-    how: str,
-    name: str,
-    is_hit: Callable[[str], bool],
-    times: int,
-) -> None:
+def test_a_stale_handle_is_tried_again(store, sender, faults, how, name, is_hit, times):
     publish(sender, 1, 2)
     faults.fail(name, errno.ESTALE, is_hit, times)
     assert read_at_last(store, how, lambda: None, Step("call", "no such function")) == 2
     assert faults.hits == times
 
 
-def test_the_second_fstat_of_a_file_may_be_stale_too(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_fstat_of_a_file_may_be_stale_too(store, sender, monkeypatch):
     """That of an open file is asked of the server, where it may be gone by then."""
     publish(sender, 1, 2)
     real_fstat, looks = os.fstat, itertools.count(1)
@@ -773,14 +707,8 @@ def test_the_second_fstat_of_a_file_may_be_stale_too(
 )
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT], ids=os.strerror)
 def test_any_other_error_is_ours_and_the_next_read_is_as_good_as_ever(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    faults: Faults,
-    how: str,
-    name: str,
-    is_hit: Callable[[str], bool],
-    number: int,
-) -> None:
+    store, sender, faults, how, name, is_hit, number
+):
     publish(sender, 1, 2)
     target = SMALL.empty()
     with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
@@ -793,14 +721,11 @@ def test_any_other_error_is_ours_and_the_next_read_is_as_good_as_ever(
         assert os.strerror(number) in str(caught.value)
         assert faults.hits == 1
         assert not any(tensor.any() for tensor in target.values()), "the target was not touched"
-        record = DoubleBuffer(store).receiver("mine")
-        assert record is None or record.held_version is None
+        assert held_by_mine(store) is None
         assert load(receiver) == 2
 
 
-def test_damage_is_refused_before_the_target_is_touched(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_damage_is_refused_before_the_target_is_touched(store, sender, receiver):
     publish(sender, 1, pattern=LARGE)
     path, manifest = weights_file(store)
     target = LARGE.empty()
@@ -822,9 +747,7 @@ def test_damage_is_refused_before_the_target_is_touched(
 
 
 @pytest.mark.timing(settle_s=0.01)
-def test_a_file_cut_short_is_refused(
-    store: Path, sender: dbuffer.WeightSender, receiver: dbuffer.WeightReceiver
-) -> None:
+def test_a_file_cut_short_is_refused(store, sender, receiver):
     publish(sender, 1)
     path, manifest = weights_file(store)
     whole = path.read_bytes()
@@ -841,9 +764,7 @@ def test_a_file_cut_short_is_refused(
     assert load(receiver) == 1
 
 
-def test_a_file_cut_short_under_a_reader_is_refused(
-    store: Path, sender: dbuffer.WeightSender
-) -> None:
+def test_a_file_cut_short_under_a_reader_is_refused(store, sender):
     """Its size was right when it was looked at; a mapping would be a SIGBUS here."""
     publish(sender, 1, 2)
     path, _ = weights_file(store, "A")
@@ -857,12 +778,7 @@ def test_a_file_cut_short_under_a_reader_is_refused(
     sys.setprofile(None)
 
 
-def test_short_reads_are_no_errors(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
     """A server may give less than it was asked for, and take less than it was given."""
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:70_001], at))
@@ -880,12 +796,8 @@ def test_short_reads_are_no_errors(
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=os.strerror)
 @pytest.mark.parametrize("nth", range(1, 8))
 def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
-    store: Path,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    nth: int,
-) -> None:
+    store, receiver, monkeypatch, number, nth
+):
     """A full server says so at the first flush, and calls a second one good."""
     real_fsync, flushes = os.fsync, itertools.count(1)
     flushed: list[str] = []
@@ -917,7 +829,6 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
         publish(sender, 4)
         assert load(receiver) == 4
         pointer = DoubleBuffer(store).pointer()
-        assert pointer is not None
         path, _ = weights_file(store, pointer.buffer)
         assert path.name not in before | left, "no file is written twice, least of all that one"
 
@@ -925,14 +836,7 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
-def test_a_write_that_fails_publishes_nothing(
-    store: Path,
-    receiver: dbuffer.WeightReceiver,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    nth: int,
-    as_stream: bool,
-) -> None:
+def test_a_write_that_fails_publishes_nothing(store, receiver, monkeypatch, number, nth, as_stream):
     """The first writes into the weights file, its layout and its table of checksums."""
     real_pwrite, writes = os.pwrite, itertools.count(1)
 
@@ -961,9 +865,7 @@ def test_a_write_that_fails_publishes_nothing(
         assert load(receiver) == 3
 
 
-def test_what_plainly_does_not_fit_is_not_begun(
-    store: Path, receiver: dbuffer.WeightReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_plainly_does_not_fit_is_not_begun(store, receiver, monkeypatch):
     real_statvfs = os.statvfs
 
     def statvfs(path: Any) -> os.statvfs_result:
@@ -985,9 +887,7 @@ def test_what_plainly_does_not_fit_is_not_begun(
 
 
 @pytest.mark.parametrize("what", ["pointer", "manifest", "size"])
-def test_what_does_not_come_back_as_it_was_written_is_an_error(
-    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_what_does_not_come_back_as_it_was_written_is_an_error(store, sender, monkeypatch, what):
     publish(sender, 1, 2)
     old = {name: (store / name).read_bytes() for name in ("CURRENT", "B/manifest.json")}
 
@@ -1010,9 +910,7 @@ def test_what_does_not_come_back_as_it_was_written_is_an_error(
 
 
 @hasty
-def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(store, monkeypatch):
     """Over NFSv3 with ``nolock`` a second host's writer is not kept out by the lock."""
     monkeypatch.setattr(filesystem, "try_lock", lambda descriptor, *, exclusive: True)
     steps = [
@@ -1049,7 +947,7 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
 # The rest of the package
 
 
-def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_the_stager_stages_across_a_network(store, sender):
     stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
     try:
         for version in range(1, 8):
@@ -1068,7 +966,7 @@ def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightS
 
 
 @hasty
-def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_the_stager_keeps_no_file_from_going(store, sender):
     stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
     try:
         publish(sender, 1)
@@ -1084,9 +982,7 @@ def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.Weight
         stager.close()
 
 
-def test_the_stager_survives_a_file_that_goes(
-    store: Path, sender: dbuffer.WeightSender, faults: Faults
-) -> None:
+def test_the_stager_survives_a_file_that_goes(store, sender, faults):
     publish(sender, 1)
     faults.fail("preadv", errno.ESTALE, is_weights, times=2)
     faults.fail("pread", errno.ESTALE, is_weights)
@@ -1103,12 +999,7 @@ def test_the_stager_survives_a_file_that_goes(
         stager.close()
 
 
-def test_the_commands(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    receiver: dbuffer.WeightReceiver,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_commands(store, sender, receiver, capsys):
     publish(sender, 1, 2)
     load(receiver)
     for command in ("ls", "status", "verify"):
@@ -1121,12 +1012,7 @@ def test_the_commands(
     assert SMALL.names[1] in capsys.readouterr().out
 
 
-def test_verify_is_not_put_off_by_a_file_that_goes(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    faults: Faults,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verify_is_not_put_off_by_a_file_that_goes(store, sender, faults, capsys):
     """It announces nothing, so that a publish may come and take the file away."""
     publish(sender, 1, 2)
     faults.fail("preadv", errno.ESTALE, is_weights)
@@ -1140,22 +1026,18 @@ def hold_for_ever(connection: Connection, store: Path) -> None:
         dbuffer.WeightReceiver(store, receiver_id="victim") as receiver,
         receiver.hold_seen() as held,
     ):
-        assert held is not None
         connection.send(held.manifest.version)
         connection.recv()
 
 
 @hasty
-def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(
-    store: Path, sender: dbuffer.WeightSender
-) -> None:
+def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(store, sender):
     publish(sender, 1)
     [old] = weights_files(store)["B"]
     with Child(hold_for_ever, store) as reader:
         assert reader.receive() == 1
         publish(sender, 2, 3, 4)
         assert (store / "B" / old).exists(), "the reader lives, and says that it reads it"
-        reader.signal(signal.SIGKILL)
-        reader.wait()
+        reader.kill()
     publish(sender, 5)
     assert not (store / "B" / old).exists()

@@ -35,7 +35,7 @@ def read(store: Path, receiver_id: str = "one") -> ReceiverRecord | None:
     return DoubleBuffer(store).receiver(receiver_id)
 
 
-def test_what_is_set_is_in_the_store_when_it_is_written(made: Path) -> None:
+def test_what_is_set_is_in_the_store_when_it_is_written(made):
     before = time.time()
     record = RecordFile(made, "one")
     record.set(applied_version=3, stats={"staged": 3})
@@ -44,7 +44,6 @@ def test_what_is_set_is_in_the_store_when_it_is_written(made: Path) -> None:
     record.write()
     found = read(made)
     assert found == record.current
-    assert found is not None
     assert (found.receiver, found.pid) == ("one", os.getpid())
     assert (found.applied_version, found.held_version, found.staged_version) == (3, None, None)
     assert (found.problem, found.problem_version) == ("größe\n\x00", 4)
@@ -52,18 +51,17 @@ def test_what_is_set_is_in_the_store_when_it_is_written(made: Path) -> None:
     assert before <= found.updated_at <= time.time()
 
 
-def test_every_write_has_its_time(made: Path) -> None:
+def test_every_write_has_its_time(made):
     record = RecordFile(made, "one")
     record.write()
     first = read(made)
     record.write()
     second = read(made)
     assert first is not None
-    assert second is not None
     assert second.updated_at > first.updated_at
 
 
-def test_remove(made: Path) -> None:
+def test_remove(made):
     record = RecordFile(made, "one")
     record.remove()
     record.write()
@@ -90,9 +88,7 @@ def test_remove(made: Path) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_and_nothing_is_changed(
-    made: Path, changes: dict[str, object]
-) -> None:
+def test_a_wrong_value_is_refused_and_nothing_is_changed(made, changes):
     record = RecordFile(made, "one")
     before = record.current
     with pytest.raises(StoreCorruptError, match=next(iter(changes))):
@@ -102,12 +98,12 @@ def test_a_wrong_value_is_refused_and_nothing_is_changed(
     assert read(made) is not None
 
 
-def test_a_field_that_no_record_has_is_refused(made: Path) -> None:
+def test_a_field_that_no_record_has_is_refused(made):
     with pytest.raises(TypeError, match="nonsense"):
         RecordFile(made, "one").set(nonsense=1)
 
 
-def test_a_store_that_is_not_there_yet(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_not_there_yet(store, caplog):
     record = RecordFile(store, "one")
     record.set(applied_version=1)
     record.write()
@@ -119,7 +115,7 @@ def test_a_store_that_is_not_there_yet(store: Path, caplog: pytest.LogCaptureFix
     assert read(store) == record.current
 
 
-def test_a_store_without_the_directory_gets_none_made(made: Path) -> None:
+def test_a_store_without_the_directory_gets_none_made(made):
     (made / RECEIVERS_DIRECTORY).rmdir()
     RecordFile(made, "one").write()
     assert not (made / RECEIVERS_DIRECTORY).exists()
@@ -159,7 +155,7 @@ def owned_by_nobody(shm_path: Path) -> Path:
     return directory
 
 
-def test_a_read_only_store_is_told_once_by_name_and_harms_nobody(owned_by_nobody: Path) -> None:
+def test_a_read_only_store_is_told_once_by_name_and_harms_nobody(owned_by_nobody):
     with Child(use_read_only_store, owned_by_nobody) as child:
         messages, applied, files = child.receive()
     # Once for each time that it stops working.
@@ -183,12 +179,12 @@ def use_store_that_cannot_be_entered(connection: Connection, store: Path) -> Non
     connection.send(DoubleBuffer(store).receiver("one") == record.current)
 
 
-def test_a_store_that_cannot_be_entered_harms_nobody(owned_by_nobody: Path) -> None:
+def test_a_store_that_cannot_be_entered_harms_nobody(owned_by_nobody):
     with Child(use_store_that_cannot_be_entered, owned_by_nobody) as child:
         assert child.receive() is True
 
 
-def test_threads_that_set_and_write_lose_nothing(made: Path) -> None:
+def test_threads_that_set_and_write_lose_nothing(made):
     record = RecordFile(made, "one")
     fields = ("applied_version", "held_version", "staged_version", "problem_version")
 
@@ -219,7 +215,7 @@ def write_for_ever(connection: Connection, store: Path) -> None:
     connection.send(number)
 
 
-def test_a_reader_never_sees_half_a_record(made: Path) -> None:
+def test_a_reader_never_sees_half_a_record(made):
     seen: set[int] = set()
     with Child(write_for_ever, made) as child:
         child.receive()
@@ -238,7 +234,7 @@ def test_a_reader_never_sees_half_a_record(made: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_record_does_not_wait_for_ever_behind_another_thread(made: Path) -> None:
+def test_a_record_does_not_wait_for_ever_behind_another_thread(made):
     """What one thread sets while another writes is in the next write."""
     record = RecordFile(made, "one")
     stop = threading.Event()
@@ -254,7 +250,6 @@ def test_a_record_does_not_wait_for_ever_behind_another_thread(made: Path) -> No
             record.set(applied_version=version)
             record.write()
             found = read(made)
-            assert found is not None
             assert found.applied_version == version
     finally:
         stop.set()

@@ -114,7 +114,7 @@ class Retiring:
         return self._path.exists()
 
 
-def test_a_file_that_nobody_says_to_read_goes_after_a_moment(old_file: Path, clock: Clock) -> None:
+def test_a_file_that_nobody_says_to_read_goes_after_a_moment(old_file, clock):
     retiring = Retiring(old_file, 7, clock)
     assert retiring.is_there_at(0.0)
     assert retiring.is_there_at(TIMING.keep_superseded_s - 0.01)
@@ -123,7 +123,7 @@ def test_a_file_that_nobody_says_to_read_goes_after_a_moment(old_file: Path, clo
     assert retiring.let_go == [old_file]
 
 
-def test_a_file_stays_while_a_record_says_that_it_is_read(old_file: Path, clock: Clock) -> None:
+def test_a_file_stays_while_a_record_says_that_it_is_read(old_file, clock):
     retiring = Retiring(old_file, 7, clock)
     retiring.records = [record_of(None, "one"), record_of(7, "two"), record_of(8, "three")]
     assert retiring.is_there_at(TIMING.keep_superseded_s)
@@ -132,9 +132,7 @@ def test_a_file_stays_while_a_record_says_that_it_is_read(old_file: Path, clock:
     assert not retiring.is_there_at(READER_TIMEOUT_S - 0.005)
 
 
-def test_no_file_stays_for_longer_than_readers_are_waited_for(
-    old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_file_stays_for_longer_than_readers_are_waited_for(old_file, clock, caplog):
     retiring = Retiring(old_file, 7, clock)
     retiring.records = [record_of(7, "stuck")]
     assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
@@ -144,9 +142,7 @@ def test_no_file_stays_for_longer_than_readers_are_waited_for(
     assert "version 7" in caplog.text
 
 
-def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(
-    old_file: Path, clock: Clock
-) -> None:
+def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(old_file, clock):
     retiring = Retiring(old_file, None, clock)
     retiring._files._retired.clear()
     retiring._files._retire(old_file, range(4, 8))
@@ -157,8 +153,8 @@ def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(
 
 
 def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waited_for(
-    old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+    old_file, clock, caplog
+):
     """Of its version nothing is known, so that who reads a version with no name may read this."""
     retiring = Retiring(old_file, None, clock)
     retiring.records = [record_of(None), record_of(3, "other")]
@@ -168,16 +164,14 @@ def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waite
 
 
 @pytest.mark.parametrize("held", [None, 8])
-def test_a_file_of_which_nothing_is_known_goes_when_all_read_others(
-    old_file: Path, clock: Clock, held: int | None
-) -> None:
+def test_a_file_of_which_nothing_is_known_goes_when_all_read_others(old_file, clock, held):
     retiring = Retiring(old_file, None, clock, named=(7, 8))
     retiring.records = [record_of(held)]
     assert retiring.is_there_at(TIMING.keep_superseded_s - 0.01)
     assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
-def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) -> None:
+def test_a_file_is_as_old_as_its_first_retirement(old_file, clock):
     """A writer that fails again and again retires it each time; that must not keep it young."""
     retiring = Retiring(old_file, 7, clock)
     for age_s in (0.5, 1.0, 1.5):
@@ -186,12 +180,7 @@ def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) 
     assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
-def test_a_file_that_cannot_be_removed_is_no_error(
-    old_file: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_file_that_cannot_be_removed_is_no_error(old_file, clock, monkeypatch, caplog):
     retiring = Retiring(old_file, 7, clock)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -202,7 +191,7 @@ def test_a_file_that_cannot_be_removed_is_no_error(
     assert str(old_file) in caplog.text
 
 
-def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -> None:
+def test_a_file_that_is_gone_already_is_no_error(old_file, clock):
     retiring = Retiring(old_file, 7, clock)
     old_file.unlink()
     retiring._files.close_at = lambda path: None
@@ -219,9 +208,7 @@ def sender(store: Path, clock: Clock) -> Iterator[dbuffer.WeightSender]:
         yield sender
 
 
-def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock
-) -> None:
+def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(store, sender, clock):
     seen: set[str] = set()
     for version in range(1, 11):
         publish(sender, version)
@@ -238,9 +225,7 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(
     assert len(files_in(store)) == 2, "two versions need room for two"
 
 
-def test_a_version_that_is_read_elsewhere_outlives_many_publishes(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock
-) -> None:
+def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender, clock):
     publish(sender, 1, 2)
     [held] = weights_files(store)["B"]
     put_record(store, record_of(1))
@@ -254,9 +239,7 @@ def test_a_version_that_is_read_elsewhere_outlives_many_publishes(
     assert not (store / "B" / held).exists()
 
 
-def test_a_reader_that_never_lets_go_keeps_a_bounded_number_of_files(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock
-) -> None:
+def test_a_reader_that_never_lets_go_keeps_a_bounded_number_of_files(store, sender, clock):
     """Whatever stands in records: after the time-out a file goes."""
     for number in range(20):
         (store / "receivers").mkdir(exist_ok=True)
@@ -269,9 +252,7 @@ def test_a_reader_that_never_lets_go_keeps_a_bounded_number_of_files(
 
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["this host", "another host"])
-def test_records_of_dead_processes_count_only_where_nobody_can_tell(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock, is_here: bool
-) -> None:
+def test_records_of_dead_processes_count_only_where_nobody_can_tell(store, sender, clock, is_here):
     with Child(do_nothing) as child:
         assert child.wait() == 0
         pid = child.pid
@@ -291,9 +272,7 @@ def do_nothing(connection: Connection) -> None:
     """A process that ends."""
 
 
-def test_a_damaged_record_does_not_stop_publishing(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock
-) -> None:
+def test_a_damaged_record_does_not_stop_publishing(store, sender, clock):
     publish(sender, 1, 2)
     (store / "receivers" / "broken.json").write_bytes(b'{"format":1,"receiver":')
     for version in (3, 4, 5):
@@ -303,7 +282,7 @@ def test_a_damaged_record_does_not_stop_publishing(
     assert len(files_in(store)) <= 3
 
 
-def test_a_publish_that_failed_leaves_no_file(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_a_publish_that_failed_leaves_no_file(store, sender):
     publish(sender, 1, 2)
     before = files_in(store)
 
@@ -319,9 +298,7 @@ def test_a_publish_that_failed_leaves_no_file(store: Path, sender: dbuffer.Weigh
     assert newest(store) == 3
 
 
-def test_failures_leave_no_growing_heap(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_leave_no_growing_heap(store, sender, clock, monkeypatch):
     """Whichever flush fails: what no manifest names any more goes in time."""
     publish(sender, 1, 2)
     real_fsync = os.fsync
@@ -352,14 +329,11 @@ def test_failures_leave_no_growing_heap(
 def publish_and_die(connection: Connection, store: Path) -> None:
     os.environ["DBUFFER_MOUNT"] = "network"
     with dbuffer.WeightSender(store, num_threads=1) as sender:
-        for version in (1, 2, 3, 4, 5):
-            sender.send(SMALL.weights(version))
+        publish(sender, 1, 2, 3, 4, 5)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(
-    store: Path, clock: Clock
-) -> None:
+def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock):
     """The next writer knows no version of them, and someone reads one that has no name."""
     with Child(publish_and_die, store) as child:
         assert child.wait() == -signal.SIGKILL
@@ -384,7 +358,7 @@ def grow_older(store: Path, age_s: float) -> None:
         os.utime(path, (found.st_atime - age_s, found.st_mtime - age_s))
 
 
-def test_writers_that_die_again_and_again_leave_little(store: Path) -> None:
+def test_writers_that_die_again_and_again_leave_little(store):
     """A file's age is its own: it does not begin anew with each writer that lives for a moment."""
     left = []
     for _ in range(6):
@@ -406,9 +380,7 @@ def publish_and_die_above(connection: Connection, store: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(
-    store: Path, clock: Clock
-) -> None:
+def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(store, clock):
     """By the next file in its buffer, in as many parts as that has."""
     with dbuffer.WeightSender(store, num_threads=1) as sender:
         publish(sender, 1, 2)
@@ -430,9 +402,7 @@ def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(
     assert clock.now_s == 1000.0
 
 
-def test_only_weights_files_are_removed(
-    store: Path, sender: dbuffer.WeightSender, clock: Clock
-) -> None:
+def test_only_weights_files_are_removed(store, sender, clock):
     publish(sender, 1)
     (store / "A" / "notes.txt").write_text("mine")
     (store / "B" / "weights-mine.safetensors").write_text("mine")
@@ -445,14 +415,13 @@ def test_only_weights_files_are_removed(
     assert (store / "B" / "weights-mine.safetensors").exists()
 
 
-def test_a_record_is_read_as_it_is_now(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_a_record_is_read_as_it_is_now(store, sender):
     """What a receiver of ours says while it reads is what a writer goes by."""
     publish(sender, 1, 2)
     with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
         with receiver.hold_seen() as held:
             assert held is not None
             record = sender._writer.store.receiver("mine")
-            assert record is not None
             assert record.held_version == held.manifest.version == 2
         record = sender._writer.store.receiver("mine")
         assert record is not None

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dbuffer import WeightReceiver, WeightSender
-from dbuffer.store import filesystem, mounts, watcher
+from dbuffer.store import filesystem, mounts
+from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 
 LONG_S = 30.0
@@ -66,28 +67,35 @@ def waited_s(watcher: Watcher, timeout_s: float = LONG_S) -> float:
     return time.monotonic() - started
 
 
-def test_wakes_when_the_file_is_replaced(directory, watch):
-    watcher = watch(directory / "CURRENT")
+def assert_wakes(watcher: Watcher, directory: Path) -> None:
+    """Require that a replaced file ends a long wait."""
     settle(watcher)
-    for number in range(5):
-        timer = threading.Timer(0.1, replace, [directory / "CURRENT", str(number)])
-        timer.start()
-        assert waited_s(watcher) < SOON_S
-        timer.join()
-        settle(watcher)
+    timer = threading.Timer(0.1, replace, [directory / "CURRENT"])
+    timer.start()
+    assert waited_s(watcher) < SOON_S
+    timer.join()
 
 
-def test_what_happened_before_the_wait_counts(directory, watch):
+@pytest.fixture
+def watcher(directory, watch):
+    """Watch the pointer of the directory, with no event left."""
     watcher = watch(directory / "CURRENT")
     settle(watcher)
+    return watcher
+
+
+def test_wakes_when_the_file_is_replaced(directory, watcher):
+    for _ in range(5):
+        assert_wakes(watcher, directory)
+
+
+def test_what_happened_before_the_wait_counts(directory, watcher):
     replace(directory / "CURRENT")
     time.sleep(0.1)
     assert waited_s(watcher) < SOON_S
 
 
-def test_does_not_wake_for_other_files(directory, watch):
-    watcher = watch(directory / "CURRENT")
-    settle(watcher)
+def test_does_not_wake_for_other_files(directory, watcher):
     for name in ("CURRENT.tmp", "writer.json", ".CURRENT", "xCURRENT"):
         replace(directory / name)
         (directory / name).unlink()
@@ -96,15 +104,11 @@ def test_does_not_wake_for_other_files(directory, watch):
     assert waited_s(watcher, 0.3) >= 0.3
 
 
-def test_wakes_by_itself(directory, watch):
-    watcher = watch(directory / "CURRENT")
-    settle(watcher)
+def test_wakes_by_itself(directory, watcher):
     assert 0.2 <= waited_s(watcher, 0.2) < SOON_S
 
 
-def test_can_be_woken(directory, watch):
-    watcher = watch(directory / "CURRENT")
-    settle(watcher)
+def test_can_be_woken(directory, watcher):
     threading.Timer(0.1, watcher.wake).start()
     assert waited_s(watcher) < SOON_S
 
@@ -124,33 +128,23 @@ def test_the_directory_may_come_later(directory, watch):
     watcher = watch(directory / "CURRENT")
     assert 0.1 <= waited_s(watcher, 0.1) < SOON_S
     directory.mkdir()
-    settle(watcher)
-    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
-    assert waited_s(watcher) < SOON_S
+    assert_wakes(watcher, directory)
 
 
 @pytest.mark.parametrize("waits_between", [False, True], ids=["unseen", "seen"])
-def test_the_directory_may_be_removed_and_made_again(directory, watch, waits_between):
+def test_the_directory_may_be_removed_and_made_again(directory, watcher, waits_between):
     # On ext4 the new directory gets the inode number of the old one.
-    watcher = watch(directory / "CURRENT")
-    settle(watcher)
     shutil.rmtree(directory)
     if waits_between:
         watcher.wait(0.05)
     directory.mkdir()
-    settle(watcher)
-    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
-    assert waited_s(watcher) < SOON_S
+    assert_wakes(watcher, directory)
 
 
-def test_the_directory_may_be_replaced_by_another(directory, watch, tmp_path):
-    watcher = watch(directory / "CURRENT")
-    settle(watcher)
+def test_the_directory_may_be_replaced_by_another(directory, watcher, tmp_path):
     directory.rename(tmp_path / "old")
     directory.mkdir()
-    settle(watcher)
-    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
-    assert waited_s(watcher) < SOON_S
+    assert_wakes(watcher, directory)
 
 
 def test_the_directory_may_vanish_while_it_is_looked_at(directory, watch, monkeypatch):
@@ -159,15 +153,13 @@ def test_the_directory_may_vanish_while_it_is_looked_at(directory, watch, monkey
     for _ in range(3):
         watcher.wait(0.01)
     monkeypatch.undo()
-    settle(watcher)
-    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
-    assert waited_s(watcher) < SOON_S
+    assert_wakes(watcher, directory)
 
 
 def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
     """Let watchdog find inotify in a bad state."""
 
-    class BrokenObserver(watcher.Observer):  # type: ignore[misc, valid-type]
+    class BrokenObserver(watcher_module.Observer):  # type: ignore[misc, valid-type]
         def schedule(self, *args, **options):
             if at == "schedule":
                 raise OSError(number, os.strerror(number))
@@ -176,7 +168,7 @@ def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
         def start(self):
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(watcher, "Observer", BrokenObserver)
+    monkeypatch.setattr(watcher_module, "Observer", BrokenObserver)
 
 
 OUT_OF_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE)
@@ -208,9 +200,7 @@ def test_inotify_is_used_when_there_is_some_again(directory, watch, monkeypatch)
         fail_to_observe(exhausted, errno.EMFILE)
         waiting.wait(0.01)
         assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
-    settle(waiting)
-    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
-    assert waited_s(waiting) < SOON_S
+    assert_wakes(waiting, directory)
 
 
 def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
