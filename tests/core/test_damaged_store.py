@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -245,44 +246,24 @@ def test_a_damaged_acknowledgement_does_not_hide_the_others(damaged):
 EVERY_FILE = (*RECORDS, "writer.lock", "A/weights", "B/weights")
 
 
-def put_fifo(path: Path, aside: Path) -> None:
-    os.mkfifo(path)
-
-
 def put_socket(path: Path, aside: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
 
 
-def put_directory(path: Path, aside: Path) -> None:
-    path.mkdir()
-
-
-def put_link_to_its_twin(path: Path, aside: Path) -> None:
-    path.symlink_to(aside)
-
-
-def put_dangling_link(path: Path, aside: Path) -> None:
-    path.symlink_to(aside.with_name("nothing here"))
-
-
-def put_link_to_zeros(path: Path, aside: Path) -> None:
-    path.symlink_to("/dev/zero")
+PUT: dict[str, Callable[[Path, Path], None]] = {
+    "fifo": lambda path, aside: os.mkfifo(path),
+    "socket": put_socket,
+    "directory": lambda path, aside: path.mkdir(),
+    "link to its twin": lambda path, aside: path.symlink_to(aside),
+    "dangling link": lambda path, aside: path.symlink_to(aside.with_name("nothing here")),
+    "link to zeros": lambda path, aside: path.symlink_to("/dev/zero"),
+}
+"""Ways to put something else in the place of a file that was moved aside."""
 
 
 @pytest.mark.parametrize("file", EVERY_FILE)
-@pytest.mark.parametrize(
-    "put",
-    [
-        put_fifo,
-        put_socket,
-        put_directory,
-        put_link_to_its_twin,
-        put_dangling_link,
-        put_link_to_zeros,
-    ],
-    ids=lambda put: put.__name__,
-)
+@pytest.mark.parametrize("put", PUT)
 def test_something_else_in_the_place_of_a_file(damaged, file, put):
     path = damaged / file
     if path.name == "weights":
@@ -290,9 +271,9 @@ def test_something_else_in_the_place_of_a_file(damaged, file, put):
     aside = damaged.with_name("aside")
     path.rename(aside)
     before = aside.read_bytes()
-    put(path, aside)
+    PUT[put](path, aside)
     assert_read_or_refused(damaged, verify=True)
-    if put is put_directory or path.name == "writer.lock":
+    if put == "directory" or path.name == "writer.lock":
         # What is inside may be somebody's: it is named, and left for a person to remove.
         with contextlib.suppress(dbuffer.StoreAccessError, dbuffer.StoreCorruptError):
             assert_repaired_by_publishing(damaged)

@@ -39,6 +39,7 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from tests.support.children import Child
 from tests.support.moments import at_call, die
+from tests.support.patterns import bits
 from tests.support.soak import is_soak, patience_s
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import Failure, World
@@ -99,13 +100,9 @@ def differing(found: dict[str, torch.Tensor], label: Label) -> str | None:
         for name, tensor in right.items()
         if found[name].dtype is not tensor.dtype
         or found[name].shape != tensor.shape
-        or not torch.equal(bits(found[name]), bits(tensor))
+        or bits(found[name]) != bits(tensor)
     ]
     return ", ".join(unlike) or None
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -40,14 +40,12 @@ from dbuffer.publish import delta_chain
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.checked_medium import CheckedMedium, failing_at
-from tests.support.children import Child, preload
+from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.moments import die, die_before_call
 from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
 from tests.support.timings import timings
-
-preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -204,11 +202,8 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
-        for module, name in (
-            (delta_chain, "MAX_CHAIN"),
-            (delta_chain, "MAX_CHAIN_SHARE"),
-        ):
-            self.patches.enter_context(mock.patch.object(module, name))
+        for name in ("MAX_CHAIN", "MAX_CHAIN_SHARE"):
+            self.patches.enter_context(mock.patch.object(delta_chain, name))
         set_short_limits()
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
@@ -303,7 +298,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.options["delta"]:
             return
         self.note_claim()
-        with pytest.raises(KeyError, match="trainer"):
+        with pytest.raises(KeyError):
             self.sender.send(stream())
 
     # Deltas
