@@ -326,6 +326,36 @@ def test_what_one_rank_cannot_do_is_done_to_none(world: World, store: Path, fail
         assert world.run(update, 3) == [3] * SIZE
 
 
+def update_apart(rank: int, taken: Path) -> int | None:
+    """Take version 2 on one rank first, and version 3 on the others; return the one it has then."""
+    stager = _state[-1].receiver._stager
+
+    def take_first(*args: Any, **options: Any) -> Any:
+        del stager.take  # type: ignore[method-assign]
+        if rank != BAD:
+            return stager.take(at_least=3, timeout_s=SOON_S)
+        staged = stager.take(*args, **options)
+        taken.touch()
+        return staged
+
+    stager.take = take_first  # type: ignore[method-assign]
+    _state[-1].receiver.update(UpdateRequest(at_least=2))
+    return _state[-1].rank.model.version
+
+
+def test_ranks_that_took_different_versions_all_take_the_highest(world: World, store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        world.run(start, store)
+        sender.send(SMALL.weights(2))
+        taken = store.with_name("taken")
+        world.begin(update_apart, taken)
+        until("one rank has version 2", taken.exists, SOON_S)
+        sender.send(SMALL.weights(3))
+        assert [world.outcome(rank) for rank in range(SIZE)] == [3] * SIZE
+        sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
+
+
 # ---------------------------------------------------------------------------------------------
 # Two engines of one name
 
