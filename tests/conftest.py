@@ -43,9 +43,9 @@ from tests.support.engines import preforked  # noqa: E402
 from tests.support.patterns import SMALL, SPARSE  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
-from tests.support.unchanged import BASE, changed_since, leave_out, left_out  # noqa: E402
+from tests.support.unchanged import BASE, changed_since, left_out, mark  # noqa: E402
 
-CHANGED = pytest.StashKey[list[str] | None]()
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 settings.register_profile(
     "dbuffer",
@@ -87,9 +87,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        config.stash[CHANGED] = config.workerinput["changed"]
+        config.stash[LEFT_OUT] = config.workerinput["left_out"]
     else:
-        config.stash[CHANGED] = None if config.option.all else changed_since(BASE, ROOT)
+        changed = None if config.option.all else changed_since(BASE, ROOT)
+        config.stash[LEFT_OUT] = left_out(changed)
     if config.option.measure:
         config.pluginmanager.register(Measurement())
 
@@ -97,17 +98,20 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Let all processes of a run leave out the same, whatever changes meanwhile."""
-    node.workerinput["changed"] = node.config.stash[CHANGED]
+    node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark(item, item.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is unchanged, and sort files, longest first.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort files, longest first.
 
     Of files side by side, a long one must not begin last. A file that is not in the table is long
     if a test in it is marked as slow.
     """
-    leave_out(items, left_out(config.stash[CHANGED]))
     table = durations()
     marks = ("nfs", "slow")
     slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}

@@ -86,17 +86,22 @@ def changed_since(base: str, root: Path) -> list[str] | None:
     return [name for name in names.split("\0") if name]
 
 
-def left_out(changed: list[str] | None) -> list[Rule]:
-    """Return the rules whose tests a run with these changes leaves out."""
+def left_out(changed: list[str] | None) -> list[str]:
+    """Return the names of rules whose tests a run with these changes leaves out."""
     if not changed or is_soak():
         return []
-    return [rule for rule in RULES if not any(p.startswith(ALWAYS + rule.paths) for p in changed)]
+    return [
+        rule.name
+        for rule in RULES
+        if not any(path.startswith(ALWAYS + rule.paths) for path in changed)
+    ]
 
 
-def leave_out(items: list[pytest.Item], rules: list[Rule]) -> None:
-    """Skip tests, and say why in pytest's summary."""
-    for item in items:
-        for rule in rules:
-            if rule.selects(item):
+def mark(item: pytest.Item, left_out: list[str]) -> None:
+    """Let soaks run a test that rules select, and skip it, saying why in pytest's summary."""
+    for rule in RULES:
+        if rule.selects(item):
+            item.add_marker(pytest.mark.soak)
+            if rule.name in left_out:
                 reason = f"{rule.name}: unchanged since {BASE} (--all runs it)"
                 item.add_marker(pytest.mark.skipif(True, reason=reason))
