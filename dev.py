@@ -193,13 +193,18 @@ def make_environment() -> None:
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
 
+def stubs_for(name: str) -> Path:
+    """Give the directory of the modules that stand for what a framework needs a GPU for."""
+    return ROOT / "tests" / "support" / f"{name}_cpu"
+
+
 def make_framework_environment(name: str) -> Path:
     """Make .venv-sglang or .venv-verl: what .venv lacks for it, and what stands for GPUs there."""
     place = ROOT / f".venv-{name}"
     make_overlay(
         place,
         (ROOT / f"requirements-{name}-cpu.txt").read_text().splitlines(),
-        paths=[ROOT / "tests" / f"{name}_cpu"],
+        paths=[stubs_for(name)],
         lines=[f"import {name}_without_gpu"],
     )
     return place
@@ -251,17 +256,17 @@ def make_overlay(
 ) -> None:
     """Make an environment of a few packages that go before those of .venv; unless it is there."""
     requirements = [line for line in requirements if line and not line.startswith("#")]
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    packages = Path("lib", version, "site-packages")
+    behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
 
     def fill() -> None:
         if torch is not None:
             install_torch(torch, place)
         install_packages("--no-deps", *requirements, into=place)
-        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-        packages = Path("lib", version, "site-packages")
-        behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
         (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
 
-    wanted = (requirements, sys.version, str(ROOT), *([torch] if torch else []))
+    wanted = (requirements, sys.version, behind, *([torch] if torch else []))
     make_beside(place, repr(wanted), fill)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import time
 from multiprocessing.connection import Connection
@@ -124,6 +125,12 @@ def test_each_rule_selects_tests_and_says_why() -> None:
         mark(item, list(NAMES))  # type: ignore[arg-type]
         assert rule.name in item.marks["skipif"]
         assert "--all" in item.marks["skipif"]
+
+
+@pytest.mark.parametrize("framework", ["sglang", "verl"])
+def test_what_stands_for_a_gpu_is_where_dev_py_says(framework: str) -> None:
+    stubs: Path = runpy.run_path(str(unchanged.ROOT / "dev.py"))["stubs_for"](framework)
+    assert (stubs / f"{framework}_without_gpu.py").is_file()
 
 
 def work(connection: Connection, seconds: float) -> None:
