@@ -33,7 +33,7 @@ from dbuffer.integrations.engine.messages import (
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
-from tests.engine.test_follower import Model, Rank
+from tests.support.light_engines import Model, Rank, options
 from tests.support.patterns import SMALL
 
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
@@ -103,7 +103,7 @@ def test_answers_survive_json(error: dbuffer.DBufferError) -> None:
     ids=repr,
 )
 def test_what_is_no_answer_is_an_error(values: Any) -> None:
-    with pytest.raises(EngineUpdateError, match="no answer of this version of dbuffer"):
+    with pytest.raises(EngineUpdateError, match="dbuffer"):
         decode_answer(values)
 
 
@@ -115,7 +115,7 @@ def test_the_worst_answer_counts() -> None:
 
 
 def test_no_answer_at_all_is_not_taken_for_done() -> None:
-    with pytest.raises(EngineUpdateError, match="no rank of the engine has answered"):
+    with pytest.raises(EngineUpdateError):
         worst_of([])
 
 
@@ -125,9 +125,7 @@ class OneRank:
     def __init__(self, store: Path) -> None:
         self.model = Model()
         self.endpoint = RankEndpoint()
-        self.options = EngineOptions(
-            store=str(store), timeout_s=5, poll_interval_s=0.05, plan=False
-        )
+        self.options = options(store)
 
     def ask(self, request: RankRequest) -> RankAnswer:
         return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
@@ -196,9 +194,7 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     assert (type(answer), rank.endpoint.receiver) == (kind, None)
     assert str(error) in str(answer)
     rank.begin()
-    record = DoubleBuffer(rank.options.store).receiver("engine")
-    assert record is not None
-    assert record.applied_version == 1
+    assert DoubleBuffer(rank.options.store).receiver("engine").applied_version == 1
 
 
 def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,14 @@ import torch
 from torch import distributed
 
 import dbuffer
-from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
+from tests.support.light_engines import LightEngine, Model, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import until
 from tests.support.worlds import Coordinator, Failure, World
@@ -38,7 +33,7 @@ preload("dbuffer.integrations.engine.rank_receiver")
 
 SIZE = 3
 BAD = 1
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 SOON_S = 20.0
 NAME = "engine"
 UNFIT = "unfit"
@@ -149,104 +144,42 @@ def die_in_gather(rank: int) -> list[Any]:
 # An engine that is ours
 
 
-class Model:
-    """A model that is a dictionary."""
+class UnevenRank(Rank):
+    """A rank of several, of which one has no place for a tensor."""
 
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.refuses: str | None = None
-        self.on_load: Callable[[], None] = lambda: None
-        self.num_loads = 0
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
-        self.num_loads += 1
-        self.weights = {name: t.clone() for name, t in tensors if name != UNFIT}
-        self.on_load()
-
-    def load_checkpoint(self) -> None:
-        self.weights = {}
-
-    def refuse_to_serve(self, reason: str) -> None:
-        self.refuses = reason
-
-    def serve_again(self) -> None:
-        self.refuses = None
-
-    @property
-    def version(self) -> int | None:
-        return SMALL.version_of(self.weights) if self.weights else None
+    def require_fitting(self, names: list[str]) -> None:
+        if self.ranks.rank == BAD and UNFIT in names:
+            raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
 
 
-@dataclasses.dataclass
-class Rank:
-    """One rank of an engine that is ours."""
-
-    ranks: Any
-    instance_id: str
-    model: Model = dataclasses.field(default_factory=Model)
-    on_device: bool = False
-    not_weights: tuple[str, ...] = ()
-    packing: Any = None
-    wrapper: Any = None
-    is_pipeline_stage: bool = False
-
-    @property
-    def module(self) -> torch.nn.Module:
-        return torch.nn.Module()
-
-    def engine_id(self, options: EngineOptions) -> str:
-        return options.engine_id or NAME
-
-    def make_model(self, before: Any) -> Model:
-        return before or self.model
-
-    def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:
-            names = frozenset(spec.name for spec in specs)
-            if self.ranks.rank == BAD and UNFIT in names:
-                raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
-            return LoadTrace({}, names)
-
-        return check
-
-
-@dataclasses.dataclass
-class _State:
-    rank: Rank
-    receiver: RankReceiver
-
-
-_state: list[_State] = []
+_state: list[tuple[Model, RankReceiver]] = []
 
 
 def start(rank: int, store: Path) -> None:
-    mine = Rank(ranks(), "instance")
-    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
+    mine = UnevenRank(Model(), ranks())
     endpoint = RankEndpoint()
-    endpoint.begin(lambda: mine, options)  # type: ignore[arg-type,return-value]
-    receiver = endpoint.receiver
-    assert receiver is not None
-    receiver.ranks.timeout_s = TIMEOUT_S
-    _state.append(_State(mine, receiver))
+    endpoint.begin(lambda: mine, options(store, NAME, timeout_s=SOON_S))
+    endpoint.receiver.ranks.timeout_s = TIMEOUT_S
+    _state.append((mine.model, endpoint.receiver))
 
 
 def update(rank: int, version: int, stop_at: str = "") -> int | None:
-    state = _state[-1]
-    model = state.rank.model
+    model, receiver = _state[-1]
     # Everyone has it ready, so that what takes time is what the test is about.
-    state.receiver._stager.take(version, timeout_s=SOON_S)
-    state.receiver._stager.release()
+    receiver._stager.take(version, timeout_s=SOON_S)
+    receiver._stager.release()
     model.on_load = lambda: None
     if rank == BAD and stop_at == "prepare":
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == BAD and stop_at == "load":
         model.on_load = lambda: os.kill(os.getpid(), signal.SIGSTOP)
-    state.receiver.update(UpdateRequest(at_least=version))
+    receiver.update(UpdateRequest(at_least=version))
     return model.version
 
 
 def look(rank: int) -> tuple[int | None, bool]:
-    return _state[-1].rank.model.version, _state[-1].rank.model.refuses is not None
+    model, _ = _state[-1]
+    return model.version, model.refuses is not None
 
 
 @pytest.mark.parametrize(("stop_at", "mended_by"), [("prepare", 3), ("load", 3), ("load", 2)])
@@ -283,7 +216,7 @@ def try_update(rank: int, version: int, fail_at: str, is_alone: bool) -> Any:
 
     A rank that is alone hears nobody: what holds the ranks together is switched off.
     """
-    model, receiver = _state[-1].rank.model, _state[-1].receiver
+    model, receiver = _state[-1]
     if is_alone:
         receiver.ranks.gather = lambda answer, **_: [answer]  # type: ignore[method-assign]
     model.num_loads, attempts = 0, 0
@@ -360,55 +293,26 @@ def test_ranks_that_took_different_versions_all_take_the_highest(world: World, s
 # Two engines of one name
 
 
-class LoneEngine(Engine):
-    """An engine of one rank in this process, as a follower sees one."""
-
-    def __init__(self, instance_id: str) -> None:
-        alone = type("Alone", (), {"rank_in_group": 0, "world_size": 1, "cpu_group": None})
-        self.rank = Rank(RankChannel(alone), instance_id)
-        self.endpoint = RankEndpoint()
-        self.reported = "start"
-
-    def close(self) -> None:
-        self.endpoint.end()
-
-    def facts(self) -> EngineFacts:
-        return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
-
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        return [capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))]
-
-    def pause(self, mode: str) -> None: ...
-
-    def weight_version(self) -> str:
-        return self.reported
-
-    def set_weight_version(self, version: str) -> None:
-        self.reported = version
-
-
 def replica(connection: Connection, store: Path, instance_id: str) -> None:
     """An engine with its follower: tell what it serves, says, and is called, when asked."""
-    engine = LoneEngine(instance_id)
-    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
-    with contextlib.closing(Follower(engine, options)) as follower:
+    engine = LightEngine(instance_id=instance_id)
+    with Follower(engine, options(store, NAME, timeout_s=SOON_S)) as follower:
         follower.start()
-        connection.send((engine.rank.model.version, follower.applied, follower.engine_id))
+        connection.send((engine.version, follower.applied, follower.engine_id))
         while connection.recv() is not None:
             follower.sync()
-            said = follower.applied, engine.reported
-            connection.send((engine.rank.model.version, *said, follower.engine_id))
+            connection.send((*engine.serves, follower.applied, follower.engine_id))
 
 
 def test_two_engines_of_one_name_each_serve_what_they_say(store: Path) -> None:
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
         with Child(replica, store, "first") as first:
-            assert first.receive() == (None, None, NAME)
+            assert first.receive() == (0, None, NAME)
             first.send(1)
-            assert first.receive() == (1, 1, "1", NAME)
+            assert first.receive() == (1, "1", 1, NAME)
             with Child(replica, store, "second") as second:
-                assert second.receive() == (None, None, NAME), "what it has, it has from another"
+                assert second.receive() == (0, None, NAME), "what it has, it has from another"
                 for version in (1, 2):
                     if version > 1:
                         sender.send(SMALL.weights(version))
@@ -416,13 +320,13 @@ def test_two_engines_of_one_name_each_serve_what_they_say(store: Path) -> None:
                             sender.wait_applied(version, receivers=[NAME], timeout_s=0)
                     for child in (first, second):
                         child.send(version)
-                        assert child.receive() == (version, version, str(version), NAME)
+                        assert child.receive() == (version, str(version), version, NAME)
                     sender.wait_applied(version, receivers=2, timeout_s=SOON_S)
                     sender.wait_applied(version, receivers=[NAME], timeout_s=SOON_S)
             first.signal(signal.SIGKILL)
             first.wait()
         with Child(replica, store, "third") as third:
-            assert third.receive() == (None, None, NAME)
+            assert third.receive() == (0, None, NAME)
             third.send(2)
-            assert third.receive() == (2, 2, "2", NAME)
+            assert third.receive() == (2, "2", 2, NAME)
     assert DoubleBuffer(store).receiver(NAME).applied_version == 2

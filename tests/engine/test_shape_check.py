@@ -15,10 +15,7 @@ from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
-from dbuffer.integrations.engine.shape_check import (
-    ShapeCheck,
-    is_multi_token_prediction,
-)
+from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 
 ROWS, WIDTH = 10, 4
 EMBEDDING, HEAD, LAYER, BIAS = "embed.weight", "head.weight", "layer.weight", "head.bias"

@@ -117,12 +117,7 @@ def make_step(
     if absolute:
         found = replace(found, changes=[replace(one, replaced=None) for one in found.changes])
     encoded = encode_delta(
-        found,
-        copier,
-        base=BASE,
-        identity=IDENTITY,
-        version=8,
-        layout_xxh3=layout_xxh3,
+        found, copier, base=BASE, identity=IDENTITY, version=8, layout_xxh3=layout_xxh3
     )
     return Step(layout, layout_xxh3, before, after, encoded)
 

@@ -412,8 +412,7 @@ class TestSize:
     """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""
 
     @pytest.mark.parametrize(
-        ("spread", "most"),
-        [(1e-7, 1.46), (7e-7, 1.12), (3e-6, 0.98), (1e-5, 0.84), (4e-5, 0.70)],
+        ("spread", "most"), [(1e-7, 1.46), (7e-7, 1.12), (3e-6, 0.98), (1e-5, 0.84), (4e-5, 0.70)]
     )
     def test_of_updates(self, copier, spread, most):
         rng = np.random.default_rng(0)

@@ -155,11 +155,7 @@ def test_sender_that_one_rank_makes_alone(store: Path, tmp_path: Path) -> None:
 
 def make_bridge(connection: Connection, place: str, store: Path) -> None:
     config = BridgeConfig(
-        trainer_rank=1,
-        world_size=2,
-        init_method=place,
-        device="cpu",
-        timeout_seconds=TIMEOUT_S,
+        trainer_rank=1, world_size=2, init_method=place, device="cpu", timeout_seconds=TIMEOUT_S
     )
     with pytest.raises(dbuffer.RankTimeoutError) as caught:
         VLLMWeightBridge(config, store=store, rank_timeout_s=SOON_S).initialize()

@@ -9,30 +9,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.follower import Follower
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
-from tests.engine.test_follower import (
-    WAIT_S,
-    LightEngine,
-    background,
-    lines,
-    metrics,
-    options,
-    until,
-)
+from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL
+from tests.support.waiting import until
 
 OLD, NEW = 5, 7
-"""What the tensors of the run before and of the next one say; their versions' numbers do not."""
+"""Values of the tensors of the run before and of the next one; versions have other numbers."""
 
 NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "higher"])
 
@@ -56,10 +46,12 @@ class Engine(LightEngine):
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
-    yield made
-    LightEngine.close(made)
+def scene(store: Path, engine_id: str, caplog: pytest.LogCaptureFixture) -> Iterator[Scene]:
+    """An engine, and a store that holds version 5."""
+    begin(store, 5, OLD)
+    scene = Scene(store, engine_id, caplog, engine=Engine())
+    yield scene
+    LightEngine.close(scene.engine)
 
 
 def begin(store: Path, version: int, value: int) -> None:
@@ -69,118 +61,97 @@ def begin(store: Path, version: int, value: int) -> None:
 
 
 @NUMBERS
-def test_an_engine_goes_on_with_it_and_says_so_once(
-    store: Path, engine: Engine, engine_id: str, version: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    begin(store, 5, OLD)
-    with background(engine, store, engine_id) as follower:
+def test_an_engine_goes_on_with_it_and_says_so_once(scene: Scene, version: int) -> None:
+    with scene.background() as follower:
         follower.wait_applied(5, WAIT_S)
-        begin(store, version, NEW)
+        begin(scene.store, version, NEW)
         assert follower.wait_applied(version, WAIT_S) == version
-        assert engine.version == NEW
-        assert engine.label == str(version)
-        with dbuffer.WeightSender(store) as sender:
-            sender.wait_applied(version, receivers=[engine_id], timeout_s=WAIT_S)
+        assert scene.engine.serves == (NEW, str(version))
+        with dbuffer.WeightSender(scene.store) as sender:
+            sender.wait_applied(version, receivers=[scene.engine_id], timeout_s=WAIT_S)
             sender.send(SMALL.weights(NEW + 1))
             assert follower.wait_applied(version + 1, WAIT_S) == version + 1
-        assert engine.version == NEW + 1
-        until("it is counted", lambda: metrics(engine_id)["version_applied"] == version + 1)
-        assert metrics(engine_id)["lag_versions"] == 0
-    told = [line for line in lines(caplog) if "started over" in line]
-    assert len(told) == 1
-    assert "has version 5 of the run before" in told[0]
-    assert len(lines(caplog)) <= 4, "the store is away for a moment, and then works again"
+        assert scene.engine.version == NEW + 1
+        until("it is counted", lambda: scene.metrics()["version_applied"] == version + 1, WAIT_S)
+        assert scene.metrics()["lag_versions"] == 0
+    [told] = [line for line in scene.lines() if "started over" in line]
+    assert "version 5" in told
+    assert len(scene.lines()) <= 4, "the store is away for a moment, and then works again"
 
 
 @NUMBERS
-def test_an_engine_that_is_told_to_refuse_it_serves_on(
-    store: Path, engine: Engine, engine_id: str, version: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    begin(store, 5, OLD)
-    with background(engine, store, engine_id, new_history="refuse") as follower:
+def test_an_engine_that_is_told_to_refuse_it_serves_on(scene: Scene, version: int) -> None:
+    engine = scene.engine
+    with scene.background(new_history="refuse") as follower:
         follower.wait_applied(5, WAIT_S)
-        begin(store, version, NEW)
-        until("it is noticed", lambda: getattr(follower.error, "history", None) is not None)
-        with dbuffer.WeightSender(store) as sender:
+        begin(scene.store, version, NEW)
+        until("noticed", lambda: getattr(follower.error, "history", None) is not None, WAIT_S)
+        with dbuffer.WeightSender(scene.store) as sender:
             for value in range(NEW + 1, NEW + 6):  # numbers pass the old one's
                 sender.send(SMALL.weights(value))
             with pytest.raises(dbuffer.WaitTimeoutError):
-                sender.wait_applied(version, receivers=1, timeout_s=1)
+                sender.wait_applied(version, receivers=1, timeout_s=0.3)
         with pytest.raises(dbuffer.WaitTimeoutError, match="started over"):
             follower.wait_applied(version, 0.1)
-        assert (engine.version, engine.label) == (OLD, "5")
-        assert metrics(engine_id)["following"] == 0
-    assert sum("started over" in line for line in lines(caplog)) == 1
+        assert engine.serves == (OLD, "5")
+        assert scene.metrics()["following"] == 0
+    assert sum("started over" in line for line in scene.lines()) == 1
     # Until it is told otherwise; and following it again in the same way is not that.
-    with Follower(engine, options(store, engine_id, new_history="refuse")) as again:
+    with scene.follower(new_history="refuse") as again:
         with pytest.raises((VersionRegressedError, EngineUpdateError), match="started over"):
             again.sync()
         assert engine.version == OLD
-    with Follower(engine, options(store, engine_id)) as told:
-        switch = told.sync()
-        assert switch is not None
-        assert (switch.version, engine.version) == (version + 5, NEW + 5)
+    with scene.follower() as told:
+        assert (told.sync().version, engine.version) == (version + 5, NEW + 5)
 
 
 @NUMBERS
 def test_a_follower_that_was_not_there_meanwhile_tells_it_by_what_the_engine_has(
-    store: Path, engine: Engine, engine_id: str, version: int
+    scene: Scene, version: int
 ) -> None:
-    begin(store, 5, OLD)
-    with Follower(engine, options(store, engine_id)) as first:
+    with scene.follower() as first:
         first.sync()
-    begin(store, version, NEW)
-    second = Follower(engine, options(store, engine_id))
-    switch = second.sync()
-    assert switch is not None
-    assert (switch.version, engine.version) == (version, NEW)
-    second.close()
+    begin(scene.store, version, NEW)
+    with scene.follower() as second:
+        assert (second.sync().version, scene.engine.version) == (version, NEW)
 
 
 @NUMBERS
-def test_a_version_that_went_with_the_store_is_not_waited_for(
-    store: Path, engine: Engine, engine_id: str, version: int
-) -> None:
-    begin(store, 5, OLD)
-    with Follower(engine, options(store, engine_id, timeout_s=20)) as follower:
+def test_a_version_that_went_with_the_store_is_not_waited_for(scene: Scene, version: int) -> None:
+    engine = scene.engine
+    with scene.follower(timeout_s=20) as follower:
         follower.sync()
 
         def begin_anew() -> None:
             """Begin the store anew, and see the rank go on there: it has no problem to report."""
-            begin(store, version, NEW)
-            records = DoubleBuffer(store).receivers
+            begin(scene.store, version, NEW)
+            records = DoubleBuffer(scene.store).receivers
             until("it is staged", lambda: version in [each.staged_version for each in records()])
 
         engine.num_looks, engine.when_waiting = 0, begin_anew
-        with pytest.raises(VersionRegressedError, match="before version 7 of it was ready"):
+        with pytest.raises(VersionRegressedError, match="version 7"):
             follower.sync(at_least=7)
         assert engine.version == OLD
-        switch = follower.sync()
-        assert switch is not None
-        assert (switch.version, engine.version) == (version, NEW)
+        assert (follower.sync().version, engine.version) == (version, NEW)
 
 
-def test_a_rank_refuses_by_itself(store: Path, engine: Engine, engine_id: str) -> None:
+def test_a_rank_refuses_by_itself(scene: Scene) -> None:
     """Also where vLLM's own calls drive it, and no follower of ours."""
-    begin(store, 5, OLD)
-    with Follower(engine, options(store, engine_id, new_history="refuse")) as follower:
+    with scene.follower(new_history="refuse") as follower:
         follower.sync()
-        begin(store, 6, NEW)
+        begin(scene.store, 6, NEW)
         for request in (UpdateRequest(), UpdateRequest(version=6), UpdateRequest(at_least=6)):
             with pytest.raises(EngineUpdateError, match="VersionRegressedError"):
-                engine.receiver.update(request)
-            assert engine.version == OLD
+                scene.engine.receiver.update(request)
+            assert scene.engine.version == OLD
 
 
-def test_a_partial_version_of_the_next_run_leaves_no_mix(
-    store: Path, engine: Engine, engine_id: str
-) -> None:
-    """What the run before has brought, and this one lacks, would stay."""
-    begin(store, 5, OLD)
-    with Follower(engine, options(store, engine_id, partial=True)) as follower:
+def test_a_partial_version_of_the_next_run_leaves_no_mix(scene: Scene) -> None:
+    """Tensors of the run before that this one lacks would stay."""
+    with scene.follower(partial=True) as follower:
         follower.sync()
-        shutil.rmtree(store)
-        with dbuffer.WeightSender(store) as sender:
+        shutil.rmtree(scene.store)
+        with dbuffer.WeightSender(scene.store) as sender:
             weights = SMALL.weights(NEW)
             sender.send({name: weights[name] for name in SMALL.names[:3]})
 
@@ -190,46 +161,39 @@ def test_a_partial_version_of_the_next_run_leaves_no_mix(
                     follower.sync()
                 return "WeightsMismatchError" in str(caught.value)
 
-            until("it is refused", is_refused)
-            assert engine.version == OLD
+            until("it is refused", is_refused, WAIT_S)
+            assert scene.engine.version == OLD
             sender.send(weights)
             follower.sync()
-            assert engine.version == NEW
+            assert scene.engine.version == NEW
 
 
 @NUMBERS
 def test_an_engine_behind_a_mirror_goes_on_with_it(
-    store: Path, tmp_path: Path, engine: Engine, engine_id: str, version: int
+    scene: Scene, tmp_path: Path, version: int
 ) -> None:
-    begin(store, 5, OLD)
-    local: dict[str, Any] = {"local_store": str(tmp_path / "local")}
+    local = str(tmp_path / "local")
     with (
-        Mirror(store, tmp_path / "local", poll_interval_s=0.05).start() as mirror,
-        Follower(engine, options(store, engine_id, **local)) as follower,
+        Mirror(scene.store, local, poll_interval_s=0.05).start() as mirror,
+        scene.follower(local_store=local) as follower,
     ):
         mirror.wait_until_current(WAIT_S)
         follower.sync()
-        assert engine.version == OLD
-        begin(store, version, NEW)
+        assert scene.engine.version == OLD
+        begin(scene.store, version, NEW)
         # Known to be published, and on its way: neither the old version nor nothing will do.
-        switch = follower.sync(at_least=version)
-        assert switch is not None
-        assert (switch.version, engine.version) == (version, NEW)
+        assert follower.sync(at_least=version).version == version
+        assert scene.engine.version == NEW
 
 
-def test_going_back_does_not_take_the_next_runs_version_of_that_number(
-    store: Path, engine: Engine, engine_id: str
-) -> None:
+def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene: Scene) -> None:
     """The run before is gone: its version 5 cannot be had again, and another's must not be."""
-    begin(store, 5, OLD)
-    with Follower(engine, options(store, engine_id)) as follower:
+    with scene.follower() as follower:
         follower.sync()
-        shutil.rmtree(store)
-        with dbuffer.WeightSender(store) as sender:
+        shutil.rmtree(scene.store)
+        with dbuffer.WeightSender(scene.store) as sender:
             sender.send(SMALL.weights(NEW), version=5)
             sender.send(SMALL.weights(NEW + 1))
-            engine.model.failing_loads = 1
-            switch = follower.sync()
-    assert switch is not None
-    assert (switch.version, engine.version) == (6, NEW + 1), "loaded once more, and acknowledged"
-    assert all(isinstance(tensor, torch.Tensor) for tensor in engine.model.tensors.values())
+            scene.engine.model.failing_loads = 1
+            assert follower.sync().version == 6, "loaded once more, and acknowledged"
+    assert scene.engine.version == NEW + 1

@@ -106,10 +106,7 @@ class TestWaiting:
         if newer_than is not None:
             sender.send(weights_of(1), version=5)
         started = time.monotonic()
-        with (
-            pytest.raises(WaitTimeoutError) as caught,
-            receiver.open(newer_than, timeout_s=0.2),
-        ):
+        with pytest.raises(WaitTimeoutError) as caught, receiver.open(newer_than, timeout_s=0.2):
             pass
         assert 0.2 <= time.monotonic() - started < SOON_S
         assert "0.2 s" in str(caught.value)
@@ -125,10 +122,7 @@ class TestWaiting:
             senders[0].send(weights_of(1))
 
         with WeightReceiver(store, poll_interval_s=0.05) as receiver:
-            with (
-                pytest.raises(WaitTimeoutError, match="not there"),
-                receiver.open(timeout_s=0.1),
-            ):
+            with pytest.raises(WaitTimeoutError, match="not there"), receiver.open(timeout_s=0.1):
                 pass
             assert receiver.load_into({}) is None
             assert receiver.wait_for_version(timeout_s=0) is None
@@ -156,11 +150,7 @@ class TestWaiting:
     def test_closing_in_another_thread_ends_it(self, sender, store):
         receiver = WeightReceiver(store, poll_interval_s=30)
         started = time.monotonic()
-        with (
-            meanwhile(receiver.close),
-            pytest.raises(ClosedError),
-            receiver.open(timeout_s=30),
-        ):
+        with meanwhile(receiver.close), pytest.raises(ClosedError), receiver.open(timeout_s=30):
             pass
         assert time.monotonic() - started < SOON_S
 
@@ -584,10 +574,7 @@ class TestReporting:
         sender.send(weights_of(1))
         with pytest.raises(WaitTimeoutError), receiver.open(newer_than=1, timeout_s=0):
             pass
-        with (
-            pytest.raises(RuntimeError),
-            receiver.open(acknowledge=False) as snapshot,
-        ):
+        with pytest.raises(RuntimeError), receiver.open(acknowledge=False) as snapshot:
             raise RuntimeError(snapshot)
         with pytest.raises(SnapshotEvictedError), receiver.open():
             sender.send(weights_of(2))

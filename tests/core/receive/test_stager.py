@@ -161,21 +161,11 @@ def test_staged_tells_what_it_is(store: Path, sender: dbuffer.WeightSender, copy
 @both_modes
 @pytest.mark.parametrize(
     ("request_", "expected"),
-    [
-        ({}, 3),
-        ({"version": 3}, 3),
-        ({"version": 2}, 2),
-        ({"at_least": 1}, 3),
-        ({"at_least": 3}, 3),
-    ],
+    [({}, 3), ({"version": 3}, 3), ({"version": 2}, 2), ({"at_least": 1}, 3), ({"at_least": 3}, 3)],
     ids=["newest", "exactly-newest", "exactly-previous", "at-least-older", "at-least-newest"],
 )
 def test_take(
-    store: Path,
-    sender: dbuffer.WeightSender,
-    copy: bool,
-    request_: dict[str, int],
-    expected: int,
+    store: Path, sender: dbuffer.WeightSender, copy: bool, request_: dict[str, int], expected: int
 ) -> None:
     publish(sender, 1, 2, 3)
     with staging(store, copy=copy) as follower:
@@ -300,11 +290,7 @@ def test_take_while_that_version_is_being_staged(store: Path, sender: dbuffer.We
 
 
 @pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param(1, id="exactly"),
-        pytest.param(None, id="at-least"),
-    ],
+    "version", [pytest.param(1, id="exactly"), pytest.param(None, id="at-least")]
 )
 def test_the_error_of_one_version_is_not_told_of_another(
     store: Path, sender: dbuffer.WeightSender, version: int | None

@@ -358,10 +358,7 @@ def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:
 
 
 def close_a_receiver_in_a_fork(connection: Connection, store: Path) -> None:
-    with (
-        WeightSender(store) as sender,
-        WeightReceiver(store, poll_interval_s=60) as receiver,
-    ):
+    with WeightSender(store) as sender, WeightReceiver(store, poll_interval_s=60) as receiver:
         sender.send({"a": torch.ones(1)})
         assert receiver.wait_for_version(0, timeout_s=TIMEOUT_S) == 1
         # If this one fails, the machine has no inotify to give, and the fork is not to blame.
@@ -377,10 +374,7 @@ def test_a_child_that_closes_its_copy_of_a_receiver_leaves_the_parents_watch(sto
 
 def copy_in_a_fork(connection: Connection, store: Path) -> None:
     weights = {str(n): torch.full((1000,), float(n)) for n in range(8)}
-    with (
-        WeightSender(store) as sender,
-        WeightReceiver(store, num_threads=2) as receiver,
-    ):
+    with WeightSender(store) as sender, WeightReceiver(store, num_threads=2) as receiver:
         sender.send(weights)
         with receiver.open() as snapshot:
             snapshot.copy()  # its threads have begun, and are not in the child

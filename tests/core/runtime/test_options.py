@@ -146,13 +146,7 @@ MAKERS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
             "allow_shared_store": ["no"],
         },
     ),
-    "Stager": (
-        make_stager,
-        {
-            "copy": ["never", None, 1],
-            "pin_memory": ["no", None],
-        },
-    ),
+    "Stager": (make_stager, {"copy": ["never", None, 1], "pin_memory": ["no", None]}),
     "Mirror": (
         lambda store, **wrong: dbuffer.Mirror(store, store.with_name("local"), **wrong),
         {

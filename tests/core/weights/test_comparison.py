@@ -75,10 +75,7 @@ def publish(store, weights):
 def test_the_command_says_that_it_fits(capsys, tmp_path, model):
     publish(tmp_path / "store", {"layer.weight": torch.zeros(2, 3)})
     code, out, _ = call(capsys, "ls", tmp_path / "store", "--against", model)
-    assert (code, out) == (
-        0,
-        "1 match, 0 differ in shape, 0 missing, 0 left over\n",
-    )
+    assert (code, out) == (0, "1 match, 0 differ in shape, 0 missing, 0 left over\n")
 
 
 def test_the_command_lists_what_does_not(capsys, tmp_path, model):

@@ -173,11 +173,7 @@ class TestKinds:
     def test_tensors_that_are_not_contiguous(self, store, receiver):
         weights = {"t": torch.randn(4, 6), "s": torch.randn(4), "d": torch.randn(3)}
         around = torch.zeros(4, 8)
-        target = {
-            "t": torch.zeros(6, 4).t(),
-            "s": around[:, 3],
-            "d": torch.zeros(3, 3).diagonal(),
-        }
+        target = {"t": torch.zeros(6, 4).t(), "s": around[:, 3], "d": torch.zeros(3, 3).diagonal()}
         with WeightSender(store, checksum=True) as sender:
             for version in (1, 2, 3):
                 weights = {name: tensor + 1 for name, tensor in weights.items()}
