@@ -22,7 +22,9 @@ from dbuffer.ranks import agreement
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, hold_buffer, hold_newest
 from dbuffer.store.writer import BufferWriter
-from tests.core.publish.test_sharded import (
+from tests.support.damage import flip_bit
+from tests.support.patterns import SPARSE, newest, received
+from tests.support.sharded import (
     STRIDED,
     Case,
     fsdp,
@@ -37,8 +39,6 @@ from tests.core.publish.test_sharded import (
     two_dimensions,
     whole,
 )
-from tests.support.damage import flip_bit
-from tests.support.patterns import SPARSE, newest, received
 from tests.support.stores import fill, small_disk
 from tests.support.worlds import Failure, World
 
@@ -420,13 +420,13 @@ def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
             fails = number == 2 and rank == 0
             metadata = {"not for JSON": object()} if fails and why == "metadata" else {}
             if fails and why == "no room":
-                delta_chain.DeltaChain.begin = no_room  # type: ignore[method-assign]
+                delta_chain.DeltaChain.begin = no_room
             try:
                 told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
             except dbuffer.DBufferError as error:
                 told.append(type(error).__name__)
             finally:
-                delta_chain.DeltaChain.begin = begin  # type: ignore[method-assign]
+                delta_chain.DeltaChain.begin = begin
         full = gathered(weights)
         if rank == 0:
             with WeightReceiver(store) as receiver, receiver.open() as snapshot:
@@ -500,13 +500,13 @@ def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on:
             assert has_delta == (goes_on or version > versions[0])
 
 
+def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
+    ShardedWeightSender(store, **options).close()
+
+
 def test_options_are_refused(world, store):
     outcomes = world.outcomes(make_with, store, {"delta": 1})
     assert all(isinstance(one, Failure) and one.kind == "OptionError" for one in outcomes)
-
-
-def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
-    ShardedWeightSender(store, **options).close()
 
 
 MEGABYTE = 1 << 20

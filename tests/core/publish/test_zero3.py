@@ -14,8 +14,7 @@ from torch import distributed, nn
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from dbuffer.store import filesystem
-from tests.support.patterns import newest  # noqa: F401 - its fork server has the imports behind it
+from tests.support.sharded import mounted
 from tests.support.worlds import World
 
 pytestmark = [
@@ -26,9 +25,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world"), request.param) as world:
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: Any) -> Iterator[World]:
+    """Three ranks, by which hardly a parameter divides."""
+    with World(tmp_path_factory.mktemp("world"), 3) as world:
         world.run(start_deepspeed)
         yield world
 
@@ -93,15 +93,13 @@ def count_gathered() -> tuple[list[int], Callable[[], None]]:
 
 def publish(rank: int, store: Path, persisted: int, mount: str) -> dict[str, Any]:
     engine = make_engine(persisted)
-    os.environ[filesystem.MOUNT_VARIABLE] = mount
     counts, undo = count_gathered()
     try:
-        with ShardedWeightSender(store, dtype=torch.bfloat16) as sender:
+        with mounted(mount), ShardedWeightSender(store, dtype=torch.bfloat16) as sender:
             sender.send(engine)
             sender.send(engine.module)
     finally:
         undo()
-        del os.environ[filesystem.MOUNT_VARIABLE]
     num_parameters = len(list(engine.module.parameters()))
     # It trains on as before.
     loss = engine(torch.randn(4, 33)).square().mean()
@@ -110,34 +108,31 @@ def publish(rank: int, store: Path, persisted: int, mount: str) -> dict[str, Any
     return {"counts": counts, "num_parameters": num_parameters}
 
 
+def assert_published(store: Path, mount: str, version: int, model: nn.Module) -> None:
+    expected = model.state_dict()
+    with mounted(mount), WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == version
+        assert snapshot.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            right = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(snapshot.tensors[name], right), name
+
+
 @pytest.mark.parametrize("mount", ["local", "network"])
 @pytest.mark.parametrize("persisted", [0, 10_000])
-def test_parameters_are_gathered_one_at_a_time(world, store, monkeypatch, persisted, mount):
+def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
     for found in world.run(publish, store, persisted, mount):
         assert len(found["counts"]) == 2 * found["num_parameters"]
         assert set(found["counts"]) == {1}
-    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
-    expected = make_model().state_dict()
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert snapshot.version == 2
-        assert snapshot.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
-            assert torch.equal(snapshot.tensors[name], wanted), name
+    assert_published(store, mount, 2, make_model())
 
 
 def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
     """From a checkpoint: each version is the first one with so many of its elements changed."""
-    has_delta = []
-    os.environ[filesystem.MOUNT_VARIABLE] = mount
-    try:
-        with ShardedWeightSender(store, delta=True, dtype=torch.bfloat16) as sender:
-            for version in versions:
-                engine = make_engine(10_000, changed_model(version))
-                has_delta.append(sender.send(engine).delta_bytes is not None)
-    finally:
-        del os.environ[filesystem.MOUNT_VARIABLE]
-    return has_delta
+    options = {"delta": True, "dtype": torch.bfloat16}
+    with mounted(mount), ShardedWeightSender(store, **options) as sender:
+        engines = (make_engine(10_000, changed_model(version)) for version in versions)
+        return [sender.send(engine).delta_bytes is not None for engine in engines]
 
 
 def changed_model(version: int) -> nn.Module:
@@ -148,18 +143,12 @@ def changed_model(version: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_ranks_that_were_restarted_go_on_with_deltas(world, store, monkeypatch, mount):
+def test_ranks_that_were_restarted_go_on_with_deltas(world, store, mount):
     for found in world.run(publish_deltas, store, mount, range(1, 4)):
         assert found == [False, True, True]
     for found in world.run(publish_deltas, store, mount, range(4, 6)):
         assert found == [True, True]
-    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
-    expected = changed_model(5).state_dict()
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert snapshot.version == 5
-        for name, tensor in expected.items():
-            wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
-            assert torch.equal(snapshot.tensors[name], wanted), name
+    assert_published(store, mount, 5, changed_model(5))
 
 
 def publish_with_a_full_disk(rank: int, store: Path) -> str:

@@ -14,9 +14,10 @@ from torch import distributed
 import dbuffer
 from dbuffer.ranks import agreement
 from dbuffer.ranks.agreement import Agreement
-from tests.core.publish.test_sharded import Way, mounted
+from dbuffer.runtime.timing import TIMING
 from tests.support.moments import at_call
 from tests.support.patterns import newest
+from tests.support.sharded import Way, mounted
 from tests.support.worlds import World
 
 
@@ -73,6 +74,7 @@ def test_steps_of_one_name_are_told_apart_by_their_number(world):
 
 
 def be_interrupted(rank: int) -> tuple[str, bool]:
+    TIMING.ranks_end_within_s = 0.1  # nobody ends
     ranks = Agreement(None, timeout_s=20.0)
     try:
         ranks.each("work", interrupt if rank == 2 else lambda: None)
@@ -152,6 +154,7 @@ def test_a_rank_that_is_interrupted_as_they_meet_can_meet_them_again(world):
 
 def send_interrupted(rank: int, store: Path, way: Way, at: tuple[int, str | None]) -> list[str]:
     """A trainer whose one rank is interrupted in a send goes on with the next, without waiting."""
+    TIMING.ranks_end_within_s = 0.1
     number, name = at
     went = []
     with mounted(way.mount), way.open(store) as sender:

@@ -1,0 +1,223 @@
+"""Models that are sharded over ranks, and the senders of their ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from dbuffer import LazyTensor, ShardedWeightSender
+from dbuffer.store import filesystem
+from tests.support.patterns import SMALL, SPARSE, Pattern
+
+Case = tuple[Any, dict[str, torch.Tensor]]
+"""What is sent, sharded, and the same whole, as state dict."""
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Different in every element, the same on all ranks."""
+    return torch.randn(shape).to(dtype)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def fsdp(size: int) -> Case:
+    """Rows that do not divide by the number of ranks, ranks that hold none, plain buffers."""
+    model = nn.Sequential(
+        *(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)),
+        *(nn.BatchNorm1d(6), nn.Linear(64, 64), nn.Embedding(1001, 16)),
+    )
+    full = state_of(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, full
+
+
+def partly_fsdp(size: int) -> Case:
+    """Some layers sharded, others whole on each rank."""
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)), nn.Linear(700, 700))
+    full = state_of(model)
+    for layer in model[:2]:
+        fully_shard(layer)
+    return model, full
+
+
+def state_dict(size: int) -> Case:
+    model, full = fsdp(size)
+    return model.state_dict(), full
+
+
+def replicated(size: int) -> Case:
+    """As a DDP trainer has it, with all that plain tensors can be."""
+    full = {
+        "large": whole(600, 600),
+        "larger": whole(700, 700),
+        "transposed": whole(30, 50).t(),
+        "scalar": torch.tensor(2.5),
+        "integers": torch.arange(10),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "half": whole(3, 3, dtype=torch.bfloat16),
+        "eight": whole(3, 3, dtype=torch.float8_e4m3fn),
+        "complex": torch.randn(4, dtype=torch.complex64).conj(),
+    }
+    return {f"module.{name}": tensor for name, tensor in full.items()}, full
+
+
+def tied(size: int) -> Case:
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12, bias=False), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model.append(nn.Linear(8, 8))
+    model[3].bias = model[2].bias
+    full = model.state_dict(keep_vars=True)
+    fully_shard(model)
+    ties = {"1.weight": "0.weight", "3.bias": "2.bias"}
+    full = {name: tensor.detach().clone() for name, tensor in full.items()}
+    full |= {alias: full[name] for alias, name in ties.items()}
+    return model, full
+
+
+def compiled(size: int) -> Case:
+    """With what wrappers put into names."""
+    model, full = fsdp(size)
+    wrapped = nn.Module()
+    wrapped.module = nn.Module()
+    wrapped.module._orig_mod = model
+    return wrapped, full
+
+
+def hsdp(size: int) -> Case:
+    """Two replicas, each sharded."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
+    full = state_of(model)
+    fully_shard(model, mesh=mesh)
+    return model, full
+
+
+def two_dimensions(size: int) -> Case:
+    """FSDP of what tensor parallelism has cut by rows and by columns."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3))
+    full = state_of(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    return model, full
+
+
+def placements(size: int) -> Case:
+    """All ways to cut rows and columns on a mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    ways = (Replicate(), Shard(0), Shard(1), Shard(2))
+    full = {f"{one} {two}": whole(5, 7, 3) for one in ways for two in ways}
+    pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
+    return dict(zip(full, (distribute_tensor(t, mesh, p) for t, p in pairs), strict=True)), full
+
+
+def made_when_sent(size: int) -> Case:
+    """As a merged model comes: tensors that are made when their turn comes, the same everywhere."""
+    full = {"plain": whole(600, 600), "made": whole(700, 700), "tied": torch.empty(0)}
+    full["tied"] = full["made"]
+    lazy = LazyTensor(torch.float32, (700, 700), lambda: full["made"].clone(), identity=-1)
+    return full | {"made": lazy, "tied": lazy}, full
+
+
+ROWS = [
+    made_when_sent,
+    fsdp,
+    partly_fsdp,
+    state_dict,
+    replicated,
+    tied,
+    compiled,
+    hsdp,
+    two_dimensions,
+    placements,
+]
+
+
+def strided(size: int) -> Case:
+    """What a rank holds are no neighbouring rows."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"a": whole(8, 3), "b": whole(16), "rows": whole(8, 3)}
+    ways = [_StridedShard(0, split_factor=2)]
+    sharded = {name: distribute_tensor(full[name], mesh, ways) for name in ("a", "b")}
+    return {**sharded, "rows": distribute_tensor(full["rows"], mesh, [Shard(0)])}, full
+
+
+def sums(size: int) -> Case:
+    """What is yet to be added up."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"sum": whole(6, 2), "none": torch.empty(0, 2), "rows": whole(5, 2)}
+    part = full["sum"] / size
+    full["sum"] = sum([part] * size, torch.zeros(6, 2))
+    return {
+        "sum": DTensor.from_local(part, mesh, [Partial()]),
+        "none": DTensor.from_local(full["none"], mesh, [Partial()]),
+        "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
+    }, full
+
+
+STRIDED = pytest.param(
+    strided,
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.11", reason="PyTorch 2.10 cannot make such a tensor whole itself"
+    ),
+)
+
+
+@contextlib.contextmanager
+def mounted(kind: str) -> Iterator[None]:
+    """Let this process take every mount for one of this kind."""
+    os.environ[filesystem.MOUNT_VARIABLE] = kind
+    try:
+        yield
+    finally:
+        del os.environ[filesystem.MOUNT_VARIABLE]
+
+
+def pattern_of(version: int, size: int, pattern: Pattern = SMALL) -> dict[str, torch.Tensor]:
+    """What support's checks know, every second tensor sharded."""
+    mesh = init_device_mesh("cpu", (size,))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
+        for index, (name, tensor) in enumerate(pattern.weights(version).items())
+    }
+
+
+class Way(NamedTuple):
+    """How versions are published."""
+
+    mount: str = "auto"
+    delta: bool = False
+    is_restarted: bool = False
+    """Whether the fourth version is the first one of a sender, which takes up the third."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Where there are some, a version that a delta leads to is written whole on a disk."""
+        return self.mount == "network" or not self.delta
+
+    def open(self, store: Path, **options: Any) -> ShardedWeightSender:
+        checksum = self.has_checksums
+        more = {"reader_timeout_s": 0.0, "num_threads": 1, "delta": self.delta}
+        return ShardedWeightSender(store, checksum=checksum, **more, **options)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        size = distributed.get_world_size()
+        return pattern_of(version, size, SPARSE if self.delta else SMALL)
