@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -84,9 +84,7 @@ def other_store(shm_path: Path) -> str:
 
 
 @pytest.mark.timing(rank_gone_s=0.1)
-def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(
-    scene: Scene,
-) -> None:
+def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(scene):
     engine = scene.engine
     with scene.about_to_switch(is_server=True) as follower:
         records = scene.store.glob("receivers/*.json")
@@ -132,7 +130,7 @@ def no_descriptors(store: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", [group_writable, spoiled_pointer, no_descriptors])
-def test_trouble_of_a_moment_ends_and_following_goes_on(scene: Scene, damage: Any) -> None:
+def test_trouble_of_a_moment_ends_and_following_goes_on(scene, damage):
     with scene.following() as follower:
         until("it is known to follow", lambda: scene.metrics().get("following") == 1)
         failures = scene.metrics()["failures_total"]
@@ -165,7 +163,7 @@ def nearly_idle() -> Iterator[None]:
     assert time.process_time() - used < 0.5 * (time.monotonic() - began)
 
 
-def test_store_that_is_begun_anew_and_refused_floods_nothing(scene: Scene) -> None:
+def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):
     scene.publish(1, 2, 3)
     with scene.background(new_history="refuse") as follower:
         follower.wait_applied(3, WAIT_S)
@@ -189,7 +187,7 @@ def dead() -> Exception:
     return EngineEndedError("the engine is dead")
 
 
-def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene: Scene) -> None:
+def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
     engine = scene.engine
     with scene.following(is_server=True) as follower:
         engine.error = away
@@ -210,7 +208,7 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene: Scene) -> Non
     assert not {"version_applied", "version_available", "lag_versions"} & set(during)
 
 
-def test_server_that_starts_late_is_waited_for_in_one_line(scene: Scene) -> None:
+def test_server_that_starts_late_is_waited_for_in_one_line(scene):
     scene.publish(1)
     scene.engine.is_server = True
     scene.engine.error = away
@@ -221,7 +219,7 @@ def test_server_that_starts_late_is_waited_for_in_one_line(scene: Scene) -> None
         assert follower.wait_applied(1, WAIT_S) == 1
 
 
-def test_dead_engine_of_this_process_ends_following_and_is_told_once(scene: Scene) -> None:
+def test_dead_engine_of_this_process_ends_following_and_is_told_once(scene):
     with scene.following() as follower:
         scene.engine.error = dead
         scene.publish(2)
@@ -233,7 +231,7 @@ def test_dead_engine_of_this_process_ends_following_and_is_told_once(scene: Scen
     assert scene.metrics()["following"] == 0
 
 
-def test_unexpected_error_does_not_end_following(scene: Scene) -> None:
+def test_unexpected_error_does_not_end_following(scene):
     with scene.following(is_server=True) as follower:
         scene.engine.error = lambda: RuntimeError("a bug")
         until("it is noticed", lambda: isinstance(follower.error, RuntimeError))
@@ -244,9 +242,7 @@ def test_unexpected_error_does_not_end_following(scene: Scene) -> None:
     assert [line for line in scene.lines() if "RuntimeError: a bug" in line][1:] == []
 
 
-def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(
-    scene: Scene, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(scene, sender, caplog):
     with scene.following() as follower:
         sender.send({"another": torch.ones(3)})
         until("it is tried again", lambda: scene.metrics()["retries_total"] >= 2)
@@ -265,9 +261,7 @@ def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(
     assert staging.count("ERROR") == 1
 
 
-def test_log_says_when_following_begins_and_what_a_switch_took(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_says_when_following_begins_and_what_a_switch_took(scene, caplog):
     caplog.set_level(logging.INFO, ENGINE)
     with scene.serving():
         began, switched = scene.lines(logging.DEBUG)
@@ -292,9 +286,7 @@ def sleep_and_lose_the_weights(engine: LightEngine) -> None:
 
 
 @pytest.mark.parametrize("lose", [reload_another_checkpoint, sleep_and_lose_the_weights])
-def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
-    scene: Scene, sender: dbuffer.WeightSender, lose: Callable[[LightEngine], None]
-) -> None:
+def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, sender, lose):
     engine = scene.engine
     with scene.serving() as follower:
         lose(engine)
@@ -313,7 +305,7 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
         sender.wait_applied(1, receivers=[scene.engine_id], timeout_s=WAIT_S)
 
 
-def test_forced_sync_brings_the_version_again(scene: Scene) -> None:
+def test_forced_sync_brings_the_version_again(scene):
     with scene.serving() as follower:
         scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
         assert follower.sync() is None
@@ -321,13 +313,13 @@ def test_forced_sync_brings_the_version_again(scene: Scene) -> None:
         assert scene.engine.serves == (1, "1")
 
 
-def test_forced_sync_with_an_empty_store_does_nothing(scene: Scene) -> None:
+def test_forced_sync_with_an_empty_store_does_nothing(scene):
     with scene.follower() as follower:
         assert follower.sync(force=True) is None
         assert scene.engine.label == "default"
 
 
-def test_sleeping_engine_is_busy_and_untouched(scene: Scene) -> None:
+def test_sleeping_engine_is_busy_and_untouched(scene):
     with scene.about_to_switch() as follower:
         scene.engine.endpoint.note_asleep(is_lost=False)
         for _ in range(2):
@@ -339,7 +331,7 @@ def test_sleeping_engine_is_busy_and_untouched(scene: Scene) -> None:
         assert scene.engine.serves == (2, "2")
 
 
-def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene: Scene) -> None:
+def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene):
     engine = scene.engine
     with scene.about_to_switch() as follower:
         pause = engine.pause
@@ -354,7 +346,7 @@ def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene: Scene) -> No
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
 
-def test_sleeping_server_is_not_resumed_when_following_begins(scene: Scene) -> None:
+def test_sleeping_server_is_not_resumed_when_following_begins(scene):
     engine = scene.engine
     engine.is_server = engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
     engine.endpoint.note_asleep(is_lost=False)
@@ -368,13 +360,13 @@ def test_sleeping_server_is_not_resumed_when_following_begins(scene: Scene) -> N
         assert engine.paused, "whoever wakes it resumes it"
 
 
-def test_lost_weights_are_brought_again_in_the_background(scene: Scene) -> None:
+def test_lost_weights_are_brought_again_in_the_background(scene):
     with scene.following():
         reload_another_checkpoint(scene.engine)
         until("the version is there again", lambda: scene.engine.serves == (1, "1"))
 
 
-def test_lost_layers_that_no_version_has_come_from_the_checkpoint(scene: Scene) -> None:
+def test_lost_layers_that_no_version_has_come_from_the_checkpoint(scene):
     with scene.serving(partial=True) as follower:
         loaded = []
         scene.engine.model.load_checkpoint = lambda: loaded.append("checkpoint")
@@ -383,9 +375,7 @@ def test_lost_layers_that_no_version_has_come_from_the_checkpoint(scene: Scene) 
         assert (scene.engine.serves, loaded) == ((1, "1"), ["checkpoint"])
 
 
-def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(
-    scene: Scene, sender: dbuffer.WeightSender
-) -> None:
+def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sender):
     scene.publish(1, 2, 3)
     follower = scene.follower()
     follower.sync()
@@ -406,9 +396,7 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(
         assert scene.engine.serves == (4, "1")
 
 
-def test_failed_load_after_lost_weights_goes_back_to_nothing_else(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_load_after_lost_weights_goes_back_to_nothing_else(scene, caplog):
     with scene.serving() as follower:
         reload_another_checkpoint(scene.engine)
         scene.engine.model.failing_loads = 1
@@ -421,7 +409,7 @@ def test_failed_load_after_lost_weights_goes_back_to_nothing_else(
 # What is refused at once
 
 
-def test_version_above_the_newest_is_refused_at_once(scene: Scene) -> None:
+def test_version_above_the_newest_is_refused_at_once(scene):
     with scene.serving(timeout_s=WAIT_S):
         started = time.monotonic()
         with pytest.raises(EngineUpdateError, match=r"version 99 .* 1"):
@@ -430,7 +418,7 @@ def test_version_above_the_newest_is_refused_at_once(scene: Scene) -> None:
         assert scene.engine.serves == (1, "1")
 
 
-def test_second_follower_of_an_engine_and_a_store_is_refused(scene: Scene) -> None:
+def test_second_follower_of_an_engine_and_a_store_is_refused(scene):
     with scene.serving() as follower:
         second = scene.follower()
         for begin in (second.require_followable, second.sync):
@@ -445,7 +433,7 @@ def test_second_follower_of_an_engine_and_a_store_is_refused(scene: Scene) -> No
         assert scene.engine.version == 2
 
 
-def test_switch_by_another_process_is_learned(scene: Scene) -> None:
+def test_switch_by_another_process_is_learned(scene):
     """A server may have two followers that do not know of each other."""
     with scene.about_to_switch() as follower:
         until("it is ready", follower.is_ready)
@@ -454,7 +442,7 @@ def test_switch_by_another_process_is_learned(scene: Scene) -> None:
         assert (follower.applied, scene.engine.label) == (2, "2")
 
 
-def test_file_is_no_store(tmp_path: Path) -> None:
+def test_file_is_no_store(tmp_path):
     (tmp_path / "file").touch()
     for name in ("store", "local_store"):
         with pytest.raises(OptionError, match=f" {name} "):
@@ -464,7 +452,7 @@ def test_file_is_no_store(tmp_path: Path) -> None:
 # How a switch ended: never by what a message says
 
 
-def test_failed_load_that_was_taken_back_leaves_the_label(scene: Scene) -> None:
+def test_failed_load_that_was_taken_back_leaves_the_label(scene):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 1
         with pytest.raises(EngineUpdateError, match="version 1"):
@@ -474,7 +462,7 @@ def test_failed_load_that_was_taken_back_leaves_the_label(scene: Scene) -> None:
         assert scene.engine.serves == (2, "2")
 
 
-def test_broken_engine_is_told_by_its_record(scene: Scene) -> None:
+def test_broken_engine_is_told_by_its_record(scene):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 3
         with pytest.raises(EngineBrokenError):
@@ -494,7 +482,7 @@ def test_broken_engine_is_told_by_its_record(scene: Scene) -> None:
     ],
     ids=repr,
 )
-def test_lost_answer_is_not_believed_whatever_it_says(scene: Scene, error: Exception) -> None:
+def test_lost_answer_is_not_believed_whatever_it_says(scene, error):
     """The engine's record tells how an attempt ended; an answer only says when to read it."""
     with scene.about_to_switch() as follower:
         scene.engine.lost_answer = error
@@ -510,8 +498,8 @@ def full(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("answer", [RuntimeError("a proxy says: it serves on"), None], ids=str)
 def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_asked(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, answer: Exception | None
-) -> None:
+    scene, monkeypatch, answer
+):
     """Its record goes on saying that version 1 is served, of the attempt before."""
     with scene.about_to_switch() as follower:
         until("it is ready", follower.is_ready)
@@ -526,9 +514,7 @@ def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_ask
             assert (scene.engine.label, follower.applied) == ("2", 2)
 
 
-def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(
-    scene: Scene,
-) -> None:
+def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(scene):
     def fail(version: str) -> None:
         raise EngineUpdateError("no label")
 
@@ -546,7 +532,7 @@ def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(
 # A pause that could not be ended
 
 
-def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(scene: Scene) -> None:
+def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(scene):
     engine = scene.engine
     with scene.left_paused() as follower:
         engine.error = away
@@ -564,33 +550,27 @@ def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(scene: Scene) -
         assert (engine.label, follower.applied) == ("2", 2)
 
 
-def test_follower_that_ends_ends_its_pause(scene: Scene) -> None:
+def test_follower_that_ends_ends_its_pause(scene):
     with scene.left_paused():
         pass
     assert not scene.engine.paused
     assert scene.engine.serves == (2, "2")
 
 
-def test_pause_that_cannot_be_ended_at_the_end_is_logged(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pause_that_cannot_be_ended_at_the_end_is_logged(scene, caplog):
     with scene.left_paused():
         scene.engine.failing_resumes = 1
     assert "left paused: not now" in caplog.text
 
 
-def test_an_engine_that_has_ended_is_not_left_paused(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_has_ended_is_not_left_paused(scene, caplog):
     """A server that is stopped in a switch takes its engine down first."""
     with scene.left_paused():
         scene.engine.error = dead
     assert "left paused" not in caplog.text
 
 
-def test_engine_is_resumed_while_its_store_cannot_be_followed(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch):
     def fail(*_: object, **__: object) -> Any:
         raise StoreAccessError("the mount is away")
 
@@ -611,7 +591,7 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(
         assert engine.label == "2"
 
 
-def test_pause_for_another_store_is_ended_by_the_next_sync(scene: Scene, other_store: str) -> None:
+def test_pause_for_another_store_is_ended_by_the_next_sync(scene, other_store):
     with scene.serving() as follower:
         scene.engine.failing_resumes = 1
         with pytest.raises(EngineUpdateError, match="not now"):
@@ -621,14 +601,14 @@ def test_pause_for_another_store_is_ended_by_the_next_sync(scene: Scene, other_s
         assert not scene.engine.paused
 
 
-def test_other_store_that_is_empty_changes_nothing(scene: Scene, shm_path: Path) -> None:
+def test_other_store_that_is_empty_changes_nothing(scene, shm_path):
     with scene.serving() as follower:
         follower.apply_once(str(shm_path / "empty"))
         assert (scene.engine.serves, follower.applied) == ((1, "1"), 1)
         assert follower.sync() is None
 
 
-def test_version_of_another_store_is_none_of_this_one(scene: Scene, other_store: str) -> None:
+def test_version_of_another_store_is_none_of_this_one(scene, other_store):
     with scene.serving() as follower:
         follower.apply_once(other_store)
         assert (scene.engine.serves, follower.applied) == ((7, UNKNOWN_VERSION), None)
@@ -636,7 +616,7 @@ def test_version_of_another_store_is_none_of_this_one(scene: Scene, other_store:
         assert (scene.engine.serves, follower.applied) == ((1, "1"), 1)
 
 
-def test_what_no_waiting_mends_is_raised_at_once(scene: Scene) -> None:
+def test_what_no_waiting_mends_is_raised_at_once(scene):
     with pytest.raises(OptionError):
         Follower(scene.engine).require_followable()
     scene.engine.error = lambda: UnsupportedError("no loader")
@@ -651,9 +631,7 @@ def test_what_no_waiting_mends_is_raised_at_once(scene: Scene) -> None:
     ("status", "error", "names"),
     [(404, UnsupportedError, "/server_info.* /v1"), (401, OptionError, "/server_info.*401")],
 )
-def test_server_that_waiting_does_not_change_is_refused_at_once(
-    store: Path, kind: str, status: int, error: type[Exception], names: str
-) -> None:
+def test_server_that_waiting_does_not_change_is_refused_at_once(store, kind, status, error, names):
     pytest.importorskip("httpx")
 
     class Refusing(BaseHTTPRequestHandler):
@@ -678,7 +656,7 @@ def test_server_that_waiting_does_not_change_is_refused_at_once(
 # The command line
 
 
-def test_follow_command_survives_trouble_of_a_moment(scene: Scene, tmp_path: Path) -> None:
+def test_follow_command_survives_trouble_of_a_moment(scene, tmp_path):
     with Command(tmp_path, "follow", scene.store, "--json", "--count", 2) as follower:
         scene.publish(1)
         assert '"version": 1' in follower.line(0)
@@ -690,7 +668,7 @@ def test_follow_command_survives_trouble_of_a_moment(scene: Scene, tmp_path: Pat
         assert "works again" in " ".join(follower.errors().split())
 
 
-def test_follow_command_names_what_is_wrong_from_the_start(scene: Scene, tmp_path: Path) -> None:
+def test_follow_command_names_what_is_wrong_from_the_start(scene, tmp_path):
     scene.publish(1)
     with group_writable(scene.store), Command(tmp_path, "follow", scene.store) as follower:
         code, _, errors = follower.communicate(WAIT_S)
@@ -698,7 +676,7 @@ def test_follow_command_names_what_is_wrong_from_the_start(scene: Scene, tmp_pat
     assert "others can write to" in " ".join(errors.split())
 
 
-def test_follow_command_waits_for_a_server_in_one_line(store: Path, tmp_path: Path) -> None:
+def test_follow_command_waits_for_a_server_in_one_line(store, tmp_path):
     pytest.importorskip("httpx")
     url = ["http://127.0.0.1:9", "--timeout-s", "2"]
     with Command(tmp_path, "follow-server", store, *url) as follower:
@@ -785,27 +763,25 @@ async def refusal(engine_client: Any) -> str:
     return answer["message"]
 
 
-def test_server_does_not_start_from_an_insecure_store(scene: Scene, client: Any) -> None:
+def test_server_does_not_start_from_an_insecure_store(scene, client):
     scene.publish(1)
     with group_writable(scene.store):
         assert "others can write to" in asyncio.run(refusal(client))
 
 
-def test_server_does_not_start_whatever_goes_wrong(scene: Scene, client: Any) -> None:
+def test_server_does_not_start_whatever_goes_wrong(scene, client):
     scene.engine.error = lambda: RuntimeError("a bug\nin two lines")
     assert "RuntimeError: a bug in two lines" in asyncio.run(refusal(client))
 
 
-def test_dummys_weights_are_not_served_when_no_version_comes_in_time(
-    scene: Scene, client: Any
-) -> None:
+def test_dummys_weights_are_not_served_when_no_version_comes_in_time(scene, client):
     client.vllm_config.load_config.load_format = "dummy"
     message = asyncio.run(refusal(client))
     assert str(scene.store) in message
     assert "within 1 s" in message
 
 
-def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(client: Any) -> None:
+def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(client):
     async def run() -> None:
         lifespan = Lifespan(client)
         assert await lifespan.do("startup") == STARTED
@@ -814,9 +790,7 @@ def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(client: Any
     asyncio.run(run())
 
 
-def test_following_ends_before_the_server_does_and_raises_nothing(
-    scene: Scene, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_ends_before_the_server_does_and_raises_nothing(scene, client, monkeypatch):
     def close() -> None:
         scene.engine.error = away
         raise StoreAccessError("the network is gone")
@@ -837,9 +811,7 @@ def test_following_ends_before_the_server_does_and_raises_nothing(
 # Several API servers of one engine
 
 
-def test_one_api_server_follows_and_the_next_one_when_it_ends(
-    scene: Scene, two_servers: Any
-) -> None:
+def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers):
     async def run() -> None:
         first, second = Lifespan(two_servers), Lifespan(two_servers)
         for lifespan in (first, second):
@@ -861,7 +833,7 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(
     asyncio.run(run())
 
 
-def test_api_server_that_stands_by_asks_the_engine_nothing(scene: Scene, two_servers: Any) -> None:
+def test_api_server_that_stands_by_asks_the_engine_nothing(scene, two_servers):
     async def run() -> None:
         first, second = Lifespan(two_servers), Lifespan(two_servers)
         await first.do("startup")
@@ -876,7 +848,7 @@ def test_api_server_that_stands_by_asks_the_engine_nothing(scene: Scene, two_ser
     asyncio.run(run())
 
 
-def test_no_api_server_is_ready_before_the_engine_is(scene: Scene, two_servers: Any) -> None:
+def test_no_api_server_is_ready_before_the_engine_is(scene, two_servers):
     async def run() -> None:
         lifespans = [Lifespan(two_servers), Lifespan(two_servers)]
         for lifespan in lifespans:
@@ -893,7 +865,7 @@ def test_no_api_server_is_ready_before_the_engine_is(scene: Scene, two_servers: 
     asyncio.run(run())
 
 
-def test_no_api_server_starts_where_none_can_follow(scene: Scene, two_servers: Any) -> None:
+def test_no_api_server_starts_where_none_can_follow(scene, two_servers):
     async def run() -> None:
         for refused in await asyncio.gather(refusal(two_servers), refusal(two_servers)):
             assert "others can write to" in refused
@@ -922,9 +894,7 @@ class Replica(LightEngine):
         return rank
 
 
-def test_replicas_have_a_version_when_all_of_them_do(
-    sender: dbuffer.WeightSender, store: Path
-) -> None:
+def test_replicas_have_a_version_when_all_of_them_do(sender, store):
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not now")
 
@@ -948,7 +918,7 @@ def test_replicas_have_a_version_when_all_of_them_do(
         sender.wait_applied(2, receivers=["several", "several.dp-1"], timeout_s=WAIT_S)
 
 
-def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store: Path) -> None:
+def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store):
     engines = [Replica(""), Replica(".dp-1")]
     engines[1].error = lambda: UnsupportedError("not this one")
     with pytest.raises(UnsupportedError, match="not this one"):
@@ -972,7 +942,7 @@ class MeetsInSteps(LightEngine):
         return super().call(request)
 
 
-def test_ranks_that_meet_in_each_step_begin_in_a_pause(scene: Scene) -> None:
+def test_ranks_that_meet_in_each_step_begin_in_a_pause(scene):
     scene.engine = MeetsInSteps()
     with scene.serving():
         assert scene.engine.began_paused == [True]
@@ -980,7 +950,7 @@ def test_ranks_that_meet_in_each_step_begin_in_a_pause(scene: Scene) -> None:
         assert scene.engine.label == "1"
 
 
-def test_pause_for_a_beginning_that_fails_is_ended(scene: Scene) -> None:
+def test_pause_for_a_beginning_that_fails_is_ended(scene):
     scene.publish(1)
     scene.engine = engine = MeetsInSteps()
     engine.failing_resumes = 1
@@ -1016,9 +986,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_server_that_cannot_follow_does_not_start_and_says_why_in_one_line(
-    tmp_path: Path, case: str
-) -> None:
+def test_server_that_cannot_follow_does_not_start_and_says_why_in_one_line(tmp_path, case):
     pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     with Child(serve, tmp_path / "log", case) as child:

@@ -51,7 +51,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.call)
-def test_requests_survive_json(request_: RankRequest) -> None:
+def test_requests_survive_json(request_):
     assert RankRequest.parse(json.loads(json.dumps(request_.as_json()))) == request_
 
 
@@ -74,7 +74,7 @@ def test_requests_survive_json(request_: RankRequest) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_request_is_refused(values: Any) -> None:
+def test_what_is_no_request_is_refused(values):
     with pytest.raises(OptionError):
         RankRequest.parse(values)
 
@@ -91,7 +91,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_answers_survive_json(error: dbuffer.DBufferError) -> None:
+def test_answers_survive_json(error):
     answer = decode_answer(json.loads(json.dumps(encode_answer(as_answer(error)))))
     assert (type(answer), str(answer)) == (type(error), str(error))
     assert decode_answer(json.loads(json.dumps(encode_answer(None)))) is None
@@ -102,19 +102,19 @@ def test_answers_survive_json(error: dbuffer.DBufferError) -> None:
     [None, [], "done", {"error": "EngineUpdateError"}, {"error": "OSError", "problem": "a"}],
     ids=repr,
 )
-def test_what_is_no_answer_is_an_error(values: Any) -> None:
+def test_what_is_no_answer_is_an_error(values):
     with pytest.raises(EngineUpdateError, match="dbuffer"):
         decode_answer(values)
 
 
-def test_the_worst_answer_counts() -> None:
+def test_the_worst_answer_counts():
     for less, more in itertools.pairwise([None, *ERRORS]):
         assert worst_of([None, more, less]) is more
     refused = EngineUpdateError("refused")
     assert worst_of([refused, EngineUpdateError("another")]) is refused
 
 
-def test_no_answer_at_all_is_not_taken_for_done() -> None:
+def test_no_answer_at_all_is_not_taken_for_done():
     with pytest.raises(EngineUpdateError):
         worst_of([])
 
@@ -145,13 +145,13 @@ def rank(store: Path) -> Iterator[OneRank]:
     made.endpoint.end()
 
 
-def test_a_model_keeps_its_endpoint() -> None:
+def test_a_model_keeps_its_endpoint():
     model, other = Model(), Model()
     assert RankEndpoint.of(model) is RankEndpoint.of(model)
     assert RankEndpoint.of(model) is not RankEndpoint.of(other)
 
 
-def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRank) -> None:
+def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank):
     first = rank.begin(if_idle=True)
     assert rank.begin(if_idle=True) is first
     second = rank.begin()
@@ -162,7 +162,7 @@ def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRa
         assert second is not before, "whoever asks would not find it under the name that it has"
 
 
-def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
+def test_an_update_before_the_beginning_is_refused(rank):
     assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
     rank.begin()
     assert rank.ask(RankRequest("end")) is None
@@ -179,8 +179,8 @@ def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
     ids=repr,
 )
 def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
-    rank: OneRank, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
-) -> None:
+    rank, monkeypatch, error, kind
+):
     rank.begin()
     assert rank.ask(RankRequest("update", update=UpdateRequest(at_least=1))) is None
     rank.ask(RankRequest("end"))
@@ -197,7 +197,7 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     assert DoubleBuffer(rank.options.store).receiver("engine").applied_version == 1
 
 
-def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:
+def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank):
     fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
     assert rank.ask(RankRequest("check", tensors=fitting)) is None
     answer = rank.ask(RankRequest("check", tensors=(TensorSpec("another", "float32", (1,)),)))
@@ -205,7 +205,7 @@ def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> 
     assert "another" in str(answer)
 
 
-def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
+def test_a_bug_on_one_rank_is_an_answer(rank):
     def fail() -> Any:
         raise ZeroDivisionError("a bug")
 
@@ -217,9 +217,7 @@ def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["follow", "do not"])
-def test_a_rank_begins_again_where_another_must(
-    rank: OneRank, monkeypatch: pytest.MonkeyPatch, others: bool
-) -> None:
+def test_a_rank_begins_again_where_another_must(rank, monkeypatch, others):
     """A rank that began alone would wait for those that follow already."""
     first = rank.begin(if_idle=True)
     gather = RankChannel.gather

@@ -295,16 +295,14 @@ mapped_and_staged = pytest.mark.parametrize("staged", [False, True], ids=["mappe
 
 @mapped_and_staged
 @pytest.mark.parametrize("case", COPIES)
-def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(
-    case: str, staged: bool
-) -> None:
+def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(case, staged):
     make, make_tensors = COPIES[case]
     switched = Switched(make, make_tensors(), staged=staged)
     assert switched.trace.refused == {}
     assert switched.switch_often(make_tensors) == PLANNED
 
 
-def test_parameters_stay_where_they_are() -> None:
+def test_parameters_stay_where_they_are():
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     places = [parameter.data_ptr() for parameter in switched.model.parameters()]
@@ -358,9 +356,7 @@ def shape_for(loader: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("loader", COMPUTING)
-def test_a_loader_that_does_more_than_to_copy_is_never_planned(
-    loader: str, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_loader_that_does_more_than_to_copy_is_never_planned(loader, log):
     def tensors() -> Tensors:
         return {"a.weight": random(shape_for(loader)), "b.weight": random()}
 
@@ -476,9 +472,7 @@ DERIVING = REPEATED | {
 
 
 @pytest.mark.parametrize("derive", DERIVING)
-def test_a_model_that_derives_something_is_never_planned(
-    derive: str, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_derives_something_is_never_planned(derive, log):
     def make() -> Model:
         other = Layer()
         return Model(a=DerivingOnData(DERIVING[derive], other), b=other)
@@ -496,7 +490,7 @@ class DerivingOnData(Deriving):
         super().__init__(lambda layer: None if layer.weight.is_meta else derive(layer), *others)
 
 
-def test_what_is_derived_from_a_parameter_that_never_changed_is_noticed() -> None:
+def test_what_is_derived_from_a_parameter_that_never_changed_is_noticed():
     frozen = random()
 
     def make() -> Model:
@@ -526,7 +520,7 @@ class KeepingOne(Model):
         return [*super().computed(), self.bias.tolist()]
 
 
-def test_a_published_tensor_that_goes_into_no_parameter_is_not_left_behind() -> None:
+def test_a_published_tensor_that_goes_into_no_parameter_is_not_left_behind():
     def tensors(bias: float) -> Tensors:
         return two_tensors() | {"bias": torch.full((2,), bias)}
 
@@ -535,7 +529,7 @@ def test_a_published_tensor_that_goes_into_no_parameter_is_not_left_behind() -> 
         switched.switch(tensors(bias))
 
 
-def test_what_changes_less_often_than_its_origin_is_noticed() -> None:
+def test_what_changes_less_often_than_its_origin_is_noticed():
     tensors = two_tensors()
     tensors["b.weight"][0, 0] = 9
     switched = Switched(lambda: Model(a=Layer(), b=DerivingOnData(largest)), tensors)
@@ -560,7 +554,7 @@ class Coded(Model):
         return [*super().computed(), self.order.tolist()]
 
 
-def test_what_is_derived_from_integers_is_derived_when_they_change() -> None:
+def test_what_is_derived_from_integers_is_derived_when_they_change():
     def tensors(codes: torch.Tensor) -> Tensors:
         return {"a.weight": random(), "b.weight": codes}
 
@@ -658,7 +652,7 @@ PACKED = {"into a kernel": IntoAKernel, "into itself": IntoItself}
 
 @mapped_and_staged
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind: str, staged: bool) -> None:
+def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind, staged):
     switched = Switched(
         beside_another(PACKED[kind]), two_tensors(), staged=staged, packing=Packer()
     )
@@ -667,9 +661,9 @@ def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind: str, stage
     assert switched.model.layers["a"].weight is weight
 
 
-def test_without_images_a_layer_that_packs_is_reloaded() -> None:
+def test_without_images_a_layer_that_packs_is_reloaded():
     for kind in PACKED.values():
-        switched = Switched(lambda kind=kind: Model(a=kind(), b=Layer()), two_tensors())
+        switched = Switched(beside_another(kind), two_tensors())
         assert not any(switched.switch_often(two_tensors))
 
 
@@ -705,9 +699,7 @@ WRONG_PACKERS = [
 
 
 @pytest.mark.parametrize(("kind", "packer"), WRONG_PACKERS)
-def test_an_image_that_is_not_what_a_reload_leaves_is_never_taken(
-    kind: str, packer: type[Packer], log: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_that_is_not_what_a_reload_leaves_is_never_taken(kind, packer, log):
 
     switched = Switched(beside_another(PACKED[kind]), two_tensors(), packing=packer())
     assert not any(switched.switch_often(two_tensors))
@@ -715,7 +707,7 @@ def test_an_image_that_is_not_what_a_reload_leaves_is_never_taken(
     assert message.startswith("switches go through the engine's reload")
 
 
-def test_what_is_derived_from_a_packed_layer_that_never_changed_is_noticed() -> None:
+def test_what_is_derived_from_a_packed_layer_that_never_changed_is_noticed():
     class AlsoDeriving(IntoAKernel):
         def __init__(self) -> None:
             self.others = (Layer(),)
@@ -736,7 +728,7 @@ def test_what_is_derived_from_a_packed_layer_that_never_changed_is_noticed() -> 
     assert torch.equal(switched.model.layers["a"].others[0].absorbed, new[0])
 
 
-def test_an_image_is_proven_by_a_version_that_does_not_change_it() -> None:
+def test_an_image_is_proven_by_a_version_that_does_not_change_it():
     frozen = random()
     switched = Switched(beside_another(IntoAKernel), two_tensors(), packing=Packer())
     switched.model.reload({"a.weight": frozen, "b.weight": random()})
@@ -760,9 +752,7 @@ def mixed_model(a: Layer | None = None, kind: type[Model] = Model) -> Model:
 
 @mapped_and_staged
 @pytest.mark.parametrize("loader", COMPUTING)
-def test_a_layer_whose_loader_computes_is_reloaded_alone(
-    loader: str, staged: bool, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_whose_loader_computes_is_reloaded_alone(loader, staged, log):
     def make() -> Model:
         return mixed_model(Layer(COMPUTING[loader]))
 
@@ -778,7 +768,7 @@ def test_a_layer_whose_loader_computes_is_reloaded_alone(
 
 
 @pytest.mark.parametrize("derive", DERIVING)
-def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(derive: str) -> None:
+def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(derive):
     def make() -> Model:
         other = Layer()
         model = mixed_model(DerivingOnData(DERIVING[derive], other))
@@ -814,7 +804,7 @@ class Absorbing(Model):
         return [*super().computed(), self.block.attention.absorbed.tolist()]
 
 
-def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload() -> None:
+def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload():
     switched = Switched(Absorbing, mixed_tensors(), in_parts=True)
     planned = [switched.switch(mixed_tensors()) for _ in range(8)]
     assert planned == [*[False] * 2, *[True] * 6]
@@ -834,7 +824,7 @@ class Summing(Model):
         return [*super().computed(), [float(self.total)]]
 
 
-def test_what_a_reloaded_layer_that_never_changed_gives_rise_to_is_noticed() -> None:
+def test_what_a_reloaded_layer_that_never_changed_gives_rise_to_is_noticed():
     frozen = random()
 
     def tensors() -> Tensors:
@@ -847,9 +837,7 @@ def test_what_a_reloaded_layer_that_never_changed_gives_rise_to_is_noticed() -> 
     assert not any(switched.switch(mixed_tensors()) for _ in range(2))
 
 
-def test_a_part_that_cannot_be_reloaded_leaves_all_to_the_reload(
-    log: pytest.LogCaptureFixture,
-) -> None:
+def test_a_part_that_cannot_be_reloaded_leaves_all_to_the_reload(log):
 
     class Failing(Model):
         def reload_part(self, tensors: Tensors) -> None:
@@ -862,7 +850,7 @@ def test_a_part_that_cannot_be_reloaded_leaves_all_to_the_reload(
     assert "no part of it" in message
 
 
-def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload() -> None:
+def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload():
     class Failing(Model):
         fails = False
 
@@ -884,9 +872,7 @@ def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload() -> None:
     assert not any(switched.switch_often(mixed_tensors))
 
 
-def test_a_part_whose_reload_changes_others_leaves_all_to_the_reload(
-    log: pytest.LogCaptureFixture,
-) -> None:
+def test_a_part_whose_reload_changes_others_leaves_all_to_the_reload(log):
 
     class Meddling(Model):
         def reload_part(self, tensors: Tensors) -> None:
@@ -922,9 +908,7 @@ class Demanding(Model):
 @pytest.mark.parametrize(
     ("kind", "why"), [(Sharing, "those of others, too"), (Demanding, "all of them, please")]
 )
-def test_a_layer_that_cannot_be_loaded_alone_is_reloaded_with_all(
-    kind: type[Model], why: str, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_layer_that_cannot_be_loaded_alone_is_reloaded_with_all(kind, why, log):
 
     switched = Switched(lambda: mixed_model(kind=kind), mixed_tensors(), in_parts=True)
     assert not any(switched.switch_often(mixed_tensors))
@@ -932,7 +916,7 @@ def test_a_layer_that_cannot_be_loaded_alone_is_reloaded_with_all(
     assert why in message
 
 
-def test_where_most_of_a_model_computes_all_of_it_is_reloaded() -> None:
+def test_where_most_of_a_model_computes_all_of_it_is_reloaded():
     def make() -> Model:
         return Model(a=Layer(), b=Layer(), c=Layer(scaled, shape=(20, 4)))
 
@@ -941,7 +925,7 @@ def test_where_most_of_a_model_computes_all_of_it_is_reloaded() -> None:
     assert switched.parts == []
 
 
-def test_what_changed_is_patched_beside_a_layer_that_is_reloaded() -> None:
+def test_what_changed_is_patched_beside_a_layer_that_is_reloaded():
     switched = Switched(mixed_model, mixed_tensors(), in_parts=True)
     tensors = mixed_tensors()
     switched.changes = differences
@@ -967,22 +951,20 @@ class Moody:
         parameter.data.copy_(loaded)
 
 
-def test_a_loader_that_comes_to_do_something_else_ends_the_plan(
-    log: pytest.LogCaptureFixture,
-) -> None:
+def test_a_loader_that_comes_to_do_something_else_ends_the_plan(caplog):
     moods = [Moody(), Moody()]
 
     switched = Switched(lambda: Model(a=Layer(moods[0]), b=Layer(moods[1])), two_tensors())
     assert switched.switch_often(two_tensors) == PLANNED
-    assert not log.messages
+    assert not caplog.messages
     for mood in moods:
         mood.scales = True
     assert not any(switched.switch_often(two_tensors))
-    [warning] = log.messages
+    [warning] = caplog.messages
     assert "does something else than when it was traced" in warning
 
 
-def test_one_parameter_is_asked_for_again_with_each_version() -> None:
+def test_one_parameter_is_asked_for_again_with_each_version():
     moods = [Moody(), Moody()]
 
     switched = Switched(lambda: Model(a=Layer(moods[0]), b=Layer(moods[1])), two_tensors())
@@ -996,7 +978,7 @@ def test_one_parameter_is_asked_for_again_with_each_version() -> None:
 
 
 @pytest.mark.parametrize("case", COPIES)
-def test_loaders_do_with_data_what_they_were_traced_doing(case: str) -> None:
+def test_loaders_do_with_data_what_they_were_traced_doing(case):
     make, make_tensors = COPIES[case]
     check, right = check_of(make), make()
     tensors = make_tensors()
@@ -1007,7 +989,7 @@ def test_loaders_do_with_data_what_they_were_traced_doing(case: str) -> None:
     assert all(parameter.is_meta for parameter in check._meta.model.parameters())
 
 
-def test_loaders_that_want_all_tensors_are_not_asked_again(log: pytest.LogCaptureFixture) -> None:
+def test_loaders_that_want_all_tensors_are_not_asked_again(log):
 
     class Demanding(Model):
         def load_weights(self, weights: Pairs) -> None:
@@ -1021,7 +1003,7 @@ def test_loaders_that_want_all_tensors_are_not_asked_again(log: pytest.LogCaptur
     assert sum("not verified again" in message for message in log.messages) == 1
 
 
-def test_another_layout_is_proven_anew() -> None:
+def test_another_layout_is_proven_anew():
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     assert switched.switch_often(make_tensors)[-1]
@@ -1029,7 +1011,7 @@ def test_another_layout_is_proven_anew() -> None:
     assert switched.switch_often(make_tensors) == PLANNED
 
 
-def test_parameters_that_have_moved_are_reloaded() -> None:
+def test_parameters_that_have_moved_are_reloaded():
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     assert switched.switch_often(make_tensors)[-1]
@@ -1039,7 +1021,7 @@ def test_parameters_that_have_moved_are_reloaded() -> None:
     assert kept is not weight.data
 
 
-def test_a_parameter_in_another_form_than_its_loader_left_is_never_planned() -> None:
+def test_a_parameter_in_another_form_than_its_loader_left_is_never_planned():
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     for model in (switched.model, switched.twin):
@@ -1047,7 +1029,7 @@ def test_a_parameter_in_another_form_than_its_loader_left_is_never_planned() -> 
     assert not any(switched.switch_often(make_tensors))
 
 
-def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone() -> None:
+def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone():
     make, make_tensors = COPIES["plain"]
 
     def part() -> Tensors:
@@ -1060,7 +1042,7 @@ def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone()
     assert switched.switch_often(part) == PLANNED
 
 
-def test_parameters_that_share_memory_are_never_planned() -> None:
+def test_parameters_that_share_memory_are_never_planned():
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     both = torch.zeros(2, *SHAPE)
@@ -1069,7 +1051,7 @@ def test_parameters_that_share_memory_are_never_planned() -> None:
     assert not any(switched.switch_often(make_tensors))
 
 
-def test_a_reload_that_fails_is_raised_and_verifies_nothing() -> None:
+def test_a_reload_that_fails_is_raised_and_verifies_nothing():
     class Failing(Model):
         fails_with: torch.Tensor | None = None
 
@@ -1095,7 +1077,7 @@ class Unlookable:
         raise RuntimeError("do not look")
 
 
-def test_a_model_that_cannot_be_looked_at_is_reloaded(log: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_looked_at_is_reloaded(log):
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     switched.model.layers["a"].odd = Unlookable()
@@ -1103,7 +1085,7 @@ def test_a_model_that_cannot_be_looked_at_is_reloaded(log: pytest.LogCaptureFixt
     assert "do not look" in log.text
 
 
-def test_values_that_are_no_numbers_are_compared_by_their_bytes() -> None:
+def test_values_that_are_no_numbers_are_compared_by_their_bytes():
     make, _ = COPIES["plain"]
 
     def tensors() -> Tensors:
@@ -1164,14 +1146,14 @@ def any_share(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("any_share")
 @mapped_and_staged
 @pytest.mark.parametrize("case", COPIES)
-def test_what_changed_is_patched_where_somebody_tells(case: str, staged: bool) -> None:
+def test_what_changed_is_patched_where_somebody_tells(case, staged):
     make, make_tensors = COPIES[case]
     switched = patched_often(make, make_tensors(), staged=staged)
     assert switched.patched == PLANNED
 
 
 @pytest.mark.usefixtures("any_share")
-def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
+def test_a_patch_reaches_every_rank_s_share_and_no_other():
     """By comparison with a copy, for places in random views of random tensors."""
     for _ in range(200):
         shape = [int(extent) for extent in torch.randint(1, 5, (3,))]
@@ -1197,7 +1179,7 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
 
 
 @pytest.mark.usefixtures("any_share")
-def test_a_view_with_an_element_twice_is_copied() -> None:
+def test_a_view_with_an_element_twice_is_copied():
     source = random((1, 4))
     view = source.expand(3, 4)
     parameter = torch.zeros(3, 4)
@@ -1208,9 +1190,7 @@ def test_a_view_with_an_element_twice_is_copied() -> None:
 
 
 @pytest.mark.usefixtures("any_share")
-def test_what_is_told_wrongly_is_found_out_and_never_believed_again(
-    log: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_told_wrongly_is_found_out_and_never_believed_again(log):
     one = {"a.weight": random()}  # a switch compares it with a reload
     switched = patched_often(lambda: Model(a=Layer()), one, changes=lambda before, after: {})
     assert not any(switched.patched)
@@ -1218,7 +1198,7 @@ def test_what_is_told_wrongly_is_found_out_and_never_believed_again(
 
 
 @pytest.mark.usefixtures("any_share")
-def test_a_model_that_lost_its_weights_is_copied_whole() -> None:
+def test_a_model_that_lost_its_weights_is_copied_whole():
     """An engine that was asleep, say."""
     switched = one_patched()
     switched.model.layers["a"].weight.data.zero_()
@@ -1227,7 +1207,7 @@ def test_a_model_that_lost_its_weights_is_copied_whole() -> None:
 
 
 @pytest.mark.usefixtures("any_share")
-def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
+def test_patches_to_another_version_than_the_model_holds_are_not_used():
     """The version before was loaded again meanwhile, say."""
     switched = one_patched()
     newest = changed_a_little(switched.versions[-1])
@@ -1240,7 +1220,7 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
-def test_a_tensor_of_which_much_changed_is_copied() -> None:
+def test_a_tensor_of_which_much_changed_is_copied():
     tensors = {"a.weight": random()}
     switched = Switched(lambda: Model(a=Layer()), tensors)
     switched.changes = differences
@@ -1292,9 +1272,7 @@ def deep_tensors(*kinds: str) -> Tensors:
 
 @pytest.mark.usefixtures("any_share")
 @pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "copied"])
-def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(
-    is_patched: bool,
-) -> None:
+def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(is_patched):
     newest = deep_tensors()
     switched = Switched(deep_model, newest)
     assert len(list(switched.model.parameters())) > 128
@@ -1314,7 +1292,7 @@ def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(
 
 
 @pytest.mark.usefixtures("any_share")
-def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause() -> None:
+def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause():
     switched = one_patched()
     newest = changed_a_little(switched.versions[-1])
     switched.versions.append(newest)
@@ -1326,7 +1304,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
 
 
 @pytest.mark.usefixtures("any_share")
-def test_samples_are_of_every_parameter_and_move() -> None:
+def test_samples_are_of_every_parameter_and_move():
     tensors = deep_tensors()
     switched = Switched(deep_model, tensors)
     switched.switch(tensors)
@@ -1341,7 +1319,7 @@ def test_samples_are_of_every_parameter_and_move() -> None:
 
 
 @pytest.mark.usefixtures("any_share")
-def test_after_a_foreign_load_a_version_is_whole() -> None:
+def test_after_a_foreign_load_a_version_is_whole():
     switched = one_patched()
     switched.loads.forget()
     assert switched.switch(changed_a_little(switched.versions[-1]))
@@ -1371,8 +1349,8 @@ class Once:
     [(copy_plan, "patch_or_copy"), (patching.Patch, "on_device"), (patching.Patch, "apply")],
 )
 def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
-    kind: Any, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, step, monkeypatch
+):
     switched = patched_often(two_layers, two_tensors())
     once = Once(getattr(kind, step))
     monkeypatch.setattr(kind, step, lambda *args: once(*args))
@@ -1383,9 +1361,7 @@ def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
     assert switched.patched[-1]
 
 
-def test_an_image_that_failed_is_made_again_after_some_versions(
-    log: pytest.LogCaptureFixture,
-) -> None:
+def test_an_image_that_failed_is_made_again_after_some_versions(caplog):
     class FailingOnce(Packer):
         has_failed = False
 
@@ -1398,12 +1374,12 @@ def test_an_image_that_failed_is_made_again_after_some_versions(
     switched = Switched(beside_another(IntoAKernel), two_tensors(), packing=FailingOnce())
     planned = [switched.switch(two_tensors()) for _ in range(11)]
     assert planned == [*[False] * 9, True, True]
-    [warning] = log.messages
+    [warning] = caplog.messages
     assert "for 8 versions" in warning
     assert "no room on this device" in warning
 
 
-def test_positions_are_of_32_bits_wherever_that_will_do() -> None:
+def test_positions_are_of_32_bits_wherever_that_will_do():
     far = 1 << 40
     for positions, dtype in (([far + 5, far + 3], torch.int32), ([5, far], torch.int64)):
         patch = patching.Patch(torch.empty(0), torch.tensor(positions), torch.zeros(2))

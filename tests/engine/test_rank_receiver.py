@@ -60,7 +60,7 @@ class Model(nn.Module):
         for layer in range(NUM_LAYERS):
             for kind, (loader, shape) in kinds.items():
                 parameter = nn.Parameter(torch.ones(shape, dtype=DTYPE), requires_grad=False)
-                parameter.weight_loader = self.of_this_rank(loader)  # type: ignore[attr-defined]
+                parameter.weight_loader = self.of_this_rank(loader)
                 self.register_parameter(f"{kind}_{layer}", parameter)
         self.num_loads = 0
         self.checkpoint: dict[str, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Model(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             parameter = self.get_parameter(name)
-            parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
+            parameter.weight_loader(parameter, tensor)
 
     # What swaps weights in.
 
@@ -89,7 +89,7 @@ class Model(nn.Module):
         """It has never stopped."""
 
 
-class Watched(MetaModel):  # type: ignore[no-untyped-call]
+class Watched(MetaModel):
     def __init__(self, model: Model) -> None:
         super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
 
@@ -127,7 +127,7 @@ _engine: list[tuple[Rank, RankReceiver]] = []
 
 def start(rank: int, store: Path, staging: str) -> None:
     mine = Rank(RankChannel.of(Coordinator()), Model(rank))
-    options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
+    options = EngineOptions(store=str(store), engine_id="engine", staging=staging)
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
     assert endpoint.receiver is not None
@@ -195,9 +195,7 @@ def staged_bytes(store: Path) -> int:
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
-def test_a_rank_stages_its_part_when_that_is_proven_to_do(
-    staging: str, dtype: torch.dtype, world: World, store: Path
-) -> None:
+def test_a_rank_stages_its_part_when_that_is_proven_to_do(staging, dtype, world, store):
     model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
     with dbuffer.WeightSender(store) as sender:
         world.run(start, store, staging)
@@ -223,9 +221,7 @@ def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> 
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_what_was_staged_for_another_model_is_staged_anew(
-    staging: str, world: World, store: Path
-) -> None:
+def test_what_was_staged_for_another_model_is_staged_anew(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         prove_the_plan(world, sender, staging)
         sender.send(published := weights(3))
@@ -239,9 +235,7 @@ def test_what_was_staged_for_another_model_is_staged_anew(
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_a_tensor_of_two_names_is_staged_under_both(
-    staging: str, world: World, store: Path
-) -> None:
+def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         world.run(start, store, staging)
         for version in range(1, 4):
@@ -259,19 +253,17 @@ def fail_next_switch(rank: int) -> None:
         return
 
     def fail(switch: PreparedSwitch, *_: Any) -> None:
-        PreparedSwitch.apply = apply  # type: ignore[method-assign]
+        PreparedSwitch.apply = apply
         copies = [copy for of_one in switch.copies.values() for copy in of_one]
         for target, source in copies[: len(copies) // 2]:
             target.copy_(source)
         raise RuntimeError("the bus is on fire")
 
-    PreparedSwitch.apply = fail  # type: ignore[method-assign]
+    PreparedSwitch.apply = fail
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
-    staging: str, world: World, store: Path
-) -> None:
+def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         published = prove_the_plan(world, sender, staging)
         world.run(fail_next_switch)
@@ -307,7 +299,7 @@ def fail_loads(rank: int) -> None:
         raise RuntimeError("the bus is on fire")
 
     if rank == 1:
-        _engine[-1][0].module.load = fail  # type: ignore[method-assign]
+        _engine[-1][0].module.load = fail
 
 
 def mend_loads(rank: int) -> None:
@@ -315,9 +307,7 @@ def mend_loads(rank: int) -> None:
         del _engine[-1][0].module.load
 
 
-def test_a_delta_is_not_patched_upon_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delta_is_not_patched_upon_a_checkpoint(tmp_path, monkeypatch):
     """Three ranks have loaded a version, and all load the checkpoint again, as one could not."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")  # where a delta is known to its readers
     first = weights(1)
@@ -350,7 +340,7 @@ def listen(level: int) -> list[str]:
     """Collect what this process logs from now on."""
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("dbuffer")
     logger.addHandler(handler)
     logger.setLevel(level)
@@ -358,9 +348,7 @@ def listen(level: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_ranks_that_each_read_a_network_are_told_of_a_local_copy(
-    mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_each_read_a_network_are_told_of_a_local_copy(mount, tmp_path, monkeypatch):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     with World(tmp_path, SIZE) as world:
         told = world.run(start_and_listen, tmp_path / "store")

@@ -63,7 +63,7 @@ def gather_stopped(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
-def test_everyone_hears_everyone(world: World, size: int) -> None:
+def test_everyone_hears_everyone(world, size):
     for _ in range(3):
         answers = [[rank, "x" * size] for rank in range(SIZE)]
         assert world.run(gather, "x" * size) == [answers] * SIZE
@@ -91,7 +91,7 @@ def _num_rank_threads() -> int:
     return sum("rank-" in thread.name for thread in threading.enumerate())
 
 
-def test_connections_of_an_earlier_process_group_are_closed(world: World, tmp_path: Path) -> None:
+def test_connections_of_an_earlier_process_group_are_closed(world, tmp_path):
     world.run(gather)
     first, *_, last = (
         world.run(gather_in_a_new_group, tmp_path / f"group-{number}") for number in range(4)
@@ -99,7 +99,7 @@ def test_connections_of_an_earlier_process_group_are_closed(world: World, tmp_pa
     assert last == first
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world: World) -> None:
+def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world):
     started = time.monotonic()
     world.begin(gather_stopped)
     for rank in range(SIZE):
@@ -120,7 +120,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world: World) -> N
     assert world.run(gather, "again") == [answers] * SIZE
 
 
-def test_a_rank_that_is_dead_is_named_at_once(world: World) -> None:
+def test_a_rank_that_is_dead_is_named_at_once(world):
     assert len(world.run(gather)) == SIZE
     world.begin(die_in_gather)
     world.ranks[BAD].wait()
@@ -184,8 +184,8 @@ def look(rank: int) -> tuple[int | None, bool]:
 
 @pytest.mark.parametrize(("stop_at", "mended_by"), [("prepare", 3), ("load", 3), ("load", 2)])
 def test_an_engine_with_a_stopped_rank_refuses_and_is_mended_by_an_update(
-    world: World, store: Path, stop_at: str, mended_by: int
-) -> None:
+    world, store, stop_at, mended_by
+):
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
         world.run(start, store)
@@ -218,7 +218,7 @@ def try_update(rank: int, version: int, fail_at: str, is_alone: bool) -> Any:
     """
     model, receiver = _state[-1]
     if is_alone:
-        receiver.ranks.gather = lambda answer, **_: [answer]  # type: ignore[method-assign]
+        receiver.ranks.gather = lambda answer, **_: [answer]
     model.num_loads, attempts = 0, 0
 
     def fail_once() -> None:
@@ -240,7 +240,7 @@ def try_update(rank: int, version: int, fail_at: str, is_alone: bool) -> Any:
 
 
 @pytest.mark.parametrize("fail_at", ["prepare", "load"])
-def test_what_one_rank_cannot_do_is_done_to_none(world: World, store: Path, fail_at: str) -> None:
+def test_what_one_rank_cannot_do_is_done_to_none(world, store, fail_at):
     """By the weights of each rank, not by what the error says of them."""
     unfit = {UNFIT: torch.zeros(1)} if fail_at == "prepare" else {}
     with dbuffer.WeightSender(store) as sender:
@@ -304,7 +304,7 @@ def replica(connection: Connection, store: Path, instance_id: str) -> None:
             connection.send((*engine.serves, follower.applied, follower.engine_id))
 
 
-def test_two_engines_of_one_name_each_serve_what_they_say(store: Path) -> None:
+def test_two_engines_of_one_name_each_serve_what_they_say(store):
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
         with Child(replica, store, "first") as first:

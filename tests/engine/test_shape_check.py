@@ -53,12 +53,12 @@ class Model(nn.Module):
             if name == BIAS:
                 self.head.bias = nn.Parameter(tensor.to(self.head.weight.device))
             elif name in own:
-                own[name].weight_loader(own[name], tensor)  # type: ignore[attr-defined]
+                own[name].weight_loader(own[name], tensor)
             elif not (name.endswith((".bias", "inv_freq")) or (self.is_tied and name == HEAD)):
                 raise KeyError(name)
 
 
-class Watched(MetaModel):  # type: ignore[no-untyped-call]
+class Watched(MetaModel):
     def require_complete(self) -> None:
         self.require_late_parameters()
         for name, parameter in self.model.named_parameters():
@@ -90,7 +90,7 @@ def unused(trace: LoadTrace) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-def test_tensors_without_a_place_are_named(names: list[str], *, is_first: bool) -> None:
+def test_tensors_without_a_place_are_named(names, *, is_first):
     surplus = [ONE._replace(name=name) for name in names]
     trace = check_of(Model())([*surplus, *UNTIED] if is_first else [*UNTIED, *surplus])
     assert sorted(unused(trace)) == sorted(names)
@@ -110,7 +110,7 @@ def test_tensors_without_a_place_are_named(names: list[str], *, is_first: bool) 
         (TensorSpec("model.layers.3.weight", "float32", (8,)), False),
     ],
 )
-def test_computed_buffers_and_drafts_need_no_place(spec: TensorSpec, *, is_known: bool) -> None:
+def test_computed_buffers_and_drafts_need_no_place(spec, *, is_known):
     class Config:
         num_hidden_layers, num_nextn_predict_layers = 2, 1
 
@@ -118,7 +118,7 @@ def test_computed_buffers_and_drafts_need_no_place(spec: TensorSpec, *, is_known
     assert unused(check([*UNTIED, spec])) == ([] if is_known else [spec.name])
 
 
-def test_aliases_are_offered_where_a_name_is_missing() -> None:
+def test_aliases_are_offered_where_a_name_is_missing():
     trace = check_of(Model())(TIED, {HEAD: EMBEDDING})
     assert set(trace.tensors) == {EMBEDDING, HEAD, LAYER}
     assert trace.offered == {EMBEDDING, HEAD, LAYER}
@@ -140,7 +140,7 @@ class Threaded(Model):
             load.result()
 
 
-def test_loads_in_threads_are_counted_and_traced() -> None:
+def test_loads_in_threads_are_counted_and_traced():
     check, threaded = check_of(Model()), check_of(Model())
     threaded._meta.model.__class__ = Threaded
     assert threaded(UNTIED) == check(UNTIED)
@@ -148,14 +148,14 @@ def test_loads_in_threads_are_counted_and_traced() -> None:
         threaded(UNTIED[:2])
 
 
-def test_aliases_of_what_the_model_has_not_are_named() -> None:
+def test_aliases_of_what_the_model_has_not_are_named():
     aliases = {HEAD: EMBEDDING, "other.weight": LAYER}
     trace = check_of(Model(is_tied=True))(TIED, aliases)
     assert unused(trace) == ["other.weight"]
     assert unused(check_of(Model())(TIED, aliases)) == ["other.weight"]
 
 
-def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal() -> None:
+def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal():
     for tied in (Model(is_tied=True), Model()):
         tied.head.weight = tied.embed.weight  # as engines tie what they found equal
         trace = check_of(tied)(UNTIED)
@@ -163,7 +163,7 @@ def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal() -> None:
         assert trace.twins == {HEAD: EMBEDDING}
 
 
-def test_parameters_that_a_loader_registers() -> None:
+def test_parameters_that_a_loader_registers():
     bias = TensorSpec(BIAS, "float32", (ROWS,))
     serving = Model()
     with pytest.raises(WeightsMismatchError, match="started from a checkpoint without"):
@@ -180,17 +180,17 @@ def test_parameters_that_a_loader_registers() -> None:
         check([*UNTIED, bias._replace(shape=(3,))])
 
 
-def test_another_vocabulary_is_refused_with_its_sizes() -> None:
+def test_another_vocabulary_is_refused_with_its_sizes():
     with pytest.raises(WeightsMismatchError, match=r"\[12, 4\] does not fit .* the 10 rows .* 12"):
         check_of(Model())([SPECS[0]._replace(shape=(12, WIDTH)), *SPECS[1:]])
 
 
-def test_a_name_that_is_missing_and_one_that_is_unknown_are_both_told() -> None:
+def test_a_name_that_is_missing_and_one_that_is_unknown_are_both_told():
     with pytest.raises(WeightsMismatchError, match=r"of layer.weight were .* no place for lay_er"):
         check_of(Model())([*SPECS[:2], SPECS[2]._replace(name="lay_er.weight")])
 
 
-def test_integers_are_refused_for_what_they_are() -> None:
+def test_integers_are_refused_for_what_they_are():
     with pytest.raises(WeightsMismatchError, match=r"torch.int64 does not convert to torch.float"):
         check_of(Model())([*SPECS[:2], SPECS[2]._replace(dtype="int64")])
 
@@ -208,7 +208,7 @@ class Slopes(nn.Module):
         self.register_buffer("cache", torch.tensor([0.5]), persistent=False)
 
 
-def test_models_that_read_numbers_are_built_without_data() -> None:
+def test_models_that_read_numbers_are_built_without_data():
     made = built_without_data(lambda: Slopes(torch.Tensor.tolist), "Slopes")
     assert made.read == Slopes(torch.Tensor.tolist).read
     assert made.weight.is_meta
@@ -216,7 +216,7 @@ def test_models_that_read_numbers_are_built_without_data() -> None:
     assert not made.cache.is_meta
 
 
-def test_models_that_read_weights_are_refused_by_name() -> None:
+def test_models_that_read_weights_are_refused_by_name():
     def read(_: torch.Tensor) -> float:
         return torch.empty(1).item()
 

@@ -106,7 +106,7 @@ def written_file(
 @example([0])
 @example([0, 0, SPAN_BYTES, 0])
 @example([1] * 200)
-def test_spans_cover_all_bytes_once_in_whole_blocks(sizes: list[int]) -> None:
+def test_spans_cover_all_bytes_once_in_whole_blocks(sizes):
     layout = layout_of(sizes)
     end = block = 0
     for span in layout.spans:
@@ -118,7 +118,7 @@ def test_spans_cover_all_bytes_once_in_whole_blocks(sizes: list[int]) -> None:
     assert block == len(layout.blocks)
 
 
-def test_no_span_but_the_last_is_short() -> None:
+def test_no_span_but_the_last_is_short():
     layout = layout_of([3 * SPAN_BYTES, 100, 5 * BLOCK_BYTES])
     assert all(span.end - span.start >= SPAN_BYTES for span in layout.spans[:-1])
 
@@ -129,9 +129,7 @@ def test_no_span_but_the_last_is_short() -> None:
 
 @given(sizes=st.lists(SIZES, min_size=1, max_size=8), num_threads=NUM_THREADS)
 @settings(max_examples=15)
-def test_the_same_bytes_and_checksums_as_through_a_mapping(
-    files: Files, sizes: list[int], num_threads: int
-) -> None:
+def test_the_same_bytes_and_checksums_as_through_a_mapping(files, sizes, num_threads):
     layout = layout_of(sizes)
     sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
     expected = mapped_file(files, layout, sources)
@@ -172,7 +170,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("numel", [1, 1000, 3 * SPAN_BYTES // 8])
-def test_tensors_that_lie_otherwise(files: Files, num_threads: int, numel: int) -> None:
+def test_tensors_that_lie_otherwise(files, num_threads, numel):
     """Not contiguous, of another dtype, conjugate: also where they go over many spans."""
     tensors = odd_tensors(numel)
     layout = Layout.of(
@@ -190,7 +188,7 @@ def test_tensors_that_lie_otherwise(files: Files, num_threads: int, numel: int) 
 
 
 @pytest.mark.parametrize("name", ITEM_BYTES)
-def test_every_dtype(files: Files, name: str) -> None:
+def test_every_dtype(files, name):
     dtype = DTYPES[name]
     plain = bytes_of(960).bitwise_and_(1).view(dtype).view(-1, 4)
     layout = Layout.of([TensorSpec("a", name, tuple(plain.shape)), TensorSpec("b", name, (0,))])
@@ -198,7 +196,7 @@ def test_every_dtype(files: Files, name: str) -> None:
     assert written_file(files, layout, sources, 2) == mapped_file(files, layout, sources)
 
 
-def test_gaps_are_written_as_zeros(files: Files) -> None:
+def test_gaps_are_written_as_zeros(files):
     """Over memory that held the tensors before: what lies between two tensors is not theirs."""
     layout = layout_of([SPAN_BYTES, *[1] * 20])
     sources = [torch.full((size,), 255, dtype=torch.uint8) for size in layout.sizes]
@@ -207,7 +205,7 @@ def test_gaps_are_written_as_zeros(files: Files) -> None:
     assert set(b"".join(gaps)) == {0}
 
 
-def test_memory_a_thread_is_bounded(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_a_thread_is_bounded(files, monkeypatch):
     """The model is not gathered on its way to the file."""
     layout = layout_of([8 * SPAN_BYTES])
     made: list[int] = []
@@ -227,8 +225,8 @@ def test_memory_a_thread_is_bounded(files: Files, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
-    files: Files, monkeypatch: pytest.MonkeyPatch, number: int, num_threads: int
-) -> None:
+    files, monkeypatch, number, num_threads
+):
     layout = layout_of([5 * SPAN_BYTES])
     file, path = files.new(layout, "written")
     pwrite = os.pwrite
@@ -254,9 +252,7 @@ def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
 
 @given(sizes=st.lists(SIZES, min_size=1, max_size=8), num_threads=NUM_THREADS)
 @settings(max_examples=15)
-def test_read_and_copied_as_they_were_written(
-    files: Files, sizes: list[int], num_threads: int
-) -> None:
+def test_read_and_copied_as_they_were_written(files, sizes, num_threads):
     layout = layout_of(sizes)
     sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
     data, checksums = mapped_file(files, layout, sources)
@@ -292,9 +288,7 @@ def test_read_and_copied_as_they_were_written(
     num_threads=NUM_THREADS,
 )
 @settings(max_examples=15)
-def test_a_file_that_is_too_short_is_refused(
-    files: Files, sizes: list[int], share: float, num_threads: int
-) -> None:
+def test_a_file_that_is_too_short_is_refused(files, sizes, share, num_threads):
     layout = layout_of(sizes)
     file, path = files.new(layout, "short", size=int(share * layout.checksums_offset))
     other, _ = files.new(layout, "other")
@@ -310,7 +304,7 @@ def test_a_file_that_is_too_short_is_refused(
 
 @given(bit=st.integers(0, 8 * (SPAN_BYTES + 1000) - 1))
 @settings(max_examples=10)
-def test_any_flipped_bit_changes_the_one_checksum_it_belongs_to(files: Files, bit: int) -> None:
+def test_any_flipped_bit_changes_the_one_checksum_it_belongs_to(files, bit):
     sizes = [500, SPAN_BYTES + 500]
     layout = layout_of(sizes)
     sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
@@ -333,9 +327,7 @@ def test_any_flipped_bit_changes_the_one_checksum_it_belongs_to(files: Files, bi
     ("number", "kind"),
     [(errno.EIO, dbuffer.StoreAccessError), (errno.ESTALE, dbuffer.StoreNotFoundError)],
 )
-def test_a_read_that_fails_ends_all_threads_before_it_is_told(
-    files: Files, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
-) -> None:
+def test_a_read_that_fails_ends_all_threads_before_it_is_told(files, monkeypatch, number, kind):
     """Nobody writes into memory behind the back of who was told of an error."""
     layout = layout_of([8 * SPAN_BYTES])
     file, path = files.new(layout, "source")
@@ -376,7 +368,7 @@ def num_descriptors(directory: Path) -> int:
     return num
 
 
-def test_no_descriptor_stays_open(files: Files, shm_path: Path) -> None:
+def test_no_descriptor_stays_open(files, shm_path):
     layout = layout_of([3 * SPAN_BYTES])
     file, path = files.new(layout, "source")
     short, _ = files.new(layout, "short", size=10)
@@ -401,8 +393,8 @@ def test_no_descriptor_stays_open(files: Files, shm_path: Path) -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kind", ["at once", "as a stream"])
 def test_a_network_store_and_a_local_one_hold_the_same_file(
-    shm_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int, kind: str
-) -> None:
+    shm_path, monkeypatch, num_threads, kind
+):
     found = {}
     for mount in ("local", "network"):
         monkeypatch.setenv("DBUFFER_MOUNT", mount)

@@ -13,11 +13,9 @@ import logging
 import os
 import resource
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,6 +35,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, newest
 from tests.support.stores import named_files, version_files
+from tests.support.waiting import until
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,10 +55,16 @@ def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_sender(store: Path, **options: bool) -> dbuffer.WeightSender:
     return dbuffer.WeightSender(
         store,
-        **{"delta": True, "checksum": True, **options},  # type: ignore[arg-type]
+        **{"delta": True, "checksum": True, **options},
         reader_timeout_s=READER_TIMEOUT_S,
         num_threads=1,
     )
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with make_sender(store) as sender:
+        yield sender
 
 
 def publish(sender: dbuffer.WeightSender, *versions: int) -> list[int | None]:
@@ -71,7 +76,6 @@ def publish(sender: dbuffer.WeightSender, *versions: int) -> list[int | None]:
 def newest_buffer(store: Path) -> str:
     """The buffer that holds the newest version."""
     pointer = DoubleBuffer(store).pointer()
-    assert pointer is not None
     return pointer.buffer
 
 
@@ -83,7 +87,7 @@ def manifest_of(store: Path) -> Manifest:
 
 
 def reader_of(store: Path, name: str = "reader", **options: bool) -> dbuffer.WeightReceiver:
-    return dbuffer.WeightReceiver(store, receiver_id=name, num_threads=1, **options)  # type: ignore[arg-type]
+    return dbuffer.WeightReceiver(store, receiver_id=name, num_threads=1, **options)
 
 
 def opened(receiver: dbuffer.WeightReceiver) -> int:
@@ -99,7 +103,7 @@ def reads_from_files() -> Iterator[list[int]]:
     versions: list[int] = []
     read_whole = reader_module.read_whole
 
-    def noting(held, *arguments, **options):  # type: ignore[no-untyped-def]
+    def noting(held, *arguments, **options):
         versions.append(held.manifest.version)
         return read_whole(held, *arguments, **options)
 
@@ -119,7 +123,6 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Tensors) -> No
         assert torch.equal(bits(tensor), bits(expected[name])), name
 
 
-# ---------------------------------------------------------------------------------------------
 # Readers that follow, come late, skip
 
 
@@ -139,9 +142,7 @@ def open_with_few_descriptors(connection: Connection, store: Path) -> None:
         connection.send(publish(sender, LENGTH + 1))
 
 
-def test_a_chain_may_have_more_deltas_than_descriptors(
-    store: Path, network: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_may_have_more_deltas_than_descriptors(store, network, monkeypatch):
     monkeypatch.setattr(delta_chain, "MAX_CHAIN_SHARE", 100)
     with make_sender(store) as sender:
         publish(sender, *range(1, LENGTH + 1))
@@ -153,7 +154,7 @@ def test_a_chain_may_have_more_deltas_than_descriptors(
 
 @pytest.mark.usefixtures("mount", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store: Path) -> None:
+def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store):
     target = SPARSE.empty()
     with (
         make_sender(store) as sender,
@@ -170,7 +171,7 @@ def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store: Pa
                 assert opened(skips) == version
 
 
-def test_a_reader_that_follows_reads_no_file_again(store: Path, network: None) -> None:
+def test_a_reader_that_follows_reads_no_file_again(store, network):
     with (
         make_sender(store) as sender,
         reader_of(store, "opens") as opens,
@@ -190,7 +191,7 @@ def test_a_reader_that_follows_reads_no_file_again(store: Path, network: None) -
 
 
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_reader_goes_on_past_a_new_anchor(store: Path, network: None, short_chains: None) -> None:
+def test_a_reader_goes_on_past_a_new_anchor(store, network, short_chains):
     """The anchor is for who comes late: its chain still begins before it."""
     with make_sender(store) as sender, reader_of(store) as reader, reads_from_files() as read:
         anchors = []
@@ -205,7 +206,7 @@ def test_a_reader_goes_on_past_a_new_anchor(store: Path, network: None, short_ch
         assert read == [2]
 
 
-def test_a_version_of_which_too_much_changed_is_whole(store: Path, mount: str) -> None:
+def test_a_version_of_which_too_much_changed_is_whole(store, mount):
     with make_sender(store) as sender, reader_of(store, verify=True) as reader:
         assert publish(sender, 1, 2)[1] is not None
         assert opened(reader) == 2
@@ -217,7 +218,7 @@ def test_a_version_of_which_too_much_changed_is_whole(store: Path, mount: str) -
         assert opened(reader) == 19 == newest(store, verify=True)
 
 
-def test_a_changed_layout_begins_a_new_chain(store: Path, mount: str) -> None:
+def test_a_changed_layout_begins_a_new_chain(store, mount):
     with make_sender(store) as sender, reader_of(store, verify=True) as reader:
         publish(sender, 1, 2)
         assert opened(reader) == 2
@@ -232,7 +233,7 @@ def test_a_changed_layout_begins_a_new_chain(store: Path, mount: str) -> None:
 
 @pytest.mark.parametrize("delta", [True, False], ids=["a delta sender", "one without"])
 @pytest.mark.parametrize("dies", [True, False], ids=["killed", "closed"])
-def test_a_sender_that_was_restarted(store: Path, mount: str, dies: bool, delta: bool) -> None:
+def test_a_sender_that_was_restarted(store, mount, dies, delta):
     first = make_sender(store)
     with reader_of(store, verify=True) as reader:
         publish(first, 1, 2, 3)
@@ -249,7 +250,7 @@ def test_a_sender_that_was_restarted(store: Path, mount: str, dies: bool, delta:
                 assert opened(reader) == version == newest(store, verify=True)
 
 
-def test_a_sender_that_was_restarted_takes_patches(store: Path, mount: str) -> None:
+def test_a_sender_that_was_restarted_takes_patches(store, mount):
     with make_sender(store) as first:
         publish(first, 1, 2, 3)
     patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
@@ -263,27 +264,24 @@ def test_a_sender_that_was_restarted_takes_patches(store: Path, mount: str) -> N
         assert opened(reader) == 5 == newest(store, verify=True)
 
 
-def test_patches_are_the_trainers_again_when_they_are_published(store: Path, mount: str) -> None:
+def test_patches_are_the_trainers_again_when_they_are_published(store, mount, sender):
     """In order and not, which is two ways: the next publishes need what these changed."""
-    with make_sender(store) as sender:
-        publish(sender, 1, 2)
-        for version in (3, 4, 5, 6):
-            patches = patches_between(SPARSE.weights(version - 1), SPARSE.weights(version))
-            for patch in patches:
-                if version % 2:
-                    order = torch.randperm(len(patch.indices))
-                    patch.indices[:], patch.values[:] = patch.indices[order], patch.values[order]
-            sender.send_patches(patches)
-            for patch in patches:
-                patch.indices.zero_()
-                patch.values.zero_()
-            assert newest(store, verify=True) == version
+    publish(sender, 1, 2)
+    for version in (3, 4, 5, 6):
+        patches = patches_between(SPARSE.weights(version - 1), SPARSE.weights(version))
+        for patch in patches:
+            if version % 2:
+                order = torch.randperm(len(patch.indices))
+                patch.indices[:], patch.values[:] = patch.indices[order], patch.values[order]
+        sender.send_patches(patches)
+        for patch in patches:
+            patch.indices.zero_()
+            patch.values.zero_()
+        assert newest(store, verify=True) == version
 
 
 @pytest.mark.timing(settle_s=0.01)
-def test_a_sender_builds_upon_no_version_that_is_damaged(
-    store: Path, mount: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sender_builds_upon_no_version_that_is_damaged(store, mount, caplog):
     with make_sender(store) as first:
         publish(first, 1, 2, 3)
     buffer = newest_buffer(store)
@@ -297,9 +295,7 @@ def test_a_sender_builds_upon_no_version_that_is_damaged(
         assert newest(store, verify=True) == 5
 
 
-def test_a_sender_builds_upon_no_version_with_other_tensors_or_none(
-    store: Path, mount: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sender_builds_upon_no_version_with_other_tensors_or_none(store, mount, caplog):
     with make_sender(store) as first:
         first.send(OTHER.weights(1))
     with make_sender(store) as second:
@@ -311,8 +307,8 @@ def test_a_sender_builds_upon_no_version_with_other_tensors_or_none(
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_sender_that_takes_checksums_builds_upon_no_version_without(
-    store: Path, mount: str, checksum: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    store, mount, checksum, caplog
+):
     """Nor the other way round."""
     with make_sender(store, checksum=not checksum) as first:
         publish(first, 1, 2, 3)
@@ -324,9 +320,7 @@ def test_a_sender_that_takes_checksums_builds_upon_no_version_without(
 
 
 @pytest.mark.parametrize("mounts", [("local", "network"), ("network", "local")])
-def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(
-    store: Path, mounts: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(store, mounts, caplog):
     """As on the server itself, for what was published across the network."""
     for mount, versions in zip(mounts, ((1, 2, 3), (4, 5)), strict=True):
         with pytest.MonkeyPatch.context() as patch:
@@ -338,9 +332,7 @@ def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(
     assert not caplog.records
 
 
-def test_two_senders_the_first_superseded_in_the_middle_of_a_chain(
-    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_senders_the_first_superseded_in_the_middle_of_a_chain(store, mount, monkeypatch):
     first = make_sender(store)
     publish(first, 1, 2, 3)
     (store / "writer.lock").unlink()
@@ -359,9 +351,7 @@ def test_two_senders_the_first_superseded_in_the_middle_of_a_chain(
 
 
 @pytest.mark.parametrize("step", ["add_delta", "commit"])
-def test_a_sender_that_is_superseded_while_it_publishes_a_delta(
-    store: Path, mount: str, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sender_that_is_superseded_while_it_publishes_a_delta(store, mount, step, monkeypatch):
     """A successor comes before the delta is written, or before the manifest is."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(make_sender(store))
@@ -382,7 +372,7 @@ def test_a_sender_that_is_superseded_while_it_publishes_a_delta(
 
 
 @pytest.mark.parametrize("checksum", [True, False, "auto"])
-def test_with_and_without_checksums(store: Path, mount: str, checksum: bool) -> None:
+def test_with_and_without_checksums(store, mount, checksum):
     """Without, nobody goes on from what is in memory, and all read what was published."""
     with (
         make_sender(store, checksum=checksum) as sender,
@@ -394,7 +384,7 @@ def test_with_and_without_checksums(store: Path, mount: str, checksum: bool) -> 
             assert opened(one) == opened(careless) == version == newest(store)
 
 
-def test_a_shared_directory(shm_path: Path, mount: str) -> None:
+def test_a_shared_directory(shm_path, mount):
     store = shm_path / "shared"
     store.mkdir(mode=0o700)
     with make_sender(store, allow_shared_store=True) as sender:
@@ -409,42 +399,39 @@ def test_a_shared_directory(shm_path: Path, mount: str) -> None:
 
 
 def test_a_delta_that_others_can_write_to_is_refused_and_not_built_upon(
-    store: Path, mount: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2)
-        [path] = store.glob("deltas/*")
-        path.chmod(0o666)
-        if mount == "network":
-            with pytest.raises(dbuffer.StoreAccessError, match=path.name):
-                newest(store)
+    store, mount, caplog, sender
+):
+    publish(sender, 1, 2)
+    [path] = store.glob("deltas/*")
+    path.chmod(0o666)
+    if mount == "network":
+        with pytest.raises(dbuffer.StoreAccessError, match=path.name):
+            newest(store)
+    publish(sender, 3)
+    assert f"others can write to {path}" in caplog.text
+    assert path.stem not in manifest_of(store).chain[1:]
+    assert newest(store, verify=True) == 3
+    publish(sender, 4)
+    assert newest(store, verify=True) == 4
+
+
+def test_deltas_that_others_can_add_to_are_refused_by_the_sender(store, mount, sender):
+    publish(sender, 1, 2)
+    (store / "deltas").chmod(0o777)
+    with pytest.raises(dbuffer.StoreAccessError, match="chmod go-w"):
         publish(sender, 3)
-        assert f"others can write to {path}" in caplog.text
-        assert path.stem not in manifest_of(store).chain[1:]
-        assert newest(store, verify=True) == 3
-        publish(sender, 4)
-        assert newest(store, verify=True) == 4
-
-
-def test_deltas_that_others_can_add_to_are_refused_by_the_sender(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2)
-        (store / "deltas").chmod(0o777)
-        with pytest.raises(dbuffer.StoreAccessError, match="chmod go-w"):
-            publish(sender, 3)
-        (store / "deltas").chmod(0o700)
-        assert newest(store, verify=True) == 2
-        publish(sender, 3, 4)
-        assert newest(store, verify=True) == 4
+    (store / "deltas").chmod(0o700)
+    assert newest(store, verify=True) == 2
+    publish(sender, 3, 4)
+    assert newest(store, verify=True) == 4
 
 
 @pytest.mark.parametrize("name", ["tmp", "idle", "receivers", "deltas"])
-def test_a_directory_that_was_removed_is_made_again(store: Path, mount: str, name: str) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2, 3)
-        shutil.rmtree(store / (other_buffer(newest_buffer(store)) if name == "idle" else name))
-        publish(sender, 4, 5, 6)
-        assert newest(store, verify=True) == 6
+def test_a_directory_that_was_removed_is_made_again(store, mount, name, sender):
+    publish(sender, 1, 2, 3)
+    shutil.rmtree(store / (other_buffer(newest_buffer(store)) if name == "idle" else name))
+    publish(sender, 4, 5, 6)
+    assert newest(store, verify=True) == 6
 
 
 def few_changed(version: int) -> Tensors:
@@ -480,8 +467,8 @@ def move_in(store: Path) -> None:
 )
 @pytest.mark.parametrize("num_versions", [2, 3, 4])
 def test_a_local_sender_writes_into_no_file_of_a_network_sender(
-    store: Path, monkeypatch: pytest.MonkeyPatch, num_versions: int, begin: Callable[[Path], None]
-) -> None:
+    store, monkeypatch, num_versions, begin
+):
     """Whose newest version stands on one; and other hosts may be reading the other."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with make_sender(store) as sender:
@@ -498,16 +485,15 @@ def test_a_local_sender_writes_into_no_file_of_a_network_sender(
         assert_same_bits(snapshot.tensors, few_changed(num_versions))
 
 
-def test_an_iterator_is_refused_and_takes_nothing_away(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2)
-        with pytest.raises(dbuffer.InvalidWeightsError, match="delta=True"):
-            sender.send(iter(SPARSE.weights(3).items()))
-        assert publish(sender, 3)[0] is not None
-        assert newest(store, verify=True) == 3
+def test_an_iterator_is_refused_and_takes_nothing_away(store, mount, sender):
+    publish(sender, 1, 2)
+    with pytest.raises(dbuffer.InvalidWeightsError, match="delta=True"):
+        sender.send(iter(SPARSE.weights(3).items()))
+    assert publish(sender, 3)[0] is not None
+    assert newest(store, verify=True) == 3
 
 
-def test_weights_that_are_sent_without_waiting(store: Path, mount: str) -> None:
+def test_weights_that_are_sent_without_waiting(store, mount):
     with make_sender(store) as sender, reader_of(store, verify=True) as reader:
         for version in range(1, 6):
             published = sender.send(SPARSE.weights(version), wait=False).wait(10)
@@ -517,12 +503,12 @@ def test_weights_that_are_sent_without_waiting(store: Path, mount: str) -> None:
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
-    store: Path, mount: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, mount, is_found, monkeypatch
+):
     weights = SPARSE.weights(3)
     encode = delta_chain.encode_delta
 
-    def encode_and_change(*arguments, **options):  # type: ignore[no-untyped-def]
+    def encode_and_change(*arguments, **options):
         encoded = encode(*arguments, **options)
         if is_found:
             weights[SPARSE.names[0]][5] += 1
@@ -547,8 +533,8 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
 
 @pytest.mark.parametrize("place", ["encode_delta", "DeltaChain.add_delta", "DeltaChain.commit"])
 def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
-    store: Path, mount: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, mount, place, monkeypatch
+):
     """After the check, or past autograd: that version is torn at worst, and the next is right."""
     weights = {"a": torch.zeros(4000), "b": torch.zeros(40_000)}
 
@@ -560,7 +546,7 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
     holder = getattr(delta_chain, whose) if whose else delta_chain
     called = getattr(holder, name)
 
-    def and_step(*arguments, **options):  # type: ignore[no-untyped-def]
+    def and_step(*arguments, **options):
         done = called(*arguments, **options)
         step()
         return done
@@ -580,25 +566,23 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
                 weights["b"][11] += 1
 
 
-# ---------------------------------------------------------------------------------------------
 # What goes and what stays
 
 
 @pytest.mark.usefixtures("short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_nothing_is_left_but_what_the_manifests_name(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        for version in range(1, 30):
-            publish(sender, version)
-            # What the last publish put away goes with the next, for who has just begun to read it.
-            assert len(version_files(store) - named_files(store)) <= (mount == "network") * 4
-            assert len(list(store.glob("deltas/*"))) <= 8
-        assert len(list(store.glob("[AB]/weights-*"))) <= 3
+def test_nothing_is_left_but_what_the_manifests_name(store, mount, sender):
+    for version in range(1, 30):
+        publish(sender, version)
+        # What the last publish put away goes with the next, for who has just begun to read it.
+        assert len(version_files(store) - named_files(store)) <= (mount == "network") * 4
+        assert len(list(store.glob("deltas/*"))) <= 8
+    assert len(list(store.glob("[AB]/weights-*"))) <= 3
 
 
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> None:
+def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store):
     """The anchor that it needs, and the deltas since, long after newer anchors."""
     with make_sender(store) as sender, reader_of(store, "slow") as slow:
         sender._writer._files.reader_timeout_s = 60.0
@@ -617,9 +601,7 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> No
 
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_reader_without_end_is_waited_for_only_so_long(
-    store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_without_end_is_waited_for_only_so_long(store, caplog, monkeypatch):
     now_s = 0.0
     monkeypatch.setattr(network_files.time, "monotonic", lambda: now_s)
     with make_sender(store) as sender, reader_of(store, "slow") as slow:
@@ -637,9 +619,7 @@ def test_a_reader_without_end_is_waited_for_only_so_long(
 
 
 @pytest.mark.usefixtures("network", "short_chains")
-def test_what_a_dead_sender_left_is_removed_in_time(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_dead_sender_left_is_removed_in_time(store, monkeypatch):
     first = make_sender(store)
     publish(first, 1, 2, 3)
     orphan = store / "deltas" / "0123456789abcdef-7.delta"
@@ -664,7 +644,7 @@ def test_what_a_dead_sender_left_is_removed_in_time(
 
 
 @pytest.mark.usefixtures("short_chains")
-def test_the_chain_is_trimmed(store: Path, mount: str) -> None:
+def test_the_chain_is_trimmed(store, mount):
     """By its length, and by its bytes; on a network mount what leads from the anchor stays."""
     lengths, since_anchor = [], []
     with make_sender(store) as sender:
@@ -681,34 +661,29 @@ def test_the_chain_is_trimmed(store: Path, mount: str) -> None:
         assert max(lengths) <= 2 * delta_chain.MAX_CHAIN + 1
 
 
-def test_a_chain_of_large_deltas_is_short(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        for version in range(1, 20):
-            publication = sender.send(SPARSE.weights(version))
-            found = manifest_of(store)
-            total = sum(
-                (store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:]
-            )
-            most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
-            assert total <= most + 2 * (publication.delta_bytes or 0) + most
+def test_a_chain_of_large_deltas_is_short(store, mount, sender):
+    for version in range(1, 20):
+        publication = sender.send(SPARSE.weights(version))
+        found = manifest_of(store)
+        total = sum((store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:])
+        most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
+        assert total <= most + 2 * (publication.delta_bytes or 0) + most
 
 
-def test_delta_bytes_are_those_of_the_file(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        first = sender.send(SPARSE.weights(1))
-        assert first.delta_bytes is None
-        second = sender.send(SPARSE.weights(2))
-        [path] = store.glob("deltas/*")
-        assert second.delta_bytes == path.stat().st_size
-        assert second.num_bytes == first.num_bytes > 4 * second.delta_bytes
+def test_delta_bytes_are_those_of_the_file(store, mount, sender):
+    first = sender.send(SPARSE.weights(1))
+    assert first.delta_bytes is None
+    second = sender.send(SPARSE.weights(2))
+    [path] = store.glob("deltas/*")
+    assert second.delta_bytes == path.stat().st_size
+    assert second.num_bytes == first.num_bytes > 4 * second.delta_bytes
     with make_sender(store, delta=False) as sender:
         assert sender.send(SPARSE.weights(3)).delta_bytes is None
 
 
 @pytest.mark.timing(settle_s=0.01)
-def test_a_store_is_verified(store: Path, mount: str) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2, 3, 4)
+def test_a_store_is_verified(store, mount, sender):
+    publish(sender, 1, 2, 3, 4)
     double = DoubleBuffer(store)
     assert [(check.version, check.problems) for check in verify_store(double)] == [(4, []), (3, [])]
     if mount == "network":
@@ -721,12 +696,11 @@ def test_a_store_is_verified(store: Path, mount: str) -> None:
         assert path.name in str(verify_store(double)[0].problems)
 
 
-# ---------------------------------------------------------------------------------------------
 # Memory that is used again
 
 
 @pytest.mark.usefixtures("network")
-def test_an_open_snapshot_keeps_its_memory(store: Path) -> None:
+def test_an_open_snapshot_keeps_its_memory(store):
     """However many the same receiver opens and loads meanwhile, one in another."""
     with make_sender(store) as sender, reader_of(store) as reader, contextlib.ExitStack() as stack:
         publish(sender, 1, 2)
@@ -744,7 +718,7 @@ def test_an_open_snapshot_keeps_its_memory(store: Path) -> None:
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_snapshots_that_are_left_in_any_order(store: Path, order: tuple[int, ...]) -> None:
+def test_snapshots_that_are_left_in_any_order(store, order):
     with make_sender(store) as sender, reader_of(store) as reader:
         publish(sender, 1)
         leaves, snapshots = [], []
@@ -765,9 +739,7 @@ def test_snapshots_that_are_left_in_any_order(store: Path, order: tuple[int, ...
 
 
 @pytest.mark.usefixtures("network")
-def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(store, caplog):
     with make_sender(store) as sender, reader_of(store) as reader:
         for version, name in ((2, SPARSE.names[0]), (4, SPARSE.names[7])):
             publish(sender, version)
@@ -781,7 +753,7 @@ def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(
 
 
 @pytest.mark.usefixtures("network")
-def test_a_block_that_raises_leaves_memory_to_go_on_from(store: Path) -> None:
+def test_a_block_that_raises_leaves_memory_to_go_on_from(store):
     with make_sender(store) as sender, reader_of(store) as reader, reads_from_files() as read:
         publish(sender, 1, 2)
         with pytest.raises(KeyError), reader.open():
@@ -792,7 +764,7 @@ def test_a_block_that_raises_leaves_memory_to_go_on_from(store: Path) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_an_older_version_after_a_newer_one(store: Path) -> None:
+def test_an_older_version_after_a_newer_one(store):
     with make_sender(store) as sender, reader_of(store) as reader:
         for version in range(1, 8):
             publish(sender, version)
@@ -803,7 +775,7 @@ def test_an_older_version_after_a_newer_one(store: Path) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_a_store_that_was_begun_anew(store: Path) -> None:
+def test_a_store_that_was_begun_anew(store):
     with reader_of(store) as reader:
         for times in range(3):
             with make_sender(store) as sender:
@@ -821,7 +793,6 @@ def test_a_store_that_was_begun_anew(store: Path) -> None:
                     path.unlink()
 
 
-# ---------------------------------------------------------------------------------------------
 # Tensors of all kinds
 
 DTYPES = (
@@ -858,7 +829,7 @@ def assert_all_read(store: Path, follower: dbuffer.WeightReceiver, weights: Tens
         assert_same_bits(snapshot.tensors, weights)
 
 
-def test_tensors_of_all_kinds(store: Path, mount: str) -> None:
+def test_tensors_of_all_kinds(store, mount):
     weights = awkward_weights()
     with make_sender(store) as sender, reader_of(store, verify=True) as follower:
         for step in range(8):
@@ -879,7 +850,7 @@ def test_tensors_of_all_kinds(store: Path, mount: str) -> None:
             assert_all_read(store, follower, weights)
 
 
-def test_patches_of_all_kinds(store: Path, mount: str) -> None:
+def test_patches_of_all_kinds(store, mount):
     weights = awkward_weights()
     generator = torch.Generator().manual_seed(0)
     with make_sender(store) as sender, reader_of(store, verify=True) as follower:
@@ -920,9 +891,7 @@ def test_patches_of_all_kinds(store: Path, mount: str) -> None:
         pytest.param([SparsePatch("a", torch.tensor([3]), torch.tensor([3.0]))], id="the same"),
     ],
 )
-def test_patches_that_change_nothing_make_a_version(
-    store: Path, mount: str, patches: list[SparsePatch]
-) -> None:
+def test_patches_that_change_nothing_make_a_version(store, mount, patches):
     weights = {"a": torch.arange(4000.0), "b": torch.ones(7)}
     with make_sender(store) as sender, reader_of(store) as reader:
         sender.send(weights)
@@ -974,8 +943,8 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
     ],
 )
 def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
-    store: Path, mount: str, patches: Any, error: type[Exception], said: str
-) -> None:
+    store, mount, patches, error, said
+):
     a = torch.arange(4000.0)
     with make_sender(store) as sender, reader_of(store) as reader:
         sender.send({"a": a, "tied": a, "e": torch.empty(0)})
@@ -989,7 +958,7 @@ def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
             assert snapshot.tensors["a"][7] == -7.0
 
 
-def test_views_are_patches_as_any_other_tensors(store: Path, mount: str) -> None:
+def test_views_are_patches_as_any_other_tensors(store, mount):
     """One element of a view is contiguous, whatever its stride."""
     with make_sender(store) as sender, reader_of(store, verify=True) as reader:
         weights = {"a": torch.arange(4000.0)}
@@ -1003,7 +972,7 @@ def test_views_are_patches_as_any_other_tensors(store: Path, mount: str) -> None
                 assert_all_read_same(reader, weights)
 
 
-def test_values_of_another_width_are_cast(store: Path, mount: str) -> None:
+def test_values_of_another_width_are_cast(store, mount):
     with make_sender(store) as sender, reader_of(store, verify=True) as reader:
         weights = {"a": torch.arange(4000.0), "b": torch.arange(4000).to(torch.bfloat16)}
         sender.send(weights)
@@ -1020,13 +989,13 @@ def assert_all_read_same(reader: dbuffer.WeightReceiver, weights: Tensors) -> No
         assert_same_bits(snapshot.tensors, weights)
 
 
-def test_patches_need_a_version_before_and_a_sender_with_deltas(store: Path, mount: str) -> None:
+def test_patches_need_a_version_before_and_a_sender_with_deltas(store, mount):
     with make_sender(store, delta=False) as sender:
         sender.send(SPARSE.weights(1))
         with pytest.raises(dbuffer.OptionError, match="delta"):
             sender.send_patches([])
     with make_sender(store.parent / "another") as sender:
-        with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+        with pytest.raises(dbuffer.VersionError):
             sender.send_patches([])
         publish(sender, 1, 2)
         with pytest.raises(dbuffer.VersionError, match="above"):
@@ -1037,7 +1006,7 @@ def test_patches_need_a_version_before_and_a_sender_with_deltas(store: Path, mou
 
 
 def refuse_weights(sender: dbuffer.WeightSender) -> None:
-    sender.send({"a": object()})  # type: ignore[dict-item]
+    sender.send({"a": object()})
 
 
 def refuse_metadata(sender: dbuffer.WeightSender) -> None:
@@ -1049,9 +1018,7 @@ def refuse_a_version(sender: dbuffer.WeightSender) -> None:
 
 
 @pytest.mark.parametrize("fail", [refuse_weights, refuse_metadata, refuse_a_version])
-def test_no_patches_after_a_send_that_was_refused(
-    store: Path, mount: str, fail: Callable[[dbuffer.WeightSender], None]
-) -> None:
+def test_no_patches_after_a_send_that_was_refused(store, mount, fail):
     """They are of weights that were never published."""
     patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
     with make_sender(store) as sender:
@@ -1059,7 +1026,7 @@ def test_no_patches_after_a_send_that_was_refused(
         with pytest.raises(dbuffer.DBufferError):
             fail(sender)
         for _ in range(2):
-            with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+            with pytest.raises(dbuffer.VersionError):
                 sender.send_patches(patches)
         assert newest(store, verify=True) == 2
         assert publish(sender, 3)[0] is not None, "nothing was touched"
@@ -1067,7 +1034,6 @@ def test_no_patches_after_a_send_that_was_refused(
         assert newest(store, verify=True) == 4
 
 
-# ---------------------------------------------------------------------------------------------
 # Damage to deltas and anchors: who can read, reads; who cannot, says so; the next one is whole
 
 
@@ -1102,7 +1068,7 @@ def damaged_chain(store: Path, sender: dbuffer.WeightSender, damage: str) -> Pat
 @pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: str) -> None:
+def test_after_a_damaged_delta_the_next_version_is_whole(store, damage):
     with make_sender(store) as sender, contextlib.ExitStack() as stack:
         early, close = [stack.enter_context(reader_of(store, name)) for name in ("early", "close")]
         publish(sender, 1, 2)
@@ -1118,7 +1084,6 @@ def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: st
             with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
                 opened(receiver)
             record = DoubleBuffer(store).receiver(receiver.receiver_id)
-            assert record is not None
             assert record.unreadable_version == 5
         publish(sender, 6)
         assert manifest_of(store).anchor is None
@@ -1132,24 +1097,23 @@ def test_after_a_damaged_delta_the_next_version_is_whole(store: Path, damage: st
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
-def test_a_lost_delta_is_seen_by_the_sender_itself(store: Path) -> None:
-    with make_sender(store) as sender:
-        damaged_chain(store, sender, "lost")
-        publish(sender, 6)
-        assert newest(store, verify=True) == 6
-        shutil.rmtree(store / "deltas")
-        publish(sender, 7)
-        assert newest(store, verify=True) == 7
-        publish(sender, 8)
-        shutil.rmtree(store / "deltas")
-        sender.send_patches(patches_between(SPARSE.weights(8), SPARSE.weights(9)))
-        assert newest(store, verify=True) == 9
+def test_a_lost_delta_is_seen_by_the_sender_itself(store, sender):
+    damaged_chain(store, sender, "lost")
+    publish(sender, 6)
+    assert newest(store, verify=True) == 6
+    shutil.rmtree(store / "deltas")
+    publish(sender, 7)
+    assert newest(store, verify=True) == 7
+    publish(sender, 8)
+    shutil.rmtree(store / "deltas")
+    sender.send_patches(patches_between(SPARSE.weights(8), SPARSE.weights(9)))
+    assert newest(store, verify=True) == 9
 
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
 @pytest.mark.parametrize("damage", ["lost", "emptied", "cut short", "flipped"])
-def test_after_a_damaged_anchor_the_next_version_is_whole(store: Path, damage: str) -> None:
+def test_after_a_damaged_anchor_the_next_version_is_whole(store, damage):
     with make_sender(store) as sender, reader_of(store, "follows") as follows:
         publish(sender, 1, 2, 3)
         assert opened(follows) == 3
@@ -1172,50 +1136,47 @@ def test_after_a_damaged_anchor_the_next_version_is_whole(store: Path, damage: s
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0, settle_s=0.01)
 @pytest.mark.parametrize("what", ["newest manifest", "idle manifest", "pointer", "all"])
-def test_no_version_stands_on_a_file_that_is_about_to_go(store: Path, what: str) -> None:
+def test_no_version_stands_on_a_file_that_is_about_to_go(store, what, sender):
     """Whose manifest was damaged, so that no record names it: it is nothing to stand on."""
-    with make_sender(store) as sender:
-        for version in (3, 13, 23):
-            publish(sender, version - 2, version - 1, version)
-            pointer = newest_buffer(store)
-            for buffer in (pointer, other_buffer(pointer)):
-                if what in ("all", "newest manifest" if buffer == pointer else "idle manifest"):
-                    (store / buffer / "manifest.json").write_bytes(b"{")
-            if what in ("all", "pointer"):
-                (store / "CURRENT").write_bytes(b"{")
-            for later in range(version + 1, version + 7):
-                publish(sender, later)
-                assert named_files(store) <= version_files(store)
-                assert newest(store, verify=True) == later
+    for version in (3, 13, 23):
+        publish(sender, version - 2, version - 1, version)
+        pointer = newest_buffer(store)
+        for buffer in (pointer, other_buffer(pointer)):
+            if what in ("all", "newest manifest" if buffer == pointer else "idle manifest"):
+                (store / buffer / "manifest.json").write_bytes(b"{")
+        if what in ("all", "pointer"):
+            (store / "CURRENT").write_bytes(b"{")
+        for later in range(version + 1, version + 7):
+            publish(sender, later)
+            assert named_files(store) <= version_files(store)
+            assert newest(store, verify=True) == later
 
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.timing(settle_s=0.01)
-def test_a_stager_says_what_it_cannot_have_and_has_the_next(store: Path) -> None:
-    with make_sender(store) as sender:
-        path = damaged_chain(store, sender, "flipped")
-        with contextlib.closing(
-            Stager(dbuffer.WeightReceiver(store, receiver_id="rank", poll_interval_s=0.05))
-        ) as stager:
-            record = wait_for_record(store, lambda record: record.problem is not None)
-            assert path.name in str(record.problem)
-            assert record.problem_version == record.unreadable_version == 5
-            publish(sender, 6)
-            record = wait_for_record(store, lambda record: record.staged_version == 6)
-            assert record.problem is None
-            staged = stager.take(6, timeout_s=5)
-            assert SPARSE.version_of(staged.tensors) == 6
+def test_a_stager_says_what_it_cannot_have_and_has_the_next(store, sender):
+    path = damaged_chain(store, sender, "flipped")
+    with contextlib.closing(
+        Stager(dbuffer.WeightReceiver(store, receiver_id="rank", poll_interval_s=0.05))
+    ) as stager:
+        record = wait_for_record(store, lambda record: record.problem is not None)
+        assert path.name in str(record.problem)
+        assert record.problem_version == record.unreadable_version == 5
+        publish(sender, 6)
+        record = wait_for_record(store, lambda record: record.staged_version == 6)
+        assert record.problem is None
+        staged = stager.take(6, timeout_s=5)
+        assert SPARSE.version_of(staged.tensors) == 6
 
 
 def wait_for_record(store: Path, is_so: Callable[[ReceiverRecord], bool]) -> ReceiverRecord:
-    deadline = time.monotonic() + 10.0
-    while (record := DoubleBuffer(store).receiver("rank")) is None or not is_so(record):
-        assert time.monotonic() < deadline, record
-        time.sleep(0.005)
-    return record
+    def record() -> ReceiverRecord | None:
+        found = DoubleBuffer(store).receiver("rank")
+        return found if found is not None and is_so(found) else None
+
+    return until("the record says so", record)
 
 
-# ---------------------------------------------------------------------------------------------
 # Damage to a local store
 
 
@@ -1235,41 +1196,38 @@ def patches_between(before: Tensors, after: Tensors) -> list[SparsePatch]:
 @pytest.mark.usefixtures("local")
 @pytest.mark.parametrize("with_patches", [False, True], ids=["send", "patches"])
 def test_damage_to_the_idle_buffer_is_not_published_with_a_checksum(
-    store: Path, with_patches: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    store, with_patches, caplog, sender
+):
     """Most of it is not written again: its checksums must be those of what was sent."""
-    with make_sender(store) as sender:
-        publish(sender, 1, 2, 3)
-        flip_in(store, other_buffer(newest_buffer(store)), 3)
-        with caplog.at_level(logging.WARNING, "dbuffer"):
-            for version in (4, 5, 6):
-                if with_patches:
-                    changes = SPARSE.weights(version - 1), SPARSE.weights(version)
-                    sender.send_patches(patches_between(*changes))
-                else:
-                    publish(sender, version)
-                assert newest(store, verify=True) == version
-        assert "was damaged" in caplog.text
-
-
-@pytest.mark.usefixtures("local")
-def test_damage_to_the_published_buffer_is_mended_by_the_next_send(store: Path) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2, 3)
-        flip_in(store, newest_buffer(store), 3)
+    publish(sender, 1, 2, 3)
+    flip_in(store, other_buffer(newest_buffer(store)), 3)
+    with caplog.at_level(logging.WARNING, "dbuffer"):
         for version in (4, 5, 6):
-            publish(sender, version)
+            if with_patches:
+                changes = SPARSE.weights(version - 1), SPARSE.weights(version)
+                sender.send_patches(patches_between(*changes))
+            else:
+                publish(sender, version)
             assert newest(store, verify=True) == version
+    assert "was damaged" in caplog.text
 
 
 @pytest.mark.usefixtures("local")
-def test_no_patch_is_put_upon_damage(store: Path) -> None:
-    with make_sender(store) as sender:
-        publish(sender, 1, 2, 3)
-        flip_in(store, newest_buffer(store), 3)
-        with pytest.raises(dbuffer.StoreCorruptError, match=SPARSE.names[3]):
-            sender.send_patches(patches_between(SPARSE.weights(3), SPARSE.weights(4)))
-        with pytest.raises(dbuffer.VersionError, match="send all weights once"):
-            sender.send_patches([])
-        assert publish(sender, 4) == [None]
-        assert newest(store, verify=True) == 4
+def test_damage_to_the_published_buffer_is_mended_by_the_next_send(store, sender):
+    publish(sender, 1, 2, 3)
+    flip_in(store, newest_buffer(store), 3)
+    for version in (4, 5, 6):
+        publish(sender, version)
+        assert newest(store, verify=True) == version
+
+
+@pytest.mark.usefixtures("local")
+def test_no_patch_is_put_upon_damage(store, sender):
+    publish(sender, 1, 2, 3)
+    flip_in(store, newest_buffer(store), 3)
+    with pytest.raises(dbuffer.StoreCorruptError, match=SPARSE.names[3]):
+        sender.send_patches(patches_between(SPARSE.weights(3), SPARSE.weights(4)))
+    with pytest.raises(dbuffer.VersionError):
+        sender.send_patches([])
+    assert publish(sender, 4) == [None]
+    assert newest(store, verify=True) == 4

@@ -82,9 +82,7 @@ def newest(store: Path) -> int | None:
     return json.loads(pointer.read_bytes())["version"] if pointer.exists() else None
 
 
-def test_it_returns_before_the_version_is_published(
-    gate: Gate, sender: WeightSender, store: Path
-) -> None:
+def test_it_returns_before_the_version_is_published(gate, sender, store):
     pending = sender.send(WEIGHTS, metadata={"step": 3}, wait=False)
     assert isinstance(pending, PendingPublication)
     assert gate.is_there.wait(60)
@@ -100,7 +98,7 @@ def test_it_returns_before_the_version_is_published(
         assert snapshot.metadata == {"step": 3}
 
 
-def test_it_says_when_it_takes_too_long(gate: Gate, sender: WeightSender) -> None:
+def test_it_says_when_it_takes_too_long(gate, sender):
     pending = sender.send(WEIGHTS, wait=False)
     with pytest.raises(WaitTimeoutError, match=r"not published within 0\.01 s"):
         pending.wait(0.01)
@@ -125,9 +123,7 @@ def change_a_view(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [change_by_a_step, change_one, change_a_view])
-def test_weights_that_are_changed_meanwhile_are_not_published(
-    change: Any, gate: Gate, sender: WeightSender, store: Path
-) -> None:
+def test_weights_that_are_changed_meanwhile_are_not_published(change, gate, sender, store):
     model = nn.Linear(4, 3)
     gate.may_go_on.set()
     sender.send(model)
@@ -147,9 +143,7 @@ def test_weights_that_are_changed_meanwhile_are_not_published(
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_guarded_optimizer_waits_with_its_step(
-    optimizer: Any, gate: Gate, sender: WeightSender, store: Path
-) -> None:
+def test_a_guarded_optimizer_waits_with_its_step(optimizer, gate, sender, store):
     model = nn.Linear(4, 3)
     optimizer = optimizer(model.parameters(), lr=0.5)
     guard = sender.guard(optimizer)
@@ -171,7 +165,7 @@ def test_a_guarded_optimizer_waits_with_its_step(
         pending.wait()
 
 
-def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate: Gate, sender: WeightSender) -> None:
+def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate, sender):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     sender.guard(optimizer)
@@ -200,9 +194,7 @@ def fail_close(sender: WeightSender) -> None:
 
 
 @pytest.mark.parametrize("action", [fail_next_send, fail_next_send_too, fail_close])
-def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(
-    action: Any, gate: Gate, store: Path
-) -> None:
+def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(action, gate, store):
     sender = WeightSender(store)
     gate.error = StoreFullError("no room")
     sender.send(WEIGHTS, wait=False)
@@ -217,9 +209,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(
         another.send(WEIGHTS)
 
 
-def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(
-    gate: Gate, sender: WeightSender
-) -> None:
+def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(gate, sender):
     gate.error = StoreFullError("no room")
     pending = sender.send(WEIGHTS, wait=False)
     gate.may_go_on.set()
@@ -230,9 +220,7 @@ def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(
     assert sender.send(WEIGHTS).version == 1
 
 
-def test_versions_come_in_the_order_in_which_they_were_sent(
-    sender: WeightSender, store: Path
-) -> None:
+def test_versions_come_in_the_order_in_which_they_were_sent(sender, store):
     handles = [sender.send({"a": torch.full((100,), float(n))}, wait=False) for n in range(20)]
     last = sender.send({"a": torch.full((100,), 20.0)})
     assert [handle.wait().version for handle in handles] == list(range(1, 21))
@@ -260,7 +248,7 @@ def at_line(number: int, action: Callable[[str], None]) -> None:
     sys.settrace(trace)
 
 
-def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, store: Path) -> None:
+def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate, store):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     went_on = []
@@ -295,9 +283,7 @@ def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, stor
     assert False in went_on
 
 
-def test_each_failure_of_several_threads_is_told(
-    gate: Gate, store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_failure_of_several_threads_is_told(gate, store, caplog):
     """Whichever thread's version is published first, and whoever sends, steps or closes next."""
     gate.error = StoreFullError("no room")
     gate.may_go_on.set()
@@ -309,7 +295,7 @@ def test_each_failure_of_several_threads_is_told(
             settle()
             ready.wait(60)
 
-        sender._settle = settle_together  # type: ignore[method-assign]
+        sender._settle = settle_together
         threads = [
             threading.Thread(target=sender.send, args=(WEIGHTS,), kwargs={"wait": False})
             for _ in range(2)
@@ -318,7 +304,7 @@ def test_each_failure_of_several_threads_is_told(
             thread.start()
         for thread in threads:
             thread.join()
-        sender._settle = settle  # type: ignore[method-assign]
+        sender._settle = settle
         with pytest.raises(StoreFullError, match="no room"):
             sender.send(WEIGHTS)
         assert "another version that was sent was not published, either: no room" in caplog.text
@@ -326,7 +312,7 @@ def test_each_failure_of_several_threads_is_told(
         assert sender.send(WEIGHTS).version == 1
 
 
-def test_closing_while_others_send_is_a_clear_error(store: Path) -> None:
+def test_closing_while_others_send_is_a_clear_error(store):
     def send(sender: WeightSender, ended: list[BaseException]) -> None:
         try:
             while True:
@@ -348,9 +334,7 @@ def test_closing_while_others_send_is_a_clear_error(store: Path) -> None:
         assert {type(error) for error in errors} == {ClosedError}
 
 
-def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(
-    gate: Gate, store: Path
-) -> None:
+def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate, store):
     """Another thread's version is next, for which the handler's thread holds the lock."""
     sender = WeightSender(store)
     pending = PendingPublication()
@@ -377,7 +361,7 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(
     assert newest(store) == 1
 
 
-def test_a_forked_child_cannot_wait_for_it(gate: Gate, sender: WeightSender) -> None:
+def test_a_forked_child_cannot_wait_for_it(gate, sender):
     pending = sender.send(WEIGHTS, wait=False)
     assert gate.is_there.wait(60)
     pid = os.fork()
@@ -398,7 +382,7 @@ def test_a_forked_child_cannot_wait_for_it(gate: Gate, sender: WeightSender) -> 
     assert pending.wait(60).version == 1
 
 
-def test_closing_waits(gate: Gate, store: Path) -> None:
+def test_closing_waits(gate, store):
     with WeightSender(store) as sender:
         pending = sender.send(WEIGHTS, wait=False)
         gate.open_in(0.2)
@@ -408,7 +392,7 @@ def test_closing_waits(gate: Gate, store: Path) -> None:
         sender.send(WEIGHTS, wait=False)
 
 
-def test_what_is_wrong_is_said_at_once(sender: WeightSender, store: Path) -> None:
+def test_what_is_wrong_is_said_at_once(sender, store):
     sender.send(WEIGHTS, version=5)
     with pytest.raises(VersionError):
         sender.send(WEIGHTS, version=5, wait=False)
@@ -417,7 +401,7 @@ def test_what_is_wrong_is_said_at_once(sender: WeightSender, store: Path) -> Non
     with pytest.raises(InvalidWeightsError):
         sender.send(WEIGHTS, metadata={"a": object()}, wait=False)
     with pytest.raises(OptionError, match="wait"):
-        sender.send(WEIGHTS, wait=1)  # type: ignore[call-overload]
+        sender.send(WEIGHTS, wait=1)
     with pytest.raises(OptionError, match="iterator"):
         sender.send(iter(WEIGHTS.items()), wait=False)
     lazy = LazyTensor(torch.float32, (2,), lambda: torch.zeros(2))
@@ -426,7 +410,7 @@ def test_what_is_wrong_is_said_at_once(sender: WeightSender, store: Path) -> Non
     assert newest(store) == 5
 
 
-def test_weights_are_let_go_of_when_they_are_published(sender: WeightSender) -> None:
+def test_weights_are_let_go_of_when_they_are_published(sender):
     weights = {"a": torch.zeros(1000)}
     watched = weakref.ref(weights["a"])
     pending = sender.send(weights, wait=False)
@@ -437,9 +421,7 @@ def test_weights_are_let_go_of_when_they_are_published(sender: WeightSender) -> 
     assert pending.is_done
 
 
-def test_inference_tensors_are_sent_though_nobody_counts_writes_into_them(
-    sender: WeightSender, store: Path
-) -> None:
+def test_inference_tensors_are_sent_though_nobody_counts_writes_into_them(sender, store):
     with torch.inference_mode():
         weights = {"a": torch.ones(3)}
     sender.send(weights, wait=False).wait()
@@ -453,12 +435,12 @@ sender.send({"a": torch.ones(1 << 22)}, wait=False)
 """
 
 
-def test_what_was_sent_last_is_published_though_the_process_ends(store: Path) -> None:
+def test_what_was_sent_last_is_published_though_the_process_ends(store):
     subprocess.run([sys.executable, "-c", END_WITHOUT_CLOSING, store], check=True, timeout=60)
     assert torch.equal(received(store)["a"], torch.ones(1 << 22))
 
 
-def test_metrics_count_versions_and_deltas(store: Path) -> None:
+def test_metrics_count_versions_and_deltas(store):
     registry = CollectorRegistry()
 
     def value(name: str) -> float | None:

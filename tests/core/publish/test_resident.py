@@ -28,7 +28,7 @@ from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child
 from tests.support.moments import COPIES, Step, at_call, at_step, die
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest
-from tests.support.soak import Record, numbers, patience_s
+from tests.support.soak import numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, weights_files
 from tests.support.waiting import TIMEOUT_S
 
@@ -128,6 +128,17 @@ def mapped_files(model: nn.Module) -> set[str]:
 
 
 @pytest.fixture
+def model() -> Patterned:
+    return Patterned()
+
+
+@pytest.fixture
+def resident(model: Patterned, store: Path) -> Iterator[ResidentModel]:
+    with ResidentModel(model, store) as resident:
+        yield resident
+
+
+@pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged as a warning so far."""
     return lambda: [r.message for r in caplog.records if r.levelno >= logging.WARNING]
@@ -140,9 +151,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ("pattern", "delta", "checksum"),
     [(SMALL, False, False), (SMALL, True, False), (SPARSE, True, False), (SPARSE, True, True)],
 )
-def test_each_version_is_the_model_as_it_was(
-    store: Path, warnings: Any, pattern: Pattern, delta: bool, checksum: bool
-) -> None:
+def test_each_version_is_the_model_as_it_was(store, warnings, pattern, delta, checksum):
     model = Patterned(pattern)
     with ResidentModel(model, store, delta=delta, checksum=checksum) as resident:
         for version in range(1, 8):
@@ -162,7 +171,7 @@ def test_each_version_is_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_who_follows_goes_on_by_what_changed(store: Path, checksum: bool) -> None:
+def test_who_follows_goes_on_by_what_changed(store, checksum):
     """A mirror, which skips some versions."""
     model, local = Patterned(SPARSE), store.parent / "local"
     with (
@@ -177,11 +186,10 @@ def test_who_follows_goes_on_by_what_changed(store: Path, checksum: bool) -> Non
                 assert newest(local) == version
     double = DoubleBuffer(store)
     pointer = double.undamaged_pointer()
-    assert pointer is not None
     assert len(double.manifest(pointer.buffer).chain) > 5
 
 
-def test_what_did_not_change_is_not_copied(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_not_copied(store, monkeypatch):
     """Into the other buffer, from the third version on: it holds the one before the last."""
     copied: list[int] = []
     write = Copier.write
@@ -200,7 +208,7 @@ def test_what_did_not_change_is_not_copied(store: Path, monkeypatch: pytest.Monk
     assert copied == [len(SPARSE.names)] * 2
 
 
-def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
+def test_it_trains_as_any_other_model_does(store, warnings):
     model, other = Net(), Net()
     names = [name for name, _ in model.named_parameters()]
     with ResidentModel(model, store) as resident:
@@ -222,7 +230,7 @@ def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
     assert warnings() == []
 
 
-def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_it_are_as_large_as_it_is(store, tmp_path):
     """Each tensor has a storage of its own, by which ties are told from neighbours."""
     model = Patterned(BIG)
     with ResidentModel(model, store):
@@ -236,7 +244,7 @@ def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) ->
         assert len(storages) == len(BIG.names)
 
 
-def test_names_are_mapped_and_versions_given(store: Path) -> None:
+def test_names_are_mapped_and_versions_given(store):
     model = nn.Linear(2, 3)
     rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Rule("name", "weight", "w")])
     with ResidentModel(model, store, rename=rename) as resident:
@@ -251,7 +259,7 @@ def test_names_are_mapped_and_versions_given(store: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_checksums_are_of_what_is_published(any_store: Path, durable: bool) -> None:
+def test_checksums_are_of_what_is_published(any_store, durable):
     model = Patterned()
     with ResidentModel(model, any_store, checksum=True, durable=durable) as resident:
         for version in (1, 2, 3):
@@ -260,15 +268,13 @@ def test_checksums_are_of_what_is_published(any_store: Path, durable: bool) -> N
             assert newest(any_store, verify=True) == version
 
 
-def test_receivers_are_waited_for(store: Path) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
-        model.step(1)
-        version = resident.publish().version
-        with pytest.raises(dbuffer.WaitTimeoutError):
-            resident.wait_applied(version, timeout_s=0)
-        newest(store)
+def test_receivers_are_waited_for(store, model, resident):
+    model.step(1)
+    version = resident.publish().version
+    with pytest.raises(dbuffer.WaitTimeoutError):
         resident.wait_applied(version, timeout_s=0)
+    newest(store)
+    resident.wait_applied(version, timeout_s=0)
 
 
 # Nothing is copied, and what is published stays as it is
@@ -289,13 +295,13 @@ def publish_protected(connection: Connection, store: Path) -> None:
     resident.publish()
 
 
-def test_publish_writes_none_of_the_pages_before_the_flip(store: Path) -> None:
+def test_publish_writes_none_of_the_pages_before_the_flip(store):
     with Child(publish_protected, store) as child:
         assert child.wait() == -signal.SIGKILL, "something was written into the parameters' pages"
     assert newest(store, BIG) == 2
 
 
-def test_what_is_published_is_the_file_that_was_trained_in(store: Path) -> None:
+def test_what_is_published_is_the_file_that_was_trained_in(store):
     model = Patterned(BIG)
     with ResidentModel(model, store) as resident:
         for version in range(1, 5):
@@ -304,7 +310,6 @@ def test_what_is_published_is_the_file_that_was_trained_in(store: Path) -> None:
             blocks = {path: path.stat().st_blocks for path in store.rglob("weights-*")}
             resident.publish()
             pointer = dbuffer.store.buffer.DoubleBuffer(store).pointer()
-            assert pointer is not None
             assert Path(trained_in).parent == store / pointer.buffer
             (file,) = weights_files(store)[pointer.buffer]
             assert Path(trained_in).name == file
@@ -314,7 +319,7 @@ def test_what_is_published_is_the_file_that_was_trained_in(store: Path) -> None:
         assert sum(map(len, weights_files(store).values())) == 2
 
 
-def test_steps_after_a_publish_are_not_in_it(store: Path) -> None:
+def test_steps_after_a_publish_are_not_in_it(store):
     model = Patterned()
     with ResidentModel(model, store) as resident, dbuffer.WeightReceiver(store) as receiver:
         for version in range(1, 6):
@@ -338,7 +343,7 @@ def train_for_ever(connection: Connection, store: Path, delta: bool) -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_readers_at_full_speed_see_whole_versions_only(store: Path, delta: bool) -> None:
+def test_readers_at_full_speed_see_whole_versions_only(store, delta):
     pattern = SPARSE if delta else SMALL
     with Child(train_for_ever, store, delta) as child, dbuffer.WeightReceiver(store) as receiver:
         assert child.receive() == 1
@@ -352,7 +357,7 @@ def test_readers_at_full_speed_see_whole_versions_only(store: Path, delta: bool)
     assert seen == sorted(set(seen))
 
 
-def test_reader_that_holds_on_is_evicted_into_a_new_file(store: Path, warnings: Any) -> None:
+def test_reader_that_holds_on_is_evicted_into_a_new_file(store, warnings):
     model = Patterned()
     with (
         ResidentModel(model, store, reader_timeout_s=0.1) as resident,
@@ -411,9 +416,7 @@ MOVES = [halve, assign, replace, untie, load_by_assignment, share, hand_to_a_spa
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_what_was_moved_out_is_copied_back_in(
-    store: Path, move: Callable[[Net], None], warnings: Any
-) -> None:
+def test_what_was_moved_out_is_copied_back_in(store, move, warnings):
     model = Net()
     with ResidentModel(model, store) as resident:
         resident.publish()
@@ -434,7 +437,7 @@ def test_what_was_moved_out_is_copied_back_in(
         assert_tidy(store)
 
 
-def test_state_is_loaded_in_place(store: Path, warnings: Any) -> None:
+def test_state_is_loaded_in_place(store, warnings):
     model, other = Net(), Net()
     with ResidentModel(model, store) as resident:
         Trainer(other).step()
@@ -444,7 +447,7 @@ def test_state_is_loaded_in_place(store: Path, warnings: Any) -> None:
     assert warnings() == []
 
 
-def test_what_has_no_values_any_more_is_refused(store: Path) -> None:
+def test_what_has_no_values_any_more_is_refused(store):
     model = Net()
     with ResidentModel(model, store) as resident:
         resident.publish()
@@ -471,7 +474,7 @@ def two_views() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [flat_buffer, two_views])
-def test_parts_of_something_larger_are_refused(store: Path, make: Callable[[], nn.Module]) -> None:
+def test_parts_of_something_larger_are_refused(store, make):
     model = make()
     place = model.weight.data_ptr()
     with pytest.raises(dbuffer.UnsupportedError, match="WeightSender"):
@@ -480,7 +483,7 @@ def test_parts_of_something_larger_are_refused(store: Path, make: Callable[[], n
     assert not store.exists()
 
 
-def test_what_state_dict_makes_anew_is_refused(store: Path) -> None:
+def test_what_state_dict_makes_anew_is_refused(store):
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(
         lambda _, state, *__: state.update(bias=state["bias"].detach().clone())
@@ -490,9 +493,7 @@ def test_what_state_dict_makes_anew_is_refused(store: Path) -> None:
     assert not store.exists()
 
 
-def test_state_that_is_no_tensor_is_refused_and_the_model_moves_out_all_the_same(
-    store: Path,
-) -> None:
+def test_state_that_is_no_tensor_is_refused_and_the_model_moves_out_all_the_same(store):
     model = nn.Linear(2, 2)
     with ResidentModel(model, store) as resident:
         resident.publish()
@@ -505,14 +506,14 @@ def test_state_that_is_no_tensor_is_refused_and_the_model_moves_out_all_the_same
     assert not [one for one in ends if one[0] <= place < one[1]]
 
 
-def test_a_network_mount_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_mount_is_refused(store, monkeypatch):
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with pytest.raises(NotImplementedError, match="WeightSender"):
         ResidentModel(Patterned(), store)
     assert not store.exists()
 
 
-def test_a_module_on_no_device_is_refused(store: Path) -> None:
+def test_a_module_on_no_device_is_refused(store):
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(dbuffer.InvalidWeightsError, match="meta"):
@@ -523,7 +524,7 @@ def test_a_module_on_no_device_is_refused(store: Path) -> None:
 # How it ends
 
 
-def test_after_close_the_model_is_an_ordinary_one(store: Path) -> None:
+def test_after_close_the_model_is_an_ordinary_one(store):
     model = Patterned()
     resident = ResidentModel(model, store)
     model.step(1)
@@ -543,7 +544,7 @@ def test_after_close_the_model_is_an_ordinary_one(store: Path) -> None:
         assert sender.send(model).version == 2 == newest(store)
 
 
-def test_only_one_writer_at_a_time(store: Path) -> None:
+def test_only_one_writer_at_a_time(store):
     model = Patterned()
     place = model.layers[0].weight.data_ptr()
     with dbuffer.WeightSender(store) as sender:
@@ -555,7 +556,7 @@ def test_only_one_writer_at_a_time(store: Path) -> None:
         dbuffer.WeightSender(store)
 
 
-def test_successor_is_not_written_into_and_not_overtaken(store: Path) -> None:
+def test_successor_is_not_written_into_and_not_overtaken(store):
     model = Patterned()
     resident = ResidentModel(model, store)
     model.step(1)
@@ -598,7 +599,7 @@ def fork_and_publish(connection: Connection, store: Path) -> None:
     connection.send("done")
 
 
-def test_a_forked_child_can_neither_publish_nor_end_it(store: Path) -> None:
+def test_a_forked_child_can_neither_publish_nor_end_it(store):
     with Child(fork_and_publish, store) as child:
         assert child.receive() == "done"
     assert newest(store) == 3
@@ -629,31 +630,27 @@ FULL = dbuffer.StoreFullError("no room")
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()])
 @pytest.mark.parametrize("nth", [1, 2], ids=["manifest", "pointer"])
 def test_a_publish_that_fails_leaves_the_model_whole(
-    store: Path, monkeypatch: pytest.MonkeyPatch, nth: int, error: BaseException
-) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
-        model.step(1)
+    store, monkeypatch, nth, error, model, resident
+):
+    model.step(1)
+    resident.publish()
+    model.step(2)
+    with (
+        failing(monkeypatch, filesystem, "replace_file", error, nth),
+        pytest.raises(type(error)),
+    ):
         resident.publish()
-        model.step(2)
-        with (
-            failing(monkeypatch, filesystem, "replace_file", error, nth),
-            pytest.raises(type(error)),
-        ):
-            resident.publish()
-        assert model.version() == 2
-        assert newest(store) == 1
-        model.step(3)
-        assert newest(store) == 1
-        assert resident.publish(version=3).version == 3 == newest(store)
-        model.step(4)
-        assert resident.publish().version == 4 == newest(store)
-        assert_tidy(store)
+    assert model.version() == 2
+    assert newest(store) == 1
+    model.step(3)
+    assert newest(store) == 1
+    assert resident.publish(version=3).version == 3 == newest(store)
+    model.step(4)
+    assert resident.publish().version == 4 == newest(store)
+    assert_tidy(store)
 
 
-def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(store, monkeypatch):
     """The pointer is in place when its flush fails."""
     model = Patterned()
     with ResidentModel(model, store, durable=True) as resident:
@@ -671,31 +668,27 @@ def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(
 
 
 def test_no_room_for_the_next_is_no_failure_of_this_one(
-    store: Path, monkeypatch: pytest.MonkeyPatch, warnings: Any
-) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
-        model.step(1)
-        with failing(monkeypatch, BufferWriter, "claim", FULL):
-            assert resident.publish().version == 1
-        assert "ordinary memory until the next publish" in warnings()[-1]
-        model.step(2)
-        assert newest(store) == 1, "the published pages were trained in"
-        assert mapped_files(model).isdisjoint(map(str, store.rglob("weights-*")))
-        with (
-            failing(monkeypatch, BufferWriter, "claim", FULL),
-            pytest.raises(OSError, match="room"),
-        ):
-            resident.publish()
-        assert model.version() == 2
-        assert resident.publish().version == 2 == newest(store)
-        assert_tidy(store)
+    store, monkeypatch, warnings, model, resident
+):
+    model.step(1)
+    with failing(monkeypatch, BufferWriter, "claim", FULL):
+        assert resident.publish().version == 1
+    assert "ordinary memory until the next publish" in warnings()[-1]
+    model.step(2)
+    assert newest(store) == 1, "the published pages were trained in"
+    assert mapped_files(model).isdisjoint(map(str, store.rglob("weights-*")))
+    with (
+        failing(monkeypatch, BufferWriter, "claim", FULL),
+        pytest.raises(OSError, match="room"),
+    ):
+        resident.publish()
+    assert model.version() == 2
+    assert resident.publish().version == 2 == newest(store)
+    assert_tidy(store)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_training_in_ordinary_memory_is_published_where_deltas_are(
-    store: Path, monkeypatch: pytest.MonkeyPatch, checksum: bool
-) -> None:
+def test_training_in_ordinary_memory_is_published_where_deltas_are(store, monkeypatch, checksum):
     """The idle buffer lacks more than what changed between the last two versions."""
     model = Patterned(SPARSE)
     with ResidentModel(model, store, delta=True, checksum=checksum) as resident:
@@ -710,18 +703,16 @@ def test_training_in_ordinary_memory_is_published_where_deltas_are(
 
 
 def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
-        model.step(1)
-        with failing(monkeypatch, dbuffer.io.copier.Copier, "write", KeyboardInterrupt()):
-            with pytest.raises(KeyboardInterrupt):
-                resident.publish()
-        model.step(2)
-        assert newest(store) == 1
-        assert resident.publish().version == 2 == newest(store)
-        assert_tidy(store)
+    store, monkeypatch, model, resident
+):
+    model.step(1)
+    with failing(monkeypatch, dbuffer.io.copier.Copier, "write", KeyboardInterrupt()):
+        with pytest.raises(KeyboardInterrupt):
+            resident.publish()
+    model.step(2)
+    assert newest(store) == 1
+    assert resident.publish().version == 2 == newest(store)
+    assert_tidy(store)
 
 
 def train_until(connection: Connection, store: Path, number: int, last: int, delta: bool) -> None:
@@ -767,9 +758,7 @@ def assert_goes_on(store: Path, expected: int | None) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize(("last", "delta"), [(0, False), (1, False), (4, False), (4, True)])
-def test_killed_at_any_moment(
-    shm_path: Path, last: int, delta: bool, record_property: Record
-) -> None:
+def test_killed_at_any_moment(shm_path, last, delta, record_property):
     """While it moves in; in the first publish, and in a later one, each with a change of sides."""
     before, has_flipped = last - 1 if last > 1 else None, False
     kills = 0
@@ -790,7 +779,7 @@ def test_killed_at_any_moment(
     record_property("kills of a resident model", kills)
 
 
-def test_killed_in_the_middle_of_an_optimizer_step(store: Path) -> None:
+def test_killed_in_the_middle_of_an_optimizer_step(store):
     with Child(die_in_a_step, store) as child:
         assert child.wait() == -signal.SIGKILL
     assert_goes_on(store, 1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 import os
+import resource
 import shutil
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,9 @@ from dbuffer import (
     WriterSupersededError,
 )
 from dbuffer.format.layout import ITEM_BYTES
+from tests.support.children import Child, open_files
 from tests.support.patterns import bits, random_bits, received
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -93,23 +94,14 @@ class TestVersions:
 
 class TestPublication:
     def test_fields(self, sender):
-        weights = {
-            "a": torch.zeros(3, dtype=torch.bfloat16),
-            "b": torch.zeros(()),
-            "c": torch.ones(0),
-        }
+        weights = {"a": torch.zeros(3).bfloat16(), "b": torch.zeros(()), "c": torch.ones(0)}
         started = time.monotonic()
         publication = sender.send(weights)
-        elapsed_s = time.monotonic() - started
-        assert publication.version == 1
-        assert publication.num_tensors == 3
+        assert 0 < publication.duration_s <= time.monotonic() - started
+        assert (publication.version, publication.num_tensors) == (1, 3)
         assert publication.num_bytes == 3 * 2 + 4
-        assert 0 < publication.duration_s <= elapsed_s
         assert type(publication) is dbuffer.Publication
-
-    def test_is_frozen(self, sender):
-        publication = sender.send(WEIGHTS)
-        with pytest.raises(dataclasses.FrozenInstanceError):
+        with pytest.raises(AttributeError):
             publication.version = 2
 
     def test_counts_what_was_cast_as_it_was_published(self, store):
@@ -178,9 +170,6 @@ class TestMetadata:
             "text",
             3,
         ],
-        ids=lambda value: (
-            repr(value)[:20] if not isinstance(value, dict) else str(next(iter(value)))
-        ),
     )
     def test_what_json_cannot_hold_is_refused(self, sender, store, metadata):
         sender.send(WEIGHTS)
@@ -430,48 +419,35 @@ class TestDtype:
             WeightSender(store, dtype=torch.float4_e2m1fn_x2)
 
 
-MEMORY = """
-    import resource, sys
-    import torch
-    import dbuffer
+def limit_memory(num_bytes: int) -> None:
+    """Leave so much for what is private and writable: anonymous memory, no shared mapping."""
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(status.split("VmData:")[1].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
 
-    MB = 1 << 20
-    store = sys.argv[1]
+
+def publish_in_little_memory(connection: Connection, store: Path) -> None:
     weights = {f"layers.{n}": torch.full((2 * MB,), float(n)) for n in range(8)}
     weights["large"] = torch.full((24 * MB,), 7.0)
-
-    def limit_memory(num_bytes):
-        # Of what is private and writable: anonymous memory, and no shared mapping of a file.
-        status = open("/proc/self/status").read()
-        used = 1024 * int(status.split("VmData:")[1].split()[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
-
     for options in ({}, {"checksum": True}, {"dtype": torch.bfloat16}):
-        with dbuffer.WeightSender(store, num_threads=2, **options) as sender:
+        with WeightSender(store, num_threads=2, **options) as sender:
             sender.send({f"small.{n}": torch.ones(100) for n in range(10)})  # starts its threads
             limit_memory(32 * MB)
-            publication = sender.send(weights)
-            sender.send(weights)
+            for _ in range(2):
+                num_bytes = sender.send(weights).num_bytes
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-            assert snapshot.tensors["layers.7"][-1] == 7
-            assert snapshot.tensors["large"][-1] == 7
-        print(options, publication.num_bytes // MB, "MB")
-
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.tensors["layers.7"][-1] == snapshot.tensors["large"][-1] == 7
+        connection.send(num_bytes // MB)
     limit_memory(32 * MB)
-    try:
+    with pytest.raises(RuntimeError):
         torch.empty(100 * MB, dtype=torch.uint8)
-    except RuntimeError:
-        print("the limit holds")
-"""
+    connection.send("the limit holds")
 
 
 def test_takes_little_memory_beside_the_store(store):
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "{} 160 MB"
-    assert done.stdout.splitlines()[-1] == "the limit holds"
+    with Child(publish_in_little_memory, store) as child:
+        assert [child.receive() for _ in range(4)] == [160, 160, 80, "the limit holds"]
 
 
 class TestWaitApplied:
@@ -504,12 +480,11 @@ class TestWaitApplied:
             with WeightReceiver(store) as receiver, receiver.open():
                 pass
 
-        thread = threading.Thread(target=apply)
         started = time.monotonic()
-        thread.start()
-        sender.wait_applied(1, timeout_s=10)
-        assert 0.2 <= time.monotonic() - started < 5
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(apply)
+            sender.wait_applied(1, timeout_s=60)
+            assert 0.2 <= time.monotonic() - started < 50
 
     def test_says_who_is_missing(self, sender, store):
         with WeightReceiver(store, receiver_id="slow-one") as receiver:
@@ -517,10 +492,8 @@ class TestWaitApplied:
             with receiver.open():
                 pass
             sender.send(WEIGHTS)
-            started = time.monotonic()
             with pytest.raises(WaitTimeoutError) as caught:
                 sender.wait_applied(2, receivers=3, timeout_s=0.2)
-        assert 0.2 <= time.monotonic() - started < 5
         for part in ("0 of 3", "version 2", str(store), "0.2 s", "slow-one is at 1"):
             assert part in str(caught.value)
 
@@ -548,6 +521,14 @@ class TestWaitApplied:
             other.wait_applied(5, timeout_s=0)
             with pytest.raises(WriterSupersededError, match="this sender must stop"):
                 sender.wait_applied(1, timeout_s=60)
+
+
+def be_one(connection: Connection, store: Path, version: int | None = None) -> None:
+    """Write a receiver's record, acknowledge a version or none, and end."""
+    receiver = WeightReceiver(store, receiver_id="one")
+    receiver.record.write()
+    if version is not None:
+        receiver.acknowledge(version)
 
 
 class TestWaitingForReceiversByName:
@@ -589,24 +570,24 @@ class TestWaitingForReceiversByName:
             one.record.write(problem="the store was removed", problem_version=None)
             with ThreadPoolExecutor() as pool:
                 waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
-                while not waiting.running():
-                    pass
+                until("it waits", waiting.running)
                 one.load_into({name: tensor.clone() for name, tensor in WEIGHTS.items()})
                 waiting.result()
 
     def test_says_at_once_that_one_has_ended(self, sender, store):
         sender.send(WEIGHTS)
-        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one')"
-        subprocess.run([sys.executable, "-c", f"{apply}.record.write()"], check=True)
+        with Child(be_one, store) as child:
+            assert child.wait() == 0
         with pytest.raises(ReceiverFailedError, match=r"one .* has ended, at version None"):
             sender.wait_applied(1, receivers=["one"], timeout_s=60)
-        subprocess.run([sys.executable, "-c", f"{apply}.acknowledge(1)"], check=True)
+        with Child(be_one, store, 1) as child:
+            assert child.wait() == 0
         sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
     def test_what_an_earlier_run_has_left_behind_is_no_failure(self, store):
         WeightSender(store).close()
-        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one').record"
-        subprocess.run([sys.executable, "-c", f"{apply}.write()"], check=True)
+        with Child(be_one, store) as child:
+            assert child.wait() == 0
         with WeightSender(store) as sender:
             sender.send(WEIGHTS)
             with pytest.raises(WaitTimeoutError):
@@ -643,20 +624,11 @@ class TestLife:
         assert torch.equal(received(store)["a"], WEIGHTS["a"])
 
     def test_closing_leaves_no_file_open(self, store):
-        def names() -> list[str]:
-            found = []
-            for path in Path("/proc/self/fd").iterdir():
-                try:
-                    found.append(str(path.readlink()))
-                except FileNotFoundError:
-                    continue
-            return [name for name in found if str(store) in name]
-
         with WeightSender(store) as sender:
             for size in (3, 3, 4, 4):
                 sender.send({"w": torch.ones(size), "x": torch.ones(1)})
-            assert names()
-        assert names() == []
+            assert open_files(str(store))
+        assert open_files(str(store)) == []
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_is_of_no_use_in_a_forked_child(self, sender):
@@ -673,19 +645,13 @@ class TestLife:
         assert sender.send(WEIGHTS).version == 2
 
     def test_several_threads_may_send(self, sender, store):
-        versions = []
+        def send(value: float) -> list[int]:
+            weights = {str(n): torch.full((50,), value) for n in range(4)}
+            return [sender.send(weights).version for _ in range(20)]
 
-        def send(value: float):
-            for _ in range(20):
-                weights = {str(n): torch.full((50,), value) for n in range(4)}
-                versions.append(sender.send(weights).version)
-
-        threads = [threading.Thread(target=send, args=(value,)) for value in (1.0, 2.0, 3.0)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(versions) == list(range(1, 61))
+        with ThreadPoolExecutor(3) as pool:
+            versions = sorted(itertools.chain(*pool.map(send, (1.0, 2.0, 3.0))))
+        assert versions == list(range(1, 61))
         assert len({tensor[0].item() for tensor in received(store).values()}) == 1
 
     def test_progress_of_a_stream(self, sender):

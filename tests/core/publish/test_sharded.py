@@ -262,7 +262,6 @@ def test_parts_of_old_versions_are_removed(world, in_parts):
     for buffer in ("A", "B"):
         manifest = double.manifest(buffer)
         names = [path.name for path in (in_parts / buffer).glob("weights-*")]
-        assert manifest is not None
         assert all(name == manifest.file or is_part_of(name, manifest.file) for name in names)
         assert len(names) == 1 + len(world.ranks)
 
@@ -291,7 +290,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 def test_a_damaged_part_is_refused(in_parts, damage):
     spoil, kind, message = DAMAGES[damage]
     pointer = DoubleBuffer(in_parts).pointer()
-    assert pointer is not None
     spoil(parts_of(in_parts, pointer.buffer)[-1])
     target = SMALL.empty()
     with WeightReceiver(in_parts) as receiver:
@@ -559,7 +557,7 @@ def send_and_wait(rank: int, store: Path, timeout_s: float) -> None:
         sender.wait_applied(version, receivers=["worker"], timeout_s=timeout_s)
 
 
-def test_all_ranks_wait_for_a_receiver(world: World, store: Path) -> None:
+def test_all_ranks_wait_for_a_receiver(world, store):
     for outcome in world.outcomes(send_and_wait, store, 0.2):
         assert outcome.kind == "WaitTimeoutError"
     with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:

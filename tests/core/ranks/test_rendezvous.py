@@ -53,7 +53,7 @@ def join_and_sum(connection: Connection, place: str, rank: int, size: int, meet_
         connection.send((bases, str(error), time.monotonic() - began))
 
 
-def test_ranks_that_all_come_meet(place: str) -> None:
+def test_ranks_that_all_come_meet(place):
     with contextlib.ExitStack() as stack:
         told = [(place, rank, 3, TIMEOUT_S) for rank in range(3)]
         ranks = [stack.enter_context(Child(join_and_sum, *each)) for each in told]
@@ -62,7 +62,7 @@ def test_ranks_that_all_come_meet(place: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_comes_alone_says_whom_it_waited_for(place: str, rank: int) -> None:
+def test_rank_that_comes_alone_says_whom_it_waited_for(place, rank):
     with Child(join_and_sum, place, rank, 2, SOON_S) as child:
         bases, message, took_s = child.receive()
     assert {"RankTimeoutError", "RankFailedError", "TimeoutError", "RuntimeError"} <= bases
@@ -73,7 +73,7 @@ def test_rank_that_comes_alone_says_whom_it_waited_for(place: str, rank: int) ->
     assert SOON_S <= took_s < TIMEOUT_S
 
 
-def test_those_who_come_name_the_one_who_does_not(tmp_path: Path) -> None:
+def test_those_who_come_name_the_one_who_does_not(tmp_path):
     place = f"file://{tmp_path}/meeting"
     with contextlib.ExitStack() as stack:
         told = [(place, rank, 4, SOON_S) for rank in (0, 1, 3)]
@@ -82,7 +82,7 @@ def test_those_who_come_name_the_one_who_does_not(tmp_path: Path) -> None:
             assert "for rank 2, which did not come" in child.receive()[1]
 
 
-def test_who_came_and_gave_up_is_not_met(tmp_path: Path) -> None:
+def test_who_came_and_gave_up_is_not_met(tmp_path):
     store = distributed.FileStore(str(tmp_path / "meeting"), 2)
     with pytest.raises(dbuffer.RankTimeoutError, match="rank 1, which did not come"):
         meet(store, 0, 2, timeout_s=0.01)
@@ -90,7 +90,7 @@ def test_who_came_and_gave_up_is_not_met(tmp_path: Path) -> None:
         meet(store, 1, 2, timeout_s=0.01)
 
 
-def test_who_has_left_is_waited_for_the_next_time() -> None:
+def test_who_has_left_is_waited_for_the_next_time():
     store = distributed.HashStore()
     meet(store, 0, 1, timeout_s=SOON_S)
     leave(store, 0)
@@ -98,12 +98,12 @@ def test_who_has_left_is_waited_for_the_next_time() -> None:
         meet(store, 1, 2, timeout_s=0.01)
 
 
-def test_many_who_do_not_come_are_counted() -> None:
+def test_many_who_do_not_come_are_counted():
     with pytest.raises(dbuffer.RankTimeoutError, match="ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
         meet(distributed.HashStore(), 0, 100, timeout_s=0.01)
 
 
-def test_store_that_is_gone_is_said_to_be() -> None:
+def test_store_that_is_gone_is_said_to_be():
     port = free_port()
     server = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     client = distributed.TCPStore("127.0.0.1", port, is_master=False)
@@ -113,7 +113,7 @@ def test_store_that_is_gone_is_said_to_be() -> None:
     assert not isinstance(caught.value, dbuffer.RankTimeoutError)
 
 
-def test_port_that_is_taken_is_no_rank_that_is_late() -> None:
+def test_port_that_is_taken_is_no_rank_that_is_late():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -124,7 +124,7 @@ def test_port_that_is_taken_is_no_rank_that_is_late() -> None:
 
 
 @pytest.mark.parametrize("place", ["", "nowhere", "bogus://x", "tcp://127.0.0.1", "env://"])
-def test_no_place_to_meet(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_place_to_meet(place, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(dbuffer.OptionError, match="cannot meet at"):
         join(place, 0, 2, meet_s=SOON_S, timeout_s=SOON_S)
@@ -145,7 +145,7 @@ def make_sender_on_rank_0(rank: int, store: Path) -> str:
     return message if rank == 0 else ""
 
 
-def test_sender_that_one_rank_makes_alone(store: Path, tmp_path: Path) -> None:
+def test_sender_that_one_rank_makes_alone(store, tmp_path):
     with World(tmp_path, 2) as world:
         message = world.run(make_sender_on_rank_0, store)[0]
     assert "rank 0 of 2 waited 0.5 s" in message
@@ -162,7 +162,7 @@ def make_bridge(connection: Connection, place: str, store: Path) -> None:
     connection.send([str(caught.value), distributed.is_initialized(), store.exists()])
 
 
-def test_bridge_that_one_rank_makes_alone(store: Path, tmp_path: Path) -> None:
+def test_bridge_that_one_rank_makes_alone(store, tmp_path):
     with Child(make_bridge, f"file://{tmp_path}/meeting", store) as child:
         message, *left = child.receive()
     assert "rank 1 of 2 waited 0.5 s" in message

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,32 +24,40 @@ TIMEOUT_S = 0.1
 SOON_S = 10.0
 
 
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender:
+        yield sender
+
+
+@pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with dbuffer.WeightReceiver(store) as receiver:
+        yield receiver
+
+
 def hold(receiver: dbuffer.WeightReceiver) -> tuple[dbuffer.Snapshot, contextlib.ExitStack]:
     """A snapshot, and what to close to leave it."""
     leave = contextlib.ExitStack()
     return leave.enter_context(receiver.open(timeout_s=5)), leave
 
 
-def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store: Path) -> None:
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1)
-        snapshot, leave = hold(receiver)
-        publish(sender, 2, 3, 4, 5)
-        assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
-        sender.send(OTHER.weights(6))
-        assert SMALL.version_of(snapshot.tensors) == 1
-        with pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"):
-            leave.close()
-        with receiver.open() as snapshot:
-            assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
-        assert_tidy(store)
+def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store, sender, receiver):
+    publish(sender, 1)
+    snapshot, leave = hold(receiver)
+    publish(sender, 2, 3, 4, 5)
+    assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
+    sender.send(OTHER.weights(6))
+    assert SMALL.version_of(snapshot.tensors) == 1
+    with pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"):
+        leave.close()
+    with receiver.open() as snapshot:
+        assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
+    assert_tidy(store)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_deltas_go_on_past_readers_that_were_evicted(store: Path, checksum: bool) -> None:
+def test_deltas_go_on_past_readers_that_were_evicted(store, checksum):
     """The buffer moves to a new file, of which nothing is known: it is written whole."""
     with (
         dbuffer.WeightSender(
@@ -71,33 +79,25 @@ def test_deltas_go_on_past_readers_that_were_evicted(store: Path, checksum: bool
         assert_tidy(store)
 
 
-def test_an_evicted_version_is_not_acknowledged(store: Path) -> None:
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1)
-        _, leave = hold(receiver)
-        publish(sender, 2, 3)
-        with pytest.raises(dbuffer.SnapshotEvictedError):
-            leave.close()
-        with pytest.raises(dbuffer.WaitTimeoutError):
-            sender.wait_applied(1, timeout_s=0)
-
-
-def test_a_snapshot_of_the_newest_version_is_never_evicted(store: Path) -> None:
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1)
-        with receiver.open() as snapshot:
-            publish(sender, 2)
-            assert SMALL.version_of(snapshot.tensors) == 1
+def test_an_evicted_version_is_not_acknowledged(sender, receiver):
+    publish(sender, 1)
+    _, leave = hold(receiver)
+    publish(sender, 2, 3)
+    with pytest.raises(dbuffer.SnapshotEvictedError):
+        leave.close()
+    with pytest.raises(dbuffer.WaitTimeoutError):
         sender.wait_applied(1, timeout_s=0)
 
 
-def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store: Path) -> None:
+def test_a_snapshot_of_the_newest_version_is_never_evicted(sender, receiver):
+    publish(sender, 1)
+    with receiver.open() as snapshot:
+        publish(sender, 2)
+        assert SMALL.version_of(snapshot.tensors) == 1
+    sender.wait_applied(1, timeout_s=0)
+
+
+def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store):
     with (
         dbuffer.WeightSender(store, reader_timeout_s=60) as sender,
         dbuffer.WeightReceiver(store) as receiver,
@@ -116,53 +116,37 @@ def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store: Path) 
         assert sorted(store.rglob("weights-*")) == files, "the file is used again"
 
 
-def test_load_into_a_function_starts_over_by_itself(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_load_into_a_function_starts_over_by_itself(sender, receiver, caplog):
     calls: list[dict[str, torch.Tensor]] = []
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1)
 
-        def load_slowly(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-            loaded = {name: tensor.clone() for name, tensor in pairs}
-            calls.append(loaded)
-            if len(calls) == 1:
-                publish(sender, 2, 3)
+    def load_slowly(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        calls.append({name: tensor.clone() for name, tensor in pairs})
+        if len(calls) == 1:
+            publish(sender, 2, 3)
 
-        with caplog.at_level(logging.WARNING, "dbuffer"):
-            assert receiver.load_into(load_slowly) == 3
-        sender.wait_applied(3, timeout_s=0)
+    publish(sender, 1)
+    with caplog.at_level(logging.WARNING, "dbuffer"):
+        assert receiver.load_into(load_slowly) == 3
+    sender.wait_applied(3, timeout_s=0)
     assert [SMALL.version_of(loaded) for loaded in calls] == [1, 3]
     assert "version 1" in caplog.text
 
 
-def test_load_into_a_dictionary_starts_over_by_itself(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = SMALL.empty()
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1)
-        read = receiver._copier.read
+def test_load_into_a_dictionary_starts_over_by_itself(sender, receiver, monkeypatch):
+    target, read = SMALL.empty(), receiver._copier.read
 
-        def read_slowly(*args: Any, **options: Any) -> None:
-            read(*args, **options)
-            if sender._writer.next_version(None) == 2:
-                publish(sender, 2, 3)
+    def read_slowly(*args: Any, **options: Any) -> None:
+        read(*args, **options)
+        if sender._writer.next_version(None) == 2:
+            publish(sender, 2, 3)
 
-        monkeypatch.setattr(receiver._copier, "read", read_slowly)
-        assert receiver.load_into(target) == 3
+    publish(sender, 1)
+    monkeypatch.setattr(receiver._copier, "read", read_slowly)
+    assert receiver.load_into(target) == 3
     assert SMALL.version_of(target) == 3
 
 
-def test_the_log_names_every_receiver_that_was_evicted(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_every_receiver_that_was_evicted(store, caplog):
     with (
         dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
         dbuffer.WeightReceiver(store, receiver_id="slow-1") as one,
@@ -184,16 +168,12 @@ def test_the_log_names_every_receiver_that_was_evicted(
     assert str(store) in line
 
 
-def test_a_stream_of_weights_evicts_as_well(store: Path) -> None:
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store) as receiver,
-    ):
-        publish(sender, 1, 2)
-        snapshot, leave = hold(receiver)
-        for version in (3, 4):
-            sender.send(iter(SMALL.weights(version).items()))
-        assert SMALL.version_of(snapshot.tensors) == 2
-        with pytest.raises(dbuffer.SnapshotEvictedError):
-            leave.close()
-        assert newest(store) == 4
+def test_a_stream_of_weights_evicts_as_well(store, sender, receiver):
+    publish(sender, 1, 2)
+    snapshot, leave = hold(receiver)
+    for version in (3, 4):
+        sender.send(iter(SMALL.weights(version).items()))
+    assert SMALL.version_of(snapshot.tensors) == 2
+    with pytest.raises(dbuffer.SnapshotEvictedError):
+        leave.close()
+    assert newest(store) == 4

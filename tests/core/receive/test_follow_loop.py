@@ -36,6 +36,13 @@ def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
         yield made
 
 
+@pytest.fixture
+def loop(store: Path, receiver: dbuffer.WeightReceiver) -> FollowLoop:
+    """A loop over a store that holds version 1."""
+    publish(store, 1)
+    return FollowLoop(receiver, "testing", logger)
+
+
 def publish(store: Path, version: int) -> None:
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(version), version=version)
@@ -51,18 +58,14 @@ def fail(loop: FollowLoop, error: Exception, newer_than: int | None = None) -> i
 
 def problem_in(store: Path) -> tuple[str | None, int | None]:
     record = DoubleBuffer(store).receiver("follower")
-    assert record is not None
     return record.problem, record.problem_version
 
 
 def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
-    store: Path, receiver: dbuffer.WeightReceiver, caplog: pytest.LogCaptureFixture
-) -> None:
-    publish(store, 1)
-    loop = FollowLoop(receiver, "testing", logger)
+    store, receiver, caplog, loop
+):
     for _ in range(2):
         assert fail(loop, ValueError("as it was before")) == 1
-        assert loop.failure is not None
         assert loop.failure.error is loop.error
         assert loop.failure.version == 1
     assert problem_in(store) == ("ValueError: as it was before", 1)
@@ -78,11 +81,7 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
 
 
 @pytest.mark.timing(retry_min_s=1000.0)
-def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
-    publish(store, 1)
-    loop = FollowLoop(receiver, "testing", logger)
+def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
     fail(loop, ValueError("not this one"))
     with loop.attempt():
         assert loop.wait(None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
@@ -94,11 +93,7 @@ def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(
 
 
 @pytest.mark.timing(retry_min_s=0.01)
-def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
-    publish(store, 1)
-    loop = FollowLoop(receiver, "testing", logger)
+def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
     fail(loop, WeightsMismatchError("one tensor too many"))
     interrupt = threading.Event()
     threading.Timer(0.3, interrupt.set).start()
@@ -109,11 +104,7 @@ def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(
         assert loop.wait(None) == 1
 
 
-def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
-    publish(store, 1)
-    loop = FollowLoop(receiver, "testing", logger)
+def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
     with loop.attempt():
         assert loop.wait(None) == 1
         loop.used()
@@ -121,7 +112,6 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(
     (store / "CURRENT").write_bytes(b"{")
     with loop.attempt():
         loop.wait(1)
-    assert loop.failure is not None
     assert (loop.failure.version, type(loop.failure.error)) == (None, StoreCorruptError)
     assert problem_in(store)[0] is not None
     (store / "CURRENT").write_bytes(whole)
@@ -132,9 +122,7 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(
 
 
 @pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
-def test_a_new_history_is_followed_or_refused(
-    store: Path, receiver: dbuffer.WeightReceiver, version: int
-) -> None:
+def test_a_new_history_is_followed_or_refused(store, receiver, version):
     publish(store, 5)
     follows = FollowLoop(receiver, "testing", logger, new_history="follow")
     with dbuffer.WeightReceiver(store) as another:
@@ -148,7 +136,6 @@ def test_a_new_history_is_followed_or_refused(
             with refuses.attempt():
                 refuses.wait(5)
             assert not refuses.has_started_over
-            assert refuses.failure is not None
             assert isinstance(refuses.failure.error, VersionRegressedError)
     ends = FollowLoop(receiver, "testing", logger, new_history="raise")
     with pytest.raises(VersionRegressedError), ends.attempt():
@@ -160,18 +147,12 @@ def test_a_new_history_is_followed_or_refused(
         assert follows.wait(None) == version
 
 
-def test_a_snapshot_that_was_evicted_is_no_failure(
-    store: Path, receiver: dbuffer.WeightReceiver
-) -> None:
-    publish(store, 1)
-    loop = FollowLoop(receiver, "testing", logger)
+def test_a_snapshot_that_was_evicted_is_no_failure(loop):
     fail(loop, SnapshotEvictedError("a writer took it"))
     assert (loop.error, loop.failure, loop.has_started_over) == (None, None, False)
 
 
-def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(
-    receiver: dbuffer.WeightReceiver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(receiver, caplog):
     stop = threading.Event()
     loop = FollowLoop(receiver, "testing", logger, final=(OptionError,), stop=stop)
     with pytest.raises(OptionError), loop.attempt():
@@ -184,7 +165,7 @@ def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(
 
 
 @pytest.mark.timing(retry_min_s=1000.0)
-def test_a_stop_ends_a_wait_within_a_second(store: Path, receiver: dbuffer.WeightReceiver) -> None:
+def test_a_stop_ends_a_wait_within_a_second(store, receiver):
     publish(store, 1)
     stop = threading.Event()
     loop = FollowLoop(receiver, "testing", logger, stop=stop)

@@ -61,7 +61,7 @@ def begin(store: Path, version: int, value: int) -> None:
 
 
 @NUMBERS
-def test_an_engine_goes_on_with_it_and_says_so_once(scene: Scene, version: int) -> None:
+def test_an_engine_goes_on_with_it_and_says_so_once(scene, version):
     with scene.background() as follower:
         follower.wait_applied(5, WAIT_S)
         begin(scene.store, version, NEW)
@@ -80,7 +80,7 @@ def test_an_engine_goes_on_with_it_and_says_so_once(scene: Scene, version: int) 
 
 
 @NUMBERS
-def test_an_engine_that_is_told_to_refuse_it_serves_on(scene: Scene, version: int) -> None:
+def test_an_engine_that_is_told_to_refuse_it_serves_on(scene, version):
     engine = scene.engine
     with scene.background(new_history="refuse") as follower:
         follower.wait_applied(5, WAIT_S)
@@ -106,9 +106,7 @@ def test_an_engine_that_is_told_to_refuse_it_serves_on(scene: Scene, version: in
 
 
 @NUMBERS
-def test_a_follower_that_was_not_there_meanwhile_tells_it_by_what_the_engine_has(
-    scene: Scene, version: int
-) -> None:
+def test_a_follower_that_was_not_there_meanwhile_tells_it_by_what_the_engine_has(scene, version):
     with scene.follower() as first:
         first.sync()
     begin(scene.store, version, NEW)
@@ -117,7 +115,7 @@ def test_a_follower_that_was_not_there_meanwhile_tells_it_by_what_the_engine_has
 
 
 @NUMBERS
-def test_a_version_that_went_with_the_store_is_not_waited_for(scene: Scene, version: int) -> None:
+def test_a_version_that_went_with_the_store_is_not_waited_for(scene, version):
     engine = scene.engine
     with scene.follower(timeout_s=20) as follower:
         follower.sync()
@@ -135,7 +133,7 @@ def test_a_version_that_went_with_the_store_is_not_waited_for(scene: Scene, vers
         assert (follower.sync().version, engine.version) == (version, NEW)
 
 
-def test_a_rank_refuses_by_itself(scene: Scene) -> None:
+def test_a_rank_refuses_by_itself(scene):
     """Also where vLLM's own calls drive it, and no follower of ours."""
     with scene.follower(new_history="refuse") as follower:
         follower.sync()
@@ -146,7 +144,7 @@ def test_a_rank_refuses_by_itself(scene: Scene) -> None:
             assert scene.engine.version == OLD
 
 
-def test_a_partial_version_of_the_next_run_leaves_no_mix(scene: Scene) -> None:
+def test_a_partial_version_of_the_next_run_leaves_no_mix(scene):
     """Tensors of the run before that this one lacks would stay."""
     with scene.follower(partial=True) as follower:
         follower.sync()
@@ -169,9 +167,7 @@ def test_a_partial_version_of_the_next_run_leaves_no_mix(scene: Scene) -> None:
 
 
 @NUMBERS
-def test_an_engine_behind_a_mirror_goes_on_with_it(
-    scene: Scene, tmp_path: Path, version: int
-) -> None:
+def test_an_engine_behind_a_mirror_goes_on_with_it(scene, tmp_path, version):
     local = str(tmp_path / "local")
     with (
         Mirror(scene.store, local, poll_interval_s=0.05).start() as mirror,
@@ -186,7 +182,7 @@ def test_an_engine_behind_a_mirror_goes_on_with_it(
         assert scene.engine.version == NEW
 
 
-def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene: Scene) -> None:
+def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
     """The run before is gone: its version 5 cannot be had again, and another's must not be."""
     with scene.follower() as follower:
         follower.sync()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from dbuffer.integrations.peft import save_adapter
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands.status import read_status
+from tests.support.children import open_files
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL
 
@@ -218,14 +218,6 @@ class TestSnapshots:
         assert receiver.load_into(target) == 1
         assert values_in(target) == {1.0}
 
-    def test_stay_while_others_are_published(self, sender, receiver):
-        sender.send(weights_of(1))
-        with receiver.open() as snapshot:
-            sender.send(weights_of(2))
-            assert values_in(snapshot.tensors) == {1.0}
-        with receiver.open() as snapshot:
-            assert snapshot.version == 2
-
     def test_may_be_open_together(self, sender, receiver):
         sender.send(weights_of(1))
         with receiver.open() as first:
@@ -310,27 +302,6 @@ class TestRollingBack:
 
 
 class TestEviction:
-    def test_the_snapshot_raises_on_exit(self, sender, receiver, caplog):
-        sender.send(weights_of(1))
-
-        def hold_too_long():
-            with receiver.open() as snapshot:
-                for value in (2, 3, 4, 5):
-                    sender.send(weights_of(value))
-                    assert values_in(snapshot.tensors) == {1.0}
-
-        with (
-            caplog.at_level(logging.WARNING, "dbuffer"),
-            pytest.raises(SnapshotEvictedError, match="version 1"),
-        ):
-            hold_too_long()
-        assert "evicting receiver me" in caplog.text
-        assert f"pid {os.getpid()}" in caplog.text
-        with pytest.raises(TimeoutError):
-            sender.wait_applied(1, timeout_s=0)
-        with receiver.open() as snapshot:
-            assert snapshot.version == 5
-
     @pytest.mark.parametrize("is_begun_anew", [True, False])
     def test_the_store_goes_in_the_block(self, store, sender, receiver, is_begun_anew):
         sender.send(weights_of(1))
@@ -359,55 +330,6 @@ class TestEviction:
 
         with pytest.raises(KeyError, match="mine"):
             hold_too_long()
-
-    def test_loading_starts_over(self, sender, receiver, caplog):
-        sender.send(weights_of(1))
-        loaded = []
-
-        def load_weights(pairs):
-            loaded.append({name: tensor.clone() for name, tensor in pairs})
-            if len(loaded) == 1:
-                for value in (2, 3):
-                    sender.send(weights_of(value))
-
-        with caplog.at_level(logging.WARNING, "dbuffer.receive.receiver"):
-            assert receiver.load_into(load_weights) == 3
-        assert [values_in(tensors) for tensors in loaded] == [{1.0}, {3.0}]
-        assert "version 1" in caplog.text
-        sender.wait_applied(3, timeout_s=0)
-
-    def test_loading_into_tensors_starts_over(self, sender, receiver, monkeypatch):
-        sender.send(weights_of(1))
-        target = weights_of(0)
-        copier = receiver._copier
-        read, calls = copier.read, []
-
-        def read_slowly(*args, **options):
-            read(*args, **options)
-            calls.append(values_in(target))
-            if len(calls) == 1:
-                for value in (2, 3):
-                    sender.send(weights_of(value))
-
-        monkeypatch.setattr(copier, "read", read_slowly)
-        assert receiver.load_into(target) == 3
-        assert calls == [{1.0}, {3.0}]
-        assert values_in(target) == {3.0}
-
-    def test_a_reader_in_time_is_waited_for(self, store, receiver):
-        with WeightSender(store, reader_timeout_s=30) as sender:
-            for value in (1, 2):
-                sender.send(weights_of(value))
-            with receiver.open() as snapshot:
-                sender.send(weights_of(3))
-                thread = threading.Thread(target=sender.send, args=[weights_of(4)])
-                thread.start()
-                time.sleep(0.2)
-                assert thread.is_alive()
-                assert values_in(snapshot.tensors) == {2.0}
-            thread.join(SOON_S)
-            assert not thread.is_alive()
-            assert receiver.wait_for_version(timeout_s=0) == 4
 
 
 class TestLoading:
@@ -937,22 +859,15 @@ class TestLife:
             next(receiver.follow())
 
     def test_leaves_no_thread_and_no_file_open(self, sender, store):
-        def open_files():
-            found = []
-            for path in Path("/proc/self/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    found.append(str(path.readlink()))
-            return sorted(name for name in found if "inotify" in name or str(store) in name)
-
         sender.send(weights_of(1))
-        files, threads = open_files(), set(threading.enumerate())
+        files, threads = open_files("inotify", str(store)), set(threading.enumerate())
         with WeightReceiver(store, num_threads=4) as receiver:
             receiver.wait_for_version(1, timeout_s=0.05)
             receiver.load_into(weights_of(0))
             with receiver.open(), receiver.open():
                 assert set(threading.enumerate()) - threads
         assert set(threading.enumerate()) <= threads
-        assert open_files() == files
+        assert open_files("inotify", str(store)) == files
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_is_of_no_use_in_a_forked_child(self, sender, receiver):

@@ -118,9 +118,7 @@ def close_in_the_middle(
 
 @pytest.mark.parametrize("make", [gated, stream])
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_close_waits_for_a_send_in_another_thread(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, make: Any, mount: str
-) -> None:
+def test_close_waits_for_a_send_in_another_thread(monkeypatch, tmp_path, store, make, mount):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     gate = Gate()
     sender = WeightSender(store, checksum=True)
@@ -132,9 +130,7 @@ def test_close_waits_for_a_send_in_another_thread(
         sender.send({"a": torch.ones(1)})
 
 
-def test_close_waits_for_a_publish_of_a_resident_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
-) -> None:
+def test_close_waits_for_a_publish_of_a_resident_model(monkeypatch, tmp_path, store):
     gate = Gate()
     commit = BufferWriter.commit
 
@@ -163,15 +159,13 @@ def send_and_close(rank: int, store: Path, directory: Path) -> int:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_close_waits_for_a_sharded_send(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, mount: str
-) -> None:
+def test_close_waits_for_a_sharded_send(monkeypatch, tmp_path, store, mount):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     with World(tmp_path, 1) as world:
         assert world.run(send_and_close, store, tmp_path) == [1]
 
 
-def test_closed_from_inside_a_send_it_closes_when_that_ends(store: Path) -> None:
+def test_closed_from_inside_a_send_it_closes_when_that_ends(store):
     """By a callback, or by a signal handler on top of it, in the very thread."""
     sender = WeightSender(store)
     weights = {"lazy": LazyTensor(torch.float32, (4,), lambda: torch.ones(4))}
@@ -181,7 +175,7 @@ def test_closed_from_inside_a_send_it_closes_when_that_ends(store: Path) -> None
     WeightSender(store).close()
 
 
-def test_a_send_inside_a_send_is_refused(store: Path) -> None:
+def test_a_send_inside_a_send_is_refused(store):
     outcomes: list[Any] = []
 
     def make() -> torch.Tensor:
@@ -197,9 +191,7 @@ def test_a_send_inside_a_send_is_refused(store: Path) -> None:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_a_closed_writer_commits_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, mount: str
-) -> None:
+def test_a_closed_writer_commits_nothing(monkeypatch, tmp_path, store, mount):
     """The second line: whoever closed it, the claim's file is not written by its number."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     sender = WeightSender(store)
@@ -216,14 +208,14 @@ def test_a_closed_writer_commits_nothing(
     assert newest(store) is None
 
 
-def test_work_for_closed_threads_is_refused() -> None:
+def test_work_for_closed_threads_is_refused():
     copier = Copier(2)
     copier.close()
     with pytest.raises(ClosedError):
         copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
 
 
-def test_closing_threads_waits_for_what_they_do() -> None:
+def test_closing_threads_waits_for_what_they_do():
     gate, done = Gate(), []
     copier = Copier(2)
 
@@ -279,7 +271,7 @@ def fork_during_a_send(connection: Connection, store: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_forked_during_a_send_neither_sends_nor_hangs(store: Path) -> None:
+def test_a_child_forked_during_a_send_neither_sends_nor_hangs(store):
     with Child(fork_during_a_send, store) as child:
         assert [child.receive() for _ in range(3)] == [0, 1, 2]
 
@@ -295,7 +287,7 @@ def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
     sender = WeightSender(store)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     sender.guard(optimizer)
-    Draft.fill = fill_later  # type: ignore[method-assign]
+    Draft.fill = fill_later
     pending = sender.send({"a": torch.ones(1)}, wait=False)
     assert gate.has_come.wait(TIMEOUT_S)
 
@@ -312,7 +304,7 @@ def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_forked_while_a_version_is_pending_neither_sends_nor_hangs(store: Path) -> None:
+def test_a_child_forked_while_a_version_is_pending_neither_sends_nor_hangs(store):
     with Child(fork_while_one_is_pending, store) as child:
         assert [child.receive() for _ in range(2)] == [0, 1]
 
@@ -326,7 +318,7 @@ def fork_during_a_publish(connection: Connection, store: Path) -> None:
         commit(*arguments, **described)
 
     resident = ResidentModel(torch.nn.Linear(4, 4), store)
-    BufferWriter.commit = commit_later  # type: ignore[method-assign]
+    BufferWriter.commit = commit_later
     publishing = InThread(resident.publish)
     assert gate.has_come.wait(TIMEOUT_S)
 
@@ -341,7 +333,7 @@ def fork_during_a_publish(connection: Connection, store: Path) -> None:
     resident.close()
 
 
-def test_a_child_forked_during_a_publish_of_a_resident_model(store: Path) -> None:
+def test_a_child_forked_during_a_publish_of_a_resident_model(store):
     with Child(fork_during_a_publish, store) as child:
         assert [child.receive() for _ in range(2)] == [0, 1]
 
@@ -367,7 +359,7 @@ def close_a_receiver_in_a_fork(connection: Connection, store: Path) -> None:
         connection.send(is_woken(receiver, sender))
 
 
-def test_a_child_that_closes_its_copy_of_a_receiver_leaves_the_parents_watch(store: Path) -> None:
+def test_a_child_that_closes_its_copy_of_a_receiver_leaves_the_parents_watch(store):
     with Child(close_a_receiver_in_a_fork, store) as child:
         assert [child.receive() for _ in range(3)] == [True, 0, True]
 
@@ -385,12 +377,12 @@ def copy_in_a_fork(connection: Connection, store: Path) -> None:
             connection.send(in_a_fork(copy_in_child))
 
 
-def test_a_snapshot_can_be_copied_in_a_forked_child(store: Path) -> None:
+def test_a_snapshot_can_be_copied_in_a_forked_child(store):
     with Child(copy_in_a_fork, store) as child:
         assert child.receive() == 0
 
 
-def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path: Path) -> None:
+def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path):
     first = Descriptor(os.open(tmp_path / "first", os.O_CREAT | os.O_RDWR))
     number = first.number
     first.close()
@@ -417,7 +409,7 @@ def fork_a_stager(connection: Connection, store: Path) -> None:
         stager.close()
 
 
-def test_a_stager_hangs_in_no_forked_child(store: Path) -> None:
+def test_a_stager_hangs_in_no_forked_child(store):
     with Child(fork_a_stager, store) as child:
         assert child.receive() == 0
 
@@ -453,7 +445,7 @@ def interrupted_while_others_work(copier: Copier, times: int) -> list[str]:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_nobody_copies_on_when_an_interrupt_has_left_the_call(times: int) -> None:
+def test_nobody_copies_on_when_an_interrupt_has_left_the_call(times):
     """Not after a second one either, which comes while the first waits for the other thread."""
     copier = Copier(2)
     assert interrupted_while_others_work(copier, times) == ["written", "raised"]
@@ -463,7 +455,7 @@ def test_nobody_copies_on_when_an_interrupt_has_left_the_call(times: int) -> Non
     copier.close()
 
 
-def test_an_error_in_another_thread_is_raised() -> None:
+def test_an_error_in_another_thread_is_raised():
     copier = Copier(2)
     gate = Gate()
 
@@ -510,7 +502,7 @@ class Stream(NamedTuple):
     name: str
 
 
-def test_other_threads_copy_on_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_copy_on_the_callers_streams(monkeypatch):
     streams = Streams(monkeypatch)
     copier, gate, seen = Copier(2), Gate(), set()
 
@@ -530,7 +522,7 @@ def test_other_threads_copy_on_the_callers_streams(monkeypatch: pytest.MonkeyPat
     copier.close()
 
 
-def test_nothing_can_be_handed_to_a_spawned_process(tmp_path: Path) -> None:
+def test_nothing_can_be_handed_to_a_spawned_process(tmp_path):
     """A spawned child gets what pickles; it must not get half of a sender."""
     weights = {"a": torch.ones(4)}
     with (

@@ -34,14 +34,14 @@ NO_WHOLE_NUMBERS: list[Any] = [0, -1, 1.5, 1.0, math.nan, "4", None, True, False
 
 
 @pytest.mark.parametrize("value", NO_TIMES, ids=repr)
-def test_no_time(value: Any) -> None:
+def test_no_time(value):
     for check in (options.seconds, options.positive_seconds):
         with pytest.raises(OptionError) as caught:
             check("wait_s", value)
         assert str(caught.value).startswith(f"invalid wait_s {value!r:.200}: use seconds ")
 
 
-def test_a_time_is_a_number() -> None:
+def test_a_time_is_a_number():
     assert options.seconds("wait_s", 0) == 0.0
     with pytest.raises(OptionError, match=r"invalid wait_s 0: use seconds above 0"):
         options.positive_seconds("wait_s", 0)
@@ -50,20 +50,20 @@ def test_a_time_is_a_number() -> None:
         assert type(options.positive_seconds("wait_s", value)) is float
 
 
-def test_what_passes_for_a_time_can_be_waited_for() -> None:
+def test_what_passes_for_a_time_can_be_waited_for():
     event = threading.Event()
     event.set()
     assert event.wait(options.seconds("wait_s", options.MAX_SECONDS))
 
 
 @pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=repr)
-def test_no_whole_number(value: Any) -> None:
+def test_no_whole_number(value):
     with pytest.raises(OptionError) as caught:
         options.whole_number("count", value)
     assert str(caught.value) == f"invalid count {value!r}: use a whole number of at least 1"
 
 
-def test_a_whole_number_is_within_its_bounds() -> None:
+def test_a_whole_number_is_within_its_bounds():
     assert options.whole_number("count", 4) == 4
     assert options.whole_number("count", 0, at_least=0) == 0
     with pytest.raises(OptionError, match="from 0 to 9"):
@@ -71,7 +71,7 @@ def test_a_whole_number_is_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("value", [1, 0, 1.0, "True", "yes", None, [True]], ids=repr)
-def test_a_choice_has_a_type(value: Any) -> None:
+def test_a_choice_has_a_type(value):
     with pytest.raises(OptionError, match=r"invalid check .*: use True, False or 'auto'"):
         options.choice("check", value, (True, False, "auto"))
     with pytest.raises(OptionError, match=r"invalid check .*: use True or False"):
@@ -81,19 +81,19 @@ def test_a_choice_has_a_type(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["", b"store", b"", None, 1, "a\0b", ["a"]], ids=repr)
-def test_no_directory(value: Any) -> None:
+def test_no_directory(value):
     with pytest.raises(
         OptionError, match=r"invalid store .*: use the path of a directory, not empty"
     ):
         options.directory("store", value)
 
 
-def test_a_directory_is_absolute() -> None:
+def test_a_directory_is_absolute():
     for value in ("a/b", Path("a/b")):
         assert options.directory("store", value) == Path.cwd() / "a/b"
 
 
-def test_one_text_is_one_name() -> None:
+def test_one_text_is_one_name():
     assert options.names("receivers", "engine-0") == {"engine-0"}
     assert options.names("receivers", (name for name in "ab")) == {"a", "b"}
     assert options.names("receivers", 2) == 2
@@ -191,9 +191,7 @@ MAKERS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         for value in values
     ],
 )
-def test_options_are_checked_as_the_object_is_made(
-    tmp_path: Path, maker: str, name: str, value: Any
-) -> None:
+def test_options_are_checked_as_the_object_is_made(tmp_path, maker, name, value):
     store = tmp_path / "store"
     threads = threading.active_count()
     with pytest.raises(OptionError) as caught:
@@ -204,9 +202,7 @@ def test_options_are_checked_as_the_object_is_made(
 
 
 @pytest.mark.parametrize("place", ["", "a\0b", b"store", None], ids=repr)
-def test_no_store_is_made_at_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
-) -> None:
+def test_no_store_is_made_at_no_path(tmp_path, monkeypatch, place):
     """An empty path is that of a variable that is not set; not the working directory."""
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other"
@@ -228,13 +224,13 @@ def test_no_store_is_made_at_no_path(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_working_directory_can_be_named(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_working_directory_can_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dbuffer.WeightSender(".") as sender:
         assert sender.store == tmp_path
 
 
-def test_times_of_methods_are_checked_as_they_are_called(tmp_path: Path) -> None:
+def test_times_of_methods_are_checked_as_they_are_called(tmp_path):
     store = tmp_path / "store"
     with (
         dbuffer.WeightSender(store) as sender,
@@ -258,16 +254,16 @@ def test_times_of_methods_are_checked_as_they_are_called(tmp_path: Path) -> None
         stager.close()
         for wrong in ("1", 1.0, True, -2):
             with pytest.raises(OptionError, match="invalid newer_than "):
-                receiver.wait_for_version(wrong, 0)  # type: ignore[arg-type]
-            with pytest.raises(OptionError, match="invalid version "), receiver.open(version=wrong):  # type: ignore[arg-type]
+                receiver.wait_for_version(wrong, 0)
+            with pytest.raises(OptionError, match="invalid version "), receiver.open(version=wrong):
                 pass
             with pytest.raises(OptionError, match="invalid version "):
-                sender.wait_applied(wrong, timeout_s=0)  # type: ignore[arg-type]
+                sender.wait_applied(wrong, timeout_s=0)
             with pytest.raises(OptionError, match="invalid version "):
-                UpdateRequest(version=wrong)  # type: ignore[arg-type]
+                UpdateRequest(version=wrong)
 
 
-def test_one_receiver_is_waited_for_by_its_name(tmp_path: Path) -> None:
+def test_one_receiver_is_waited_for_by_its_name(tmp_path):
     store = tmp_path / "store"
     with (
         dbuffer.WeightSender(store) as sender,
@@ -280,11 +276,11 @@ def test_one_receiver_is_waited_for_by_its_name(tmp_path: Path) -> None:
             sender.wait_applied(version, receivers="engine-1", timeout_s=0)
         for wrong in (-1, True, 1.5, None, ["engine-0", 1], "engine/0", ["engine 0"]):
             with pytest.raises(OptionError, match="invalid receivers "):
-                sender.wait_applied(version, receivers=wrong, timeout_s=0)  # type: ignore[arg-type]
+                sender.wait_applied(version, receivers=wrong, timeout_s=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, [1.0, {"loss": -math.inf}]], ids=repr)
-def test_what_is_no_json_is_no_metadata(tmp_path: Path, value: Any) -> None:
+def test_what_is_no_json_is_no_metadata(tmp_path, value):
     with dbuffer.WeightSender(tmp_path / "store") as sender:
         with pytest.raises(InvalidWeightsError, match="metadata must be what JSON can hold"):
             sender.send({"a": torch.ones(2)}, metadata={"value": value})

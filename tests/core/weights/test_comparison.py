@@ -135,7 +135,7 @@ def test_it_says_what_load_into_does(capsys, tmp_path):
     rng = random.Random(0)
     verdicts = collections.Counter()
     with dbuffer.WeightSender(tmp_path / "store") as sender:
-        for _ in range(150):
+        for _ in range(70):
             sender.send(random_weights(rng))
             target = {name: t.clone() for name, t in random_weights(rng).items()}
             save_file(target, tmp_path / "model.safetensors")
@@ -153,5 +153,5 @@ def test_it_says_what_load_into_does(capsys, tmp_path):
             assert (code == 0) == found["fits"]
             assert not found["fits_exactly"] or found["fits"]
             verdicts[loaded, bool(found["recast"])] += 1
-    assert min(verdicts[loaded, False] for loaded in (True, False)) > 10
-    assert verdicts[False, True] > 5
+    assert min(verdicts[loaded, False] for loaded in (True, False)) > 5
+    assert verdicts[False, True] > 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,16 +38,14 @@ def values(target: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 class TestSubset:
-    def test_what_is_missing_stays(self, sender: WeightSender, receiver: WeightReceiver) -> None:
+    def test_what_is_missing_stays(self, sender, receiver):
         target = filled(0.0, "a", "b", "c")
         for value in (1.0, 2.0, 3.0):  # the second and third by what was found out for the first
             sender.send(filled(value, "c", "a"))
             assert receiver.load_into(target, partial=True) == value
             assert values(target) == {"a": value, "b": 0.0, "c": value}
 
-    def test_without_being_told_it_is_refused(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_without_being_told_it_is_refused(self, sender, receiver):
         target = filled(0.0, "a", "b", "c")
         for value in (1.0, 2.0):
             sender.send(filled(value, "a", "c"))
@@ -70,16 +67,14 @@ class TestSubset:
             (filled(1.0, "a") | {"b": torch.ones(5).int()}, "published b int32"),
         ],
     )
-    def test_what_is_published_must_fit(
-        self, sender: WeightSender, receiver: WeightReceiver, weights: Any, problem: str
-    ) -> None:
+    def test_what_is_published_must_fit(self, sender, receiver, weights, problem):
         target = filled(0.0, "a", "b", "c")
         sender.send(weights)
         with pytest.raises(WeightsMismatchError, match=problem):
             receiver.load_into(target, partial=True)
         assert values(target) == {"a": 0.0, "b": 0.0, "c": 0.0}
 
-    def test_of_a_module(self, sender: WeightSender, receiver: WeightReceiver) -> None:
+    def test_of_a_module(self, sender, receiver):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         bias = torch.tensor([1.0, 2.0, 3.0])
@@ -92,9 +87,7 @@ class TestSubset:
 class TestMixes:
     """A version that lacks what an earlier one brought would leave that one's tensors."""
 
-    def test_less_than_before_is_refused(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_less_than_before_is_refused(self, sender, receiver):
         target = filled(0.0, "a", "b", "c")
         sender.send(filled(1.0, "a"))
         receiver.load_into(target, partial=True)
@@ -111,9 +104,7 @@ class TestMixes:
         assert receiver.load_into(target, partial=True) == 5
         assert values(target) == {"a": 5.0, "b": 5.0, "c": 5.0}
 
-    def test_less_than_a_whole_one_is_refused(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_less_than_a_whole_one_is_refused(self, sender, receiver):
         target = filled(0.0, "a", "b")
         sender.send(filled(1.0, "a", "b"))
         receiver.load_into(target)
@@ -122,9 +113,7 @@ class TestMixes:
             receiver.load_into(target, partial=True)
         assert values(target) == {"a": 1.0, "b": 1.0}
 
-    def test_a_new_dictionary_of_the_same_tensors_is_the_same_target(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_a_new_dictionary_of_the_same_tensors_is_the_same_target(self, sender, receiver):
         model = nn.Linear(5, 5)
         for weights in ({"weight": torch.ones(5, 5), "bias": torch.ones(5)}, filled(2.0, "bias")):
             sender.send(weights)
@@ -135,7 +124,7 @@ class TestMixes:
                 assert not expected
         assert torch.equal(model.bias, torch.ones(5))
 
-    def test_functions(self, sender: WeightSender, receiver: WeightReceiver) -> None:
+    def test_functions(self, sender, receiver):
         target = filled(0.0, "a", "b")
 
         def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -149,9 +138,7 @@ class TestMixes:
             receiver.load_into(load, partial=True)
         assert values(target) == {"a": 1.0, "b": 1.0}
 
-    def test_what_a_function_that_failed_may_have_touched_counts(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_what_a_function_that_failed_may_have_touched_counts(self, sender, receiver):
         target = filled(0.0, "a", "b")
 
         def fail(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -167,9 +154,7 @@ class TestMixes:
             receiver.load_into(target, partial=True)
         assert values(target) == {"a": 1.0, "b": 0.0}
 
-    def test_a_refused_version_has_brought_nothing(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_a_refused_version_has_brought_nothing(self, sender, receiver):
         target = filled(0.0, "a", "b")
         sender.send(filled(1.0, "a", "b", "c"))
         with pytest.raises(WeightsMismatchError):
@@ -189,9 +174,7 @@ class TestTies:
         return model
 
     @pytest.mark.parametrize("tied", [True, False])
-    def test_a_tied_tensor_comes_under_all_its_names(
-        self, sender: WeightSender, receiver: WeightReceiver, tied: bool
-    ) -> None:
+    def test_a_tied_tensor_comes_under_all_its_names(self, sender, receiver, tied):
         source, target = self.make_model(tied=True), self.make_model(tied=tied)
         norm = target.norm.weight.clone()
         sender.send({name: t for name, t in source.state_dict().items() if "norm" not in name})
@@ -200,9 +183,7 @@ class TestTies:
         assert torch.equal(target.head.weight, source.embed.weight)
         assert torch.equal(target.norm.weight, norm)
 
-    def test_one_that_is_tied_no_more_must_still_come(
-        self, sender: WeightSender, receiver: WeightReceiver
-    ) -> None:
+    def test_one_that_is_tied_no_more_must_still_come(self, sender, receiver):
         source, target = self.make_model(tied=True), self.make_model(tied=False)
         sender.send({name: t for name, t in source.state_dict().items() if "norm" not in name})
         receiver.load_into(target, partial=True)
@@ -211,7 +192,7 @@ class TestTies:
             receiver.load_into(target, partial=True)
         assert torch.equal(target.embed.weight, source.embed.weight)
 
-    def test_a_function_knows_no_ties(self, sender: WeightSender, receiver: WeightReceiver) -> None:
+    def test_a_function_knows_no_ties(self, sender, receiver):
         tied = torch.ones(3)
         sender.send({"embed": tied, "head": tied})
         seen: dict[str, torch.Tensor] = {}
