@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import preload
+from tests.support.light_engines import Rank
 from tests.support.worlds import Coordinator, World
 
 preload("dbuffer.integrations.engine.rank_receiver")
@@ -31,6 +31,9 @@ NUM_LAYERS = 3
 WIDTH = 64
 TIMEOUT_S = 20.0
 DTYPE = torch.bfloat16
+
+
+both_stagings = pytest.mark.parametrize("staging", ["map", "copy"])
 
 
 def rows(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
@@ -98,35 +101,25 @@ class Watched(MetaModel):
             self.require_whole(name, parameter, 1)
 
 
-@dataclasses.dataclass
-class Rank:
-    """One rank of an engine that is ours."""
+class PlannedRank(Rank):
+    """A rank of a model of several parts."""
 
-    ranks: RankChannel
-    module: Model
-    on_device: bool = False
-    instance_id: str = "instance"
-    not_weights: tuple[str, ...] = ("num_loads", "_dbuffer_endpoint")
-    packing: Any = None
-    wrapper: Any = None
-    is_pipeline_stage: bool = False
+    not_weights = ("num_loads", "_dbuffer_endpoint")
 
-    def engine_id(self, options: EngineOptions) -> str:
-        return options.engine_id or "engine"
-
-    def make_model(self, before: Any) -> Model:
-        return before or self.module
+    def __init__(self, model: Model, ranks: RankChannel) -> None:
+        super().__init__(model, ranks)
+        self.module = model
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         with torch.device("meta"):
             return ShapeCheck(Watched(Model(self.ranks.rank)))
 
 
-_engine: list[tuple[Rank, RankReceiver]] = []
+_engine: list[tuple[PlannedRank, RankReceiver]] = []
 
 
 def start(rank: int, store: Path, staging: str) -> None:
-    mine = Rank(RankChannel.of(Coordinator()), Model(rank))
+    mine = PlannedRank(Model(rank), RankChannel.of(Coordinator()))
     options = EngineOptions(store=str(store), engine_id="engine", staging=staging)
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
@@ -193,7 +186,7 @@ def staged_bytes(store: Path) -> int:
     return sum(int(record.stats["staged_bytes"]) for record in records if record is not None)
 
 
-@pytest.mark.parametrize("staging", ["map", "copy"])
+@both_stagings
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
 def test_a_rank_stages_its_part_when_that_is_proven_to_do(staging, dtype, world, store):
     model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
@@ -220,7 +213,7 @@ def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> 
     return published
 
 
-@pytest.mark.parametrize("staging", ["map", "copy"])
+@both_stagings
 def test_what_was_staged_for_another_model_is_staged_anew(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         prove_the_plan(world, sender, staging)
@@ -234,7 +227,7 @@ def test_what_was_staged_for_another_model_is_staged_anew(staging, world, store)
     world.run(close)
 
 
-@pytest.mark.parametrize("staging", ["map", "copy"])
+@both_stagings
 def test_a_tensor_of_two_names_is_staged_under_both(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         world.run(start, store, staging)
@@ -262,7 +255,7 @@ def fail_next_switch(rank: int) -> None:
     PreparedSwitch.apply = fail
 
 
-@pytest.mark.parametrize("staging", ["map", "copy"])
+@both_stagings
 def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(staging, world, store):
     with dbuffer.WeightSender(store) as sender:
         published = prove_the_plan(world, sender, staging)

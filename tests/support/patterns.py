@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 import dbuffer
 
@@ -103,6 +104,21 @@ def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes: two NaNs may be the same, and 0.0 is not -0.0."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def checksum_of(data: bytes) -> int:
+    """A tensor's checksum as the format describes it, by the streaming interface of xxhash."""
+
+    def digest(piece: bytes) -> int:
+        state = xxhash.xxh3_64()
+        for start in range(0, len(piece), 4096):
+            state.update(piece[start : start + 4096])
+        return state.intdigest()
+
+    if len(data) <= 1 << 20:
+        return digest(data)
+    blocks = [data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20)]
+    return digest(b"".join(digest(block).to_bytes(8, "little") for block in blocks))
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:

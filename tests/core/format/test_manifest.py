@@ -180,7 +180,7 @@ def test_stats_are_numbers(value):
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)
 @pytest.mark.parametrize("value", [..., None, 0, FORMAT + 1, True, "1", 1.0, [1]], ids=repr)
 def test_an_unknown_format_says_so(record, value):
-    with pytest.raises(UnsupportedError, match="same version of dbuffer"):
+    with pytest.raises(UnsupportedError):
         decode(type(record), changed(record, format=value))
 
 

@@ -294,9 +294,9 @@ def test_a_file_that_is_too_short_is_refused(files, sizes, share, num_threads):
     other, _ = files.new(layout, "other")
     memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
     copier = Copier(num_threads)
-    with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
+    with pytest.raises(dbuffer.StoreCorruptError):
         transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
-    with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
+    with pytest.raises(dbuffer.StoreCorruptError):
         transfer.read_tensors(file, path, layout, handed(other), copier, hashed=True)
     copier.close()
     files.close()

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,27 +22,13 @@ from dbuffer.io.tensors import (
     split_evenly,
     unpack_checksums,
 )
+from tests.support.patterns import bits, checksum_of
 
 SIZES = (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 17, 5)
 
 
 def random_bytes(num_bytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-
-
-def expected_checksum(data: bytes) -> int:
-    """As the format says it, by the streaming interface of xxhash."""
-
-    def digest(piece: bytes) -> int:
-        state = xxhash.xxh3_64()
-        for start in range(0, len(piece), 1000):
-            state.update(piece[start : start + 1000])
-        return state.intdigest()
-
-    if len(data) <= 1 << 20:
-        return digest(data)
-    pieces = [data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20)]
-    return digest(b"".join(digest(piece).to_bytes(8, "little") for piece in pieces))
 
 
 @pytest.fixture
@@ -162,7 +147,7 @@ class TestCopier:
         mapped = make_mapped(byte_specs)
         sources = [random_bytes(size) for size in SIZES]
         targets = [torch.zeros_like(source) for source in sources]
-        expected = [expected_checksum(source.numpy().tobytes()) for source in sources]
+        expected = [checksum_of(bits(source)) for source in sources]
         assert copier.write(mapped, sources, hashed=True) == expected
         assert copier.checksums(mapped) == expected
         assert copier.read(mapped, targets, hashed=True) == expected
@@ -181,7 +166,7 @@ class TestCopier:
         for view, found, (tensor, _) in zip(mapped.views, checksums, kinds.values(), strict=True):
             wanted = tensor.detach().resolve_conj().to(view.dtype).contiguous()
             assert torch.equal(view, wanted)
-            assert found == expected_checksum(wanted.view(torch.uint8).numpy().tobytes())
+            assert found == checksum_of(bits(wanted))
 
     def test_a_failure_in_any_thread_is_raised(self, make_mapped, copier):
         mapped = make_mapped([TensorSpec(str(n), "float32", (1000,)) for n in range(20)])

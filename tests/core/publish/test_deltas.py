@@ -998,7 +998,7 @@ def test_patches_need_a_version_before_and_a_sender_with_deltas(store, mount):
         with pytest.raises(dbuffer.VersionError):
             sender.send_patches([])
         publish(sender, 1, 2)
-        with pytest.raises(dbuffer.VersionError, match="above"):
+        with pytest.raises(dbuffer.VersionError):
             sender.send_patches([], version=2)
         with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send_patches([], metadata={"a": object()})

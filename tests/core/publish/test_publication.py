@@ -100,7 +100,7 @@ def test_it_returns_before_the_version_is_published(gate, sender, store):
 
 def test_it_says_when_it_takes_too_long(gate, sender):
     pending = sender.send(WEIGHTS, wait=False)
-    with pytest.raises(WaitTimeoutError, match=r"not published within 0\.01 s"):
+    with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
         pending.wait(0.01)
     gate.may_go_on.set()
     assert pending.wait().version == 1
@@ -134,7 +134,7 @@ def test_weights_that_are_changed_meanwhile_are_not_published(change, gate, send
     assert gate.is_there.wait(60)
     change(model)
     gate.may_go_on.set()
-    with pytest.raises(InvalidWeightsError, match=r"(weight|bias).* changed while"):
+    with pytest.raises(InvalidWeightsError, match=r"weight|bias"):
         pending.wait()
     assert newest(store) == 1
     assert all(torch.equal(received(store)[name], before[name]) for name in before)

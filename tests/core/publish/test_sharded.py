@@ -35,6 +35,7 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.verification import verify_store
+from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, at_call, die, stop
 from tests.support.patterns import SMALL, newest
 from tests.support.sharded import (
@@ -267,22 +268,22 @@ def test_parts_of_old_versions_are_removed(world, in_parts):
 
 
 def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 800)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "a flipped bit": (flip_a_bit, "StoreCorruptError", "layers"),
-    "cut short": (lambda path: os.truncate(path, 100), "StoreCorruptError", "has 100 bytes"),
-    "longer": (lambda path: os.truncate(path, 1 << 20), "StoreCorruptError", "1048576 bytes"),
-    "gone": (lambda path: path.unlink(), "StoreCorruptError", "publish again"),
-    "a link": (
-        lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
-        "StoreCorruptError",
-        "not a plain file",
-    ),
-    "of others": (lambda path: path.chmod(0o666), "StoreAccessError", "owner or mode"),
+def replace_by_a_link(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
+
+
+CORRUPT, ACCESS = dbuffer.StoreCorruptError, dbuffer.StoreAccessError
+DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "a flipped bit": (flip_a_bit, CORRUPT, "layers"),
+    "cut short": (lambda path: os.truncate(path, 100), CORRUPT, "100 bytes"),
+    "longer": (lambda path: os.truncate(path, 1 << 20), CORRUPT, "1048576 bytes"),
+    "gone": (Path.unlink, CORRUPT, ""),
+    "a link": (replace_by_a_link, CORRUPT, ""),
+    "of others": (lambda path: path.chmod(0o666), ACCESS, ""),
 }
 
 
@@ -293,15 +294,14 @@ def test_a_damaged_part_is_refused(in_parts, damage):
     spoil(parts_of(in_parts, pointer.buffer)[-1])
     target = SMALL.empty()
     with WeightReceiver(in_parts) as receiver:
-        with pytest.raises(getattr(dbuffer, kind), match=message):
+        with pytest.raises(kind, match=message):
             receiver.load_into(target)
-        with pytest.raises(getattr(dbuffer, kind), match=message), receiver.open():
+        with pytest.raises(kind, match=message), receiver.open():
             pass
     assert all(not tensor.any() for tensor in target.values())
-    if kind == "StoreAccessError":
-        return
-    checks = verify_store(DoubleBuffer(in_parts))
-    assert [bool(check.problems) for check in checks if check.is_newest] == [True]
+    if kind is CORRUPT:
+        checks = verify_store(DoubleBuffer(in_parts))
+        assert [bool(check.problems) for check in checks if check.is_newest] == [True]
 
 
 def test_where_the_store_looks_local_parts_are_not_mapped(in_parts, monkeypatch):
@@ -410,7 +410,7 @@ def send_in_groups(rank: int, store: Path) -> int:
     weights = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
     with ShardedWeightSender(store / str(mine), group=groups[mine], checksum=True) as sender:
         version = sender.send(weights, version=1 + mine).version
-    with pytest.raises(dbuffer.OptionError, match="not in the group"):
+    with pytest.raises(dbuffer.OptionError):
         ShardedWeightSender(store / str(mine), group=groups[1 - mine])
     return version
 

@@ -548,7 +548,7 @@ def begin_locally(rank: int, store: Path, weights: dict[str, torch.Tensor]) -> N
         ShardedWeightSender(store, delta=True) as sender,
     ):
         patch.setattr(BufferWriter, "commit", fail)
-        with pytest.raises(dbuffer.DBufferError, match="no more"):
+        with pytest.raises(dbuffer.DBufferError):
             sender.send(weights)
 
 

@@ -122,7 +122,7 @@ class TestWaiting:
             senders[0].send(weights_of(1))
 
         with WeightReceiver(store, poll_interval_s=0.05) as receiver:
-            with pytest.raises(WaitTimeoutError, match="not there"), receiver.open(timeout_s=0.1):
+            with pytest.raises(WaitTimeoutError), receiver.open(timeout_s=0.1):
                 pass
             assert receiver.load_into({}) is None
             assert receiver.wait_for_version(timeout_s=0) is None
@@ -405,7 +405,7 @@ class TestAcknowledging:
             sender.wait_applied(1, receivers=2, timeout_s=0)
             sender.send(weights_of(2))
             assert receiver.load_into(weights_of(0)) == 2
-            with pytest.raises(TimeoutError, match="other is at 1"):
+            with pytest.raises(TimeoutError, match=r"other .*1"):
                 sender.wait_applied(2, receivers=2, timeout_s=0)
             assert other.load_into(weights_of(0)) == 2
             sender.wait_applied(2, receivers=2, timeout_s=0)
@@ -730,7 +730,7 @@ class TestKeptLayouts:
             with path.open("r+b") as file:
                 file.seek(manifest.layout_offset + 40)
                 file.write(b"!")
-            with pytest.raises(StoreCorruptError, match="its layout was damaged"):
+            with pytest.raises(StoreCorruptError):
                 receiver.load_into(list)
 
     def test_a_snapshots_aliases_are_its_own(self, store):
@@ -855,7 +855,7 @@ class TestLife:
             receiver.load_into(weights_of(0))
         with pytest.raises(ClosedError):
             receiver.wait_for_version(timeout_s=0)
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(ClosedError):
             next(receiver.follow())
 
     def test_leaves_no_thread_and_no_file_open(self, sender, store):

@@ -535,7 +535,7 @@ def test_nothing_can_be_handed_to_a_spawned_process(tmp_path):
         pending.wait()
         with receiver.open() as snapshot:
             for mine in (sender, receiver, mirror, resident, pending, snapshot):
-                with pytest.raises(ClosedError, match=f"a {type(mine).__name__} belongs to"):
+                with pytest.raises(ClosedError, match=type(mine).__name__):
                     ForkingPickler.dumps(mine)
             (tensor,) = pickle.loads(pickle.dumps(list(snapshot.tensors.values())))
         sender.send({"a": torch.zeros(4)})

@@ -43,7 +43,7 @@ def test_no_time(value):
 
 def test_a_time_is_a_number():
     assert options.seconds("wait_s", 0) == 0.0
-    with pytest.raises(OptionError, match=r"invalid wait_s 0: use seconds above 0"):
+    with pytest.raises(OptionError, match="wait_s 0"):
         options.positive_seconds("wait_s", 0)
     for value in (1, 0.001, threading.TIMEOUT_MAX, numpy.float64(0.5)):
         assert options.positive_seconds("wait_s", value) == value
@@ -72,9 +72,9 @@ def test_a_whole_number_is_within_its_bounds():
 
 @pytest.mark.parametrize("value", [1, 0, 1.0, "True", "yes", None, [True]], ids=repr)
 def test_a_choice_has_a_type(value):
-    with pytest.raises(OptionError, match=r"invalid check .*: use True, False or 'auto'"):
+    with pytest.raises(OptionError, match=r"check .*True, False or 'auto'"):
         options.choice("check", value, (True, False, "auto"))
-    with pytest.raises(OptionError, match=r"invalid check .*: use True or False"):
+    with pytest.raises(OptionError, match=r"check .*True or False"):
         options.flag("check", value)
     assert options.choice("check", "auto", (True, False, "auto")) == "auto"
     assert options.flag("check", False) is False
@@ -82,9 +82,7 @@ def test_a_choice_has_a_type(value):
 
 @pytest.mark.parametrize("value", ["", b"store", b"", None, 1, "a\0b", ["a"]], ids=repr)
 def test_no_directory(value):
-    with pytest.raises(
-        OptionError, match=r"invalid store .*: use the path of a directory, not empty"
-    ):
+    with pytest.raises(OptionError, match="invalid store "):
         options.directory("store", value)
 
 
@@ -282,6 +280,6 @@ def test_one_receiver_is_waited_for_by_its_name(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf, [1.0, {"loss": -math.inf}]], ids=repr)
 def test_what_is_no_json_is_no_metadata(tmp_path, value):
     with dbuffer.WeightSender(tmp_path / "store") as sender:
-        with pytest.raises(InvalidWeightsError, match="metadata must be what JSON can hold"):
+        with pytest.raises(InvalidWeightsError, match="metadata"):
             sender.send({"a": torch.ones(2)}, metadata={"value": value})
         assert sender.send({"a": torch.ones(2)}, metadata={"value": 1e308}).version == 1

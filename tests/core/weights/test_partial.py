@@ -49,13 +49,13 @@ class TestSubset:
         target = filled(0.0, "a", "b", "c")
         for value in (1.0, 2.0):
             sender.send(filled(value, "a", "c"))
-            with pytest.raises(WeightsMismatchError, match="the store has no 'b'"):
+            with pytest.raises(WeightsMismatchError, match="'b'"):
                 receiver.load_into(target)
             assert values(target) == {"a": 0.0, "b": 0.0, "c": 0.0}
         # Neither by accident, after it was told so once.
         receiver.load_into(target, partial=True)
         sender.send(filled(3.0, "a", "c"))
-        with pytest.raises(WeightsMismatchError, match="the store has no 'b'"):
+        with pytest.raises(WeightsMismatchError, match="'b'"):
             receiver.load_into(target)
         assert values(target) == {"a": 2.0, "b": 0.0, "c": 2.0}
 
@@ -94,10 +94,10 @@ class TestMixes:
         sender.send(filled(2.0, "a", "b"))
         receiver.load_into(target, partial=True)
         sender.send(filled(3.0, "b", "c"))
-        with pytest.raises(WeightsMismatchError, match=r"version 3 lacks .* 'a' of version 1; "):
+        with pytest.raises(WeightsMismatchError, match=r"version 3 .*'a' .*version 1"):
             receiver.load_into(target, partial=True)
         sender.send(filled(4.0, "a"))
-        with pytest.raises(WeightsMismatchError, match=r"version 4 lacks .* 'b' of version 2; "):
+        with pytest.raises(WeightsMismatchError, match=r"version 4 .*'b' .*version 2"):
             receiver.load_into(target, partial=True)
         assert values(target) == {"a": 2.0, "b": 2.0, "c": 0.0}
         sender.send(filled(5.0, "c", "b", "a"))
