@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,12 @@ def manifest_of(store: Path) -> Manifest:
 
 def reader_of(store: Path, name: str = "reader", **options: bool) -> dbuffer.WeightReceiver:
     return dbuffer.WeightReceiver(store, receiver_id=name, num_threads=1, **options)
+
+
+@pytest.fixture
+def reader(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    with reader_of(store, verify=True) as reader:
+        yield reader
 
 
 def opened(receiver: dbuffer.WeightReceiver) -> int:
@@ -206,29 +213,27 @@ def test_a_reader_goes_on_past_a_new_anchor(store, network, short_chains):
         assert read == [2]
 
 
-def test_a_version_of_which_too_much_changed_is_whole(store, mount):
-    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
-        assert publish(sender, 1, 2)[1] is not None
-        assert opened(reader) == 2
-        # Sixteen versions on, every element is another one.
-        assert publish(sender, 18) == [None]
-        assert manifest_of(store).chain == []
-        assert opened(reader) == 18 == newest(store, verify=True)
-        assert publish(sender, 19)[0] is not None
-        assert opened(reader) == 19 == newest(store, verify=True)
+def test_a_version_of_which_too_much_changed_is_whole(store, mount, sender, reader):
+    assert publish(sender, 1, 2)[1] is not None
+    assert opened(reader) == 2
+    # Sixteen versions on, every element is another one.
+    assert publish(sender, 18) == [None]
+    assert manifest_of(store).chain == []
+    assert opened(reader) == 18 == newest(store, verify=True)
+    assert publish(sender, 19)[0] is not None
+    assert opened(reader) == 19 == newest(store, verify=True)
 
 
-def test_a_changed_layout_begins_a_new_chain(store, mount):
-    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
-        publish(sender, 1, 2)
-        assert opened(reader) == 2
-        assert sender.send(OTHER.weights(3)).delta_bytes is None
-        assert newest(store, verify=True) == 3
-        with reader.open() as snapshot:
-            assert OTHER.version_of(snapshot.tensors) == 3
-        assert publish(sender, 4) == [None]
-        assert publish(sender, 5)[0] is not None
-        assert opened(reader) == 5 == newest(store, verify=True)
+def test_a_changed_layout_begins_a_new_chain(store, mount, sender, reader):
+    publish(sender, 1, 2)
+    assert opened(reader) == 2
+    assert sender.send(OTHER.weights(3)).delta_bytes is None
+    assert newest(store, verify=True) == 3
+    with reader.open() as snapshot:
+        assert OTHER.version_of(snapshot.tensors) == 3
+    assert publish(sender, 4) == [None]
+    assert publish(sender, 5)[0] is not None
+    assert opened(reader) == 5 == newest(store, verify=True)
 
 
 @pytest.mark.parametrize("delta", [True, False], ids=["a delta sender", "one without"])
@@ -493,12 +498,11 @@ def test_an_iterator_is_refused_and_takes_nothing_away(store, mount, sender):
     assert newest(store, verify=True) == 3
 
 
-def test_weights_that_are_sent_without_waiting(store, mount):
-    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
-        for version in range(1, 6):
-            published = sender.send(SPARSE.weights(version), wait=False).wait(10)
-            assert (published.delta_bytes is None) == (version == 1)
-            assert opened(reader) == version == newest(store, verify=True)
+def test_weights_that_are_sent_without_waiting(store, mount, sender, reader):
+    for version in range(1, 6):
+        published = sender.send(SPARSE.weights(version), wait=False).wait(10)
+        assert (published.delta_bytes is None) == (version == 1)
+        assert opened(reader) == version == newest(store, verify=True)
 
 
 @pytest.mark.parametrize("is_found", [True, False])
@@ -718,38 +722,36 @@ def test_an_open_snapshot_keeps_its_memory(store):
 
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_snapshots_that_are_left_in_any_order(store, order):
-    with make_sender(store) as sender, reader_of(store) as reader:
-        publish(sender, 1)
-        leaves, snapshots = [], []
-        for version in (2, 3, 4):
-            publish(sender, version)
-            leave = contextlib.ExitStack()
-            snapshots.append(leave.enter_context(reader.open(acknowledge=False)))
-            leaves.append(leave)
-        is_open = [True] * 3
-        for number, index in enumerate(order):
-            leaves[index].close()
-            is_open[index] = False
-            publish(sender, 5 + number)
-            assert opened(reader) == 5 + number
-            for snapshot, still in zip(snapshots, is_open, strict=True):
-                if still:
-                    assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
+def test_snapshots_that_are_left_in_any_order(order, sender, reader):
+    publish(sender, 1)
+    leaves, snapshots = [], []
+    for version in (2, 3, 4):
+        publish(sender, version)
+        leave = contextlib.ExitStack()
+        snapshots.append(leave.enter_context(reader.open(acknowledge=False)))
+        leaves.append(leave)
+    is_open = [True] * 3
+    for number, index in enumerate(order):
+        leaves[index].close()
+        is_open[index] = False
+        publish(sender, 5 + number)
+        assert opened(reader) == 5 + number
+        for snapshot, still in zip(snapshots, is_open, strict=True):
+            if still:
+                assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version
 
 
 @pytest.mark.usefixtures("network")
-def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(store, caplog):
-    with make_sender(store) as sender, reader_of(store) as reader:
-        for version, name in ((2, SPARSE.names[0]), (4, SPARSE.names[7])):
-            publish(sender, version)
-            with reader.open() as snapshot:
-                snapshot.tensors[name][3] += 1
-            publish(sender, version + 1)
-            with caplog.at_level(logging.WARNING, "dbuffer"):
-                assert opened(reader) == version + 1
-            if version > 2:
-                assert name in caplog.text
+def test_a_snapshot_that_its_user_wrote_into_is_not_gone_on_from(caplog, sender, reader):
+    for version, name in ((2, SPARSE.names[0]), (4, SPARSE.names[7])):
+        publish(sender, version)
+        with reader.open() as snapshot:
+            snapshot.tensors[name][3] += 1
+        publish(sender, version + 1)
+        with caplog.at_level(logging.WARNING, "dbuffer"):
+            assert opened(reader) == version + 1
+        if version > 2:
+            assert name in caplog.text
 
 
 @pytest.mark.usefixtures("network")
@@ -764,14 +766,13 @@ def test_a_block_that_raises_leaves_memory_to_go_on_from(store):
 
 
 @pytest.mark.usefixtures("network")
-def test_an_older_version_after_a_newer_one(store):
-    with make_sender(store) as sender, reader_of(store) as reader:
-        for version in range(1, 8):
-            publish(sender, version)
-            assert opened(reader) == version
-            if version > 1:
-                with reader.open(version=version - 1) as snapshot:
-                    assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
+def test_an_older_version_after_a_newer_one(sender, reader):
+    for version in range(1, 8):
+        publish(sender, version)
+        assert opened(reader) == version
+        if version > 1:
+            with reader.open(version=version - 1) as snapshot:
+                assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
 
 
 @pytest.mark.usefixtures("network")
@@ -891,16 +892,15 @@ def test_patches_of_all_kinds(store, mount):
         pytest.param([SparsePatch("a", torch.tensor([3]), torch.tensor([3.0]))], id="the same"),
     ],
 )
-def test_patches_that_change_nothing_make_a_version(store, mount, patches):
+def test_patches_that_change_nothing_make_a_version(mount, patches, sender, reader):
     weights = {"a": torch.arange(4000.0), "b": torch.ones(7)}
-    with make_sender(store) as sender, reader_of(store) as reader:
-        sender.send(weights)
-        for version in (2, 3):
-            published = sender.send_patches(patches, metadata={"v": version})
-            assert (published.version, published.num_bytes) == (version, 4 * 4007)
-            with reader.open() as snapshot:
-                assert snapshot.metadata == {"v": version}
-                assert_same_bits(snapshot.tensors, weights)
+    sender.send(weights)
+    for version in (2, 3):
+        published = sender.send_patches(patches, metadata={"v": version})
+        assert (published.version, published.num_bytes) == (version, 4 * 4007)
+        with reader.open() as snapshot:
+            assert snapshot.metadata == {"v": version}
+            assert_same_bits(snapshot.tensors, weights)
 
 
 ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
@@ -958,30 +958,28 @@ def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
             assert snapshot.tensors["a"][7] == -7.0
 
 
-def test_views_are_patches_as_any_other_tensors(store, mount):
+def test_views_are_patches_as_any_other_tensors(mount, sender, reader):
     """One element of a view is contiguous, whatever its stride."""
-    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
-        weights = {"a": torch.arange(4000.0)}
-        sender.send(weights)
-        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
-        for count in (1, 2):
-            at = torch.arange(40).flip(0)[::2][:count]
-            for values in (negated[:count], torch.arange(9.0)[5::2][:count]):
-                sender.send_patches([SparsePatch("a", at, values)])
-                weights["a"][at] = values
-                assert_all_read_same(reader, weights)
+    weights = {"a": torch.arange(4000.0)}
+    sender.send(weights)
+    negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    for count in (1, 2):
+        at = torch.arange(40).flip(0)[::2][:count]
+        for values in (negated[:count], torch.arange(9.0)[5::2][:count]):
+            sender.send_patches([SparsePatch("a", at, values)])
+            weights["a"][at] = values
+            assert_all_read_same(reader, weights)
 
 
-def test_values_of_another_width_are_cast(store, mount):
-    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
-        weights = {"a": torch.arange(4000.0), "b": torch.arange(4000).to(torch.bfloat16)}
-        sender.send(weights)
-        third = torch.tensor([1 / 3], dtype=torch.float64)
-        at = torch.tensor([7])
-        sender.send_patches([SparsePatch("a", at, third, (4000,)), SparsePatch("b", at, third)])
-        for tensor in weights.values():
-            tensor[7] = 1 / 3
-        assert_all_read_same(reader, weights)
+def test_values_of_another_width_are_cast(mount, sender, reader):
+    weights = {"a": torch.arange(4000.0), "b": torch.arange(4000).to(torch.bfloat16)}
+    sender.send(weights)
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+    at = torch.tensor([7])
+    sender.send_patches([SparsePatch("a", at, third, (4000,)), SparsePatch("b", at, third)])
+    for tensor in weights.values():
+        tensor[7] = 1 / 3
+    assert_all_read_same(reader, weights)
 
 
 def assert_all_read_same(reader: dbuffer.WeightReceiver, weights: Tensors) -> None:
@@ -1005,33 +1003,27 @@ def test_patches_need_a_version_before_and_a_sender_with_deltas(store, mount):
         assert sender.send_patches([], version=7).version == 7
 
 
-def refuse_weights(sender: dbuffer.WeightSender) -> None:
-    sender.send({"a": object()})
+REFUSED: dict[str, dict[str, Any]] = {
+    "weights": {"weights": {"a": object()}},
+    "metadata": {"metadata": {"a": object()}},
+    "version": {"version": 1, "wait": False},
+}
 
 
-def refuse_metadata(sender: dbuffer.WeightSender) -> None:
-    sender.send(SPARSE.weights(3), metadata={"a": object()})
-
-
-def refuse_a_version(sender: dbuffer.WeightSender) -> None:
-    sender.send(SPARSE.weights(3), version=1, wait=False)
-
-
-@pytest.mark.parametrize("fail", [refuse_weights, refuse_metadata, refuse_a_version])
-def test_no_patches_after_a_send_that_was_refused(store, mount, fail):
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_no_patches_after_a_send_that_was_refused(store, mount, wrong, sender):
     """They are of weights that were never published."""
     patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
-    with make_sender(store) as sender:
-        publish(sender, 1, 2)
-        with pytest.raises(dbuffer.DBufferError):
-            fail(sender)
-        for _ in range(2):
-            with pytest.raises(dbuffer.VersionError):
-                sender.send_patches(patches)
-        assert newest(store, verify=True) == 2
-        assert publish(sender, 3)[0] is not None, "nothing was touched"
-        assert sender.send_patches(patches).version == 4
-        assert newest(store, verify=True) == 4
+    publish(sender, 1, 2)
+    with pytest.raises(dbuffer.DBufferError):
+        sender.send(**{"weights": SPARSE.weights(3)} | REFUSED[wrong])
+    for _ in range(2):
+        with pytest.raises(dbuffer.VersionError):
+            sender.send_patches(patches)
+    assert newest(store, verify=True) == 2
+    assert publish(sender, 3)[0] is not None, "nothing was touched"
+    assert sender.send_patches(patches).version == 4
+    assert newest(store, verify=True) == 4
 
 
 # Damage to deltas and anchors: who can read, reads; who cannot, says so; the next one is whole

@@ -181,28 +181,23 @@ def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate, sender):
     assert not torch.equal(model.weight, before)
 
 
-def fail_next_send(sender: WeightSender) -> None:
-    sender.send(WEIGHTS)
+NEXT = {
+    "send": lambda sender: sender.send(WEIGHTS),
+    "send without waiting": lambda sender: sender.send(WEIGHTS, wait=False),
+    "close": WeightSender.close,
+}
 
 
-def fail_next_send_too(sender: WeightSender) -> None:
-    sender.send(WEIGHTS, wait=False)
-
-
-def fail_close(sender: WeightSender) -> None:
-    sender.close()
-
-
-@pytest.mark.parametrize("action", [fail_next_send, fail_next_send_too, fail_close])
+@pytest.mark.parametrize("action", NEXT)
 def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(action, gate, store):
     sender = WeightSender(store)
     gate.error = StoreFullError("no room")
     sender.send(WEIGHTS, wait=False)
     gate.may_go_on.set()
     with pytest.raises(StoreFullError, match="no room"):
-        action(sender)
+        NEXT[action](sender)
     gate.error = None
-    if action is not fail_close:
+    if action != "close":
         assert sender.send(WEIGHTS).version == 1
     sender.close()
     with WeightSender(store) as another:  # it was let go of

@@ -378,24 +378,8 @@ def test_reader_that_holds_on_is_evicted_into_a_new_file(store, warnings):
 # What moves out is copied back in, or refused
 
 
-def halve(model: Net) -> None:
-    model.half()
-
-
-def assign(model: Net) -> None:
-    model.norm.running_mean = torch.ones(8)
-
-
-def replace(model: Net) -> None:
-    model.hidden = nn.Linear(8, 8)
-
-
 def untie(model: Net) -> None:
     model.head.weight = nn.Parameter(model.embedding.weight.detach() + 1)
-
-
-def load_by_assignment(model: Net) -> None:
-    model.load_state_dict(values(Net()), assign=True)
 
 
 def share(model: Net) -> None:
@@ -412,7 +396,15 @@ def hand_to_a_spawned_process(model: Net) -> None:
         model.hidden.bias.add_(1)
 
 
-MOVES = [halve, assign, replace, untie, load_by_assignment, share, hand_to_a_spawned_process]
+MOVES: dict[str, Callable[[Net], Any]] = {
+    "halved": Net.half,
+    "assigned": lambda model: setattr(model.norm, "running_mean", torch.ones(8)),
+    "replaced": lambda model: setattr(model, "hidden", nn.Linear(8, 8)),
+    "untied": untie,
+    "loaded by assignment": lambda model: model.load_state_dict(values(Net()), assign=True),
+    "shared": share,
+    "handed to a spawned process": hand_to_a_spawned_process,
+}
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -420,7 +412,7 @@ def test_what_was_moved_out_is_copied_back_in(store, move, warnings):
     model = Net()
     with ResidentModel(model, store) as resident:
         resident.publish()
-        move(model)
+        MOVES[move](model)
         expected = values(model)
         resident.publish()
         assert "was moved out of the store" in warnings()[-1]

@@ -52,7 +52,10 @@ from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY
 from tests.support.waiting import until
 
-IN_TIME_S = 10.0
+SOON_S = 20.0
+"""Bound of what would take a minute if it were wrong."""
+
+IN_TIME_S = 30.0
 """Whatever is to happen by itself happens within this, on a machine that is busy."""
 
 NOT_IN_VAIN_S = 0.3
@@ -93,6 +96,12 @@ def wait_until_staged(store: Path, version: int) -> None:
 def wait_for_problem(store: Path) -> ReceiverRecord:
     until("a problem", lambda: record_in(store).problem is not None)
     return record_in(store)
+
+
+@pytest.fixture
+def follower(store: Path) -> Iterator[Stager]:
+    with staging(store) as follower:
+        yield follower
 
 
 @contextlib.contextmanager
@@ -182,12 +191,11 @@ def test_after_the_previous_version_the_newest_is_staged_again(store, sender):
         assert_whole(follower.take(timeout_s=0), 2)
 
 
-def test_take_the_newest_waits_for_it_where_an_older_one_is_ready(store, sender):
-    with staging(store) as follower:
-        for version in range(1, 30):
-            publish(sender, version)
-            assert_whole(follower.take(timeout_s=IN_TIME_S), version)
-            follower.release(applied=version)
+def test_take_the_newest_waits_for_it_where_an_older_one_is_ready(sender, follower):
+    for version in range(1, 30):
+        publish(sender, version)
+        assert_whole(follower.take(timeout_s=IN_TIME_S), version)
+        follower.release(applied=version)
 
 
 @pytest.mark.parametrize("by", ["version", "at_least"])
@@ -218,19 +226,18 @@ def test_nothing_published_is_a_time_out_in_time(store, is_made, request_):
         started = time.monotonic()
         with pytest.raises(WaitTimeoutError, match=re.escape(str(store))):
             follower.take(**request_, timeout_s=0.2)
-        assert time.monotonic() - started < IN_TIME_S
+        assert time.monotonic() - started < SOON_S
         assert follower.newest() is None
 
 
-def test_a_store_that_comes_later(store):
-    with staging(store) as follower:
-        with pytest.raises(WaitTimeoutError):
-            follower.take(timeout_s=0.05)
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1)
-            until("it is so", lambda: follower.stats["staged"])
-            assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
-        wait_until_staged(store, 1)
+def test_a_store_that_comes_later(store, follower):
+    with pytest.raises(WaitTimeoutError):
+        follower.take(timeout_s=0.05)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        until("it is so", lambda: follower.stats["staged"])
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+    wait_until_staged(store, 1)
 
 
 class Gate:
@@ -359,7 +366,7 @@ def test_what_was_given_back_as_applied_holds_nothing(store, copy):
         assert (record_in(store).held_version, record_in(store).staged_version) == (None, None)
         file = file_of(store, 1)
         for version in (2, 3):
-            assert sender.send(SMALL.weights(version)).duration_s < 5
+            assert sender.send(SMALL.weights(version)).duration_s < SOON_S
         assert file_of(store, 3) == file, "rewritten in place"
         assert follower.stats["evictions"] == 0
 
@@ -399,7 +406,7 @@ def test_versions_are_whole_and_go_up_while_a_sender_publishes_at_full_speed(sto
                 wait_until_staged(store, last)
         assert follower.stats["evictions"] == 0 or copy, "no lock was held for 60 s"
     assert versions == sorted(set(versions))
-    assert longest_s < 5
+    assert longest_s < SOON_S
 
 
 def test_a_sender_is_not_held_back_while_nothing_is_taken(store):
@@ -410,7 +417,7 @@ def test_a_sender_is_not_held_back_while_nothing_is_taken(store):
             child.send()
             longest_s, last = child.receive()
             wait_until_staged(store, last)
-    assert longest_s < 5
+    assert longest_s < SOON_S
 
 
 @both_modes
@@ -810,6 +817,7 @@ def test_close_while_it_stages(store):
             stack.close()
 
 
+@pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
 def test_close_while_a_damaged_version_waits_for_its_next_try(store):
     with dbuffer.WeightSender(store, checksum=True) as sender:
         with damaged_before_it_is_seen(flip):
@@ -818,27 +826,26 @@ def test_close_while_a_damaged_version_waits_for_its_next_try(store):
         with staging(store, verify=True):
             wait_for_problem(store)
             started = time.monotonic()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < SOON_S
 
 
-def test_close_ends_a_take_and_may_be_called_twice(store):
-    with staging(store) as follower:
-        with meanwhile(follower.close), pytest.raises(ClosedError):
-            follower.take(timeout_s=IN_TIME_S)
-        follower.close()
-        follower.release()
-        with pytest.raises(ClosedError, match=re.escape(str(store))):
-            follower.take(timeout_s=IN_TIME_S)
+def test_close_ends_a_take_and_may_be_called_twice(store, follower):
+    with meanwhile(follower.close), pytest.raises(ClosedError):
+        follower.take(timeout_s=IN_TIME_S)
+    follower.close()
+    follower.release()
+    with pytest.raises(ClosedError, match=re.escape(str(store))):
+        follower.take(timeout_s=IN_TIME_S)
 
 
 def test_close_does_not_wait_for_a_version_that_was_asked_for(store, sender):
     publish(sender, 1)
-    with staging(store, poll_interval_s=8.0) as follower:
+    with staging(store, poll_interval_s=60.0) as follower:
         with pytest.raises(WaitTimeoutError):
             follower.take(2, timeout_s=0.2)
         started = time.monotonic()
         follower.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < SOON_S
 
 
 @both_modes

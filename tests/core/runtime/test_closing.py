@@ -54,6 +54,18 @@ class Gate:
         return torch.arange(100_000.0)
 
 
+def hold_up(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Gate:
+    """Hold up every call of a method."""
+    gate, method = Gate(), getattr(owner, name)
+
+    def call_later(*arguments: Any, **options: Any) -> None:
+        gate.pass_through()
+        method(*arguments, **options)
+
+    patch.setattr(owner, name, call_later)
+    return gate
+
+
 class InThread(threading.Thread):
     """Runs a function; its result, or what it raised."""
 
@@ -131,16 +143,9 @@ def test_close_waits_for_a_send_in_another_thread(monkeypatch, tmp_path, store, 
 
 
 def test_close_waits_for_a_publish_of_a_resident_model(monkeypatch, tmp_path, store):
-    gate = Gate()
-    commit = BufferWriter.commit
-
-    def commit_later(*arguments: Any, **described: Any) -> None:
-        gate.pass_through()
-        commit(*arguments, **described)
-
     model = torch.nn.Linear(300, 300)
     resident = ResidentModel(model, store)
-    monkeypatch.setattr(BufferWriter, "commit", commit_later)
+    gate = hold_up(monkeypatch, BufferWriter, "commit")
     published = close_in_the_middle(resident.publish, resident.close, gate, tmp_path)
     assert published.version == 1
     with WeightReceiver(store) as receiver, receiver.open() as snapshot:
@@ -277,17 +282,10 @@ def test_a_child_forked_during_a_send_neither_sends_nor_hangs(store):
 
 
 def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
-    gate = Gate()
-    fill = Draft.fill
-
-    def fill_later(*arguments: Any) -> None:
-        gate.pass_through()
-        fill(*arguments)
-
+    gate = hold_up(pytest.MonkeyPatch(), Draft, "fill")
     sender = WeightSender(store)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     sender.guard(optimizer)
-    Draft.fill = fill_later
     pending = sender.send({"a": torch.ones(1)}, wait=False)
     assert gate.has_come.wait(TIMEOUT_S)
 
@@ -310,15 +308,8 @@ def test_a_child_forked_while_a_version_is_pending_neither_sends_nor_hangs(store
 
 
 def fork_during_a_publish(connection: Connection, store: Path) -> None:
-    gate = Gate()
-    commit = BufferWriter.commit
-
-    def commit_later(*arguments: Any, **described: Any) -> None:
-        gate.pass_through()
-        commit(*arguments, **described)
-
     resident = ResidentModel(torch.nn.Linear(4, 4), store)
-    BufferWriter.commit = commit_later
+    gate = hold_up(pytest.MonkeyPatch(), BufferWriter, "commit")
     publishing = InThread(resident.publish)
     assert gate.has_come.wait(TIMEOUT_S)
 
@@ -342,11 +333,11 @@ def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:
     """Whether a receiver sees a version when it comes, and not when its time is over."""
     newest = receiver.wait_for_version(0, timeout_s=0)
     started = time.monotonic()
-    waiting = InThread(lambda: receiver.wait_for_version(newest, timeout_s=12))
+    waiting = InThread(lambda: receiver.wait_for_version(newest, timeout_s=60))
     waiting.join(HANGS_S)
     sender.send({"a": torch.ones(1)})
     assert waiting.outcome() is not None
-    return time.monotonic() - started < 9
+    return time.monotonic() - started < 30
 
 
 def close_a_receiver_in_a_fork(connection: Connection, store: Path) -> None:

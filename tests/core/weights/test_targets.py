@@ -36,6 +36,12 @@ def store(tmp_path):
     return tmp_path / "store"
 
 
+@pytest.fixture
+def sender(store):
+    with WeightSender(store, checksum=True) as sender:
+        yield sender
+
+
 @pytest.fixture(params=[{}, {"num_threads": 1}, {"num_threads": 5}, {"verify": True}], ids=repr)
 def receiver(request, store):
     with WeightReceiver(store, **request.param) as receiver:
@@ -80,16 +86,15 @@ def assert_same_state(one: nn.Module, other: nn.Module) -> None:
 
 
 class TestKinds:
-    def test_a_dictionary(self, store, receiver):
+    def test_a_dictionary(self, receiver, sender):
         target = {name: torch.zeros_like(tensor) for name, tensor in weights_of(0).items()}
         before = dict(target)
-        with WeightSender(store, checksum=True) as sender:
-            for version in (1, 2, 3, 4):
-                sender.send(weights_of(version))
-                assert receiver.load_into(target) == version
-                for name, tensor in weights_of(version).items():
-                    assert torch.equal(target[name], tensor)
-                    assert target[name] is before[name]
+        for version in (1, 2, 3, 4):
+            sender.send(weights_of(version))
+            assert receiver.load_into(target) == version
+            for name, tensor in weights_of(version).items():
+                assert torch.equal(target[name], tensor)
+                assert target[name] is before[name]
 
     @pytest.mark.parametrize("name", ITEM_BYTES)
     def test_every_dtype(self, load, name):
@@ -291,16 +296,15 @@ class TestTies:
             load({"a": tensor, "b": tensor}, target)
         assert not target["a"].any()
 
-    def test_an_alias_alone(self, store, receiver):
+    def test_an_alias_alone(self, receiver, sender):
         model = Model(tied=True)
         target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
         del target["embed.weight"]
-        with WeightSender(store, checksum=True) as sender:
-            for version in (1, 2, 3):
-                nn.init.normal_(model.embed.weight)
-                sender.send(model)
-                assert receiver.load_into(target) == version
-                assert torch.equal(target["head.weight"], model.embed.weight)
+        for version in (1, 2, 3):
+            nn.init.normal_(model.embed.weight)
+            sender.send(model)
+            assert receiver.load_into(target) == version
+            assert torch.equal(target["head.weight"], model.embed.weight)
 
 
 class TestSharedMemory:
@@ -308,33 +312,31 @@ class TestSharedMemory:
 
     @pytest.mark.parametrize("loads_before", [0, 2])
     @pytest.mark.parametrize("partial", [False, True])
-    def test_an_untied_module_into_a_tied_one(self, store, receiver, partial, loads_before):
+    def test_an_untied_module_into_a_tied_one(self, receiver, partial, loads_before, sender):
         untied, tied, before = Model(), Model(tied=True), Model()
         expected = tied.state_dict()["embed.weight"].clone()
-        with WeightSender(store, checksum=True) as sender:
-            for _ in range(loads_before):  # names, shapes and dtypes were right before
-                sender.send(untied)
-                receiver.load_into(before, partial=partial)
+        for _ in range(loads_before):  # names, shapes and dtypes were right before
             sender.send(untied)
-            with pytest.raises(WeightsMismatchError, match=r"'embed\.weight' and 'head\.weight'"):
-                receiver.load_into(tied, partial=partial)
-            assert torch.equal(tied.embed.weight, expected)
-            assert receiver.load_into(untied) == loads_before + 1
+            receiver.load_into(before, partial=partial)
+        sender.send(untied)
+        with pytest.raises(WeightsMismatchError, match=r"'embed\.weight' and 'head\.weight'"):
+            receiver.load_into(tied, partial=partial)
+        assert torch.equal(tied.embed.weight, expected)
+        assert receiver.load_into(untied) == loads_before + 1
 
-    def test_of_equal_values_the_same_is_right(self, store, receiver):
+    def test_of_equal_values_the_same_is_right(self, receiver, sender):
         untied, tied = Model(), Model(tied=True)
-        with WeightSender(store, checksum=True) as sender:
-            for version in (1, 2, 3):
-                nn.init.normal_(untied.embed.weight)
-                untied.head.weight.data.copy_(untied.embed.weight)
-                sender.send(untied)
-                assert receiver.load_into(tied) == version
-                assert_same_state(tied, untied)
-            untied.head.weight.data[3, 1] += 1
+        for version in (1, 2, 3):
+            nn.init.normal_(untied.embed.weight)
+            untied.head.weight.data.copy_(untied.embed.weight)
             sender.send(untied)
-            with pytest.raises(WeightsMismatchError):
-                receiver.load_into(tied)
-            assert torch.equal(tied.embed.weight, untied.embed.weight)
+            assert receiver.load_into(tied) == version
+            assert_same_state(tied, untied)
+        untied.head.weight.data[3, 1] += 1
+        sender.send(untied)
+        with pytest.raises(WeightsMismatchError):
+            receiver.load_into(tied)
+        assert torch.equal(tied.embed.weight, untied.embed.weight)
 
     def test_a_target_like_one_before_whose_tensors_overlap(self, store, receiver):
         memory = torch.zeros(12)
