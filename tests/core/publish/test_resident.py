@@ -28,7 +28,7 @@ from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child
 from tests.support.moments import COPIES, Step, at_call, at_step, die
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest
-from tests.support.soak import numbers, patience_s
+from tests.support.soak import is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, weights_files
 from tests.support.waiting import TIMEOUT_S
 
@@ -348,7 +348,7 @@ def test_readers_at_full_speed_see_whole_versions_only(store, delta):
     with Child(train_for_ever, store, delta) as child, dbuffer.WeightReceiver(store) as receiver:
         assert child.receive() == 1
         seen = []
-        while len(seen) < 300:
+        while len(seen) < (300 if is_soak() else 100):
             target = pattern.empty()
             assert receiver.wait_for_version(seen[-1] if seen else None, TIMEOUT_S)
             version = receiver.load_into(target)
