@@ -31,18 +31,6 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.errors import (
-    EngineBrokenError,
-    EngineBusyError,
-    EngineEndedError,
-    EngineUnreachableError,
-    EngineUpdateError,
-    OptionError,
-    StoreAccessError,
-    StoreBusyError,
-    StoreFullError,
-    UnsupportedError,
-)
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -94,7 +82,7 @@ def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(scene):
         process.wait()
         for path, record in records.items():
             path.write_text(json.dumps(record | {"pid": process.pid, "staged_version": 1}))
-        with pytest.raises(EngineUnreachableError, match="version 2"):
+        with pytest.raises(dbuffer.EngineUnreachableError, match="version 2"):
             follower.sync(timeout_s=WAIT_S)
         engine.endpoint = RankEndpoint()
         assert follower.sync().version == engine.version == 2
@@ -180,18 +168,18 @@ def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):
 
 
 def away() -> Exception:
-    return EngineUnreachableError("http://localhost:1 does not answer: connection refused")
+    return dbuffer.EngineUnreachableError("http://localhost:1 does not answer: connection refused")
 
 
 def dead() -> Exception:
-    return EngineEndedError("the engine is dead")
+    return dbuffer.EngineEndedError("the engine is dead")
 
 
 def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
     engine = scene.engine
     with scene.following(is_server=True) as follower:
         engine.error = away
-        until("it is noticed", lambda: isinstance(follower.error, EngineUnreachableError))
+        until("it is noticed", lambda: isinstance(follower.error, dbuffer.EngineUnreachableError))
         calls = engine.calls
         with nearly_idle():
             until("four retries", lambda: scene.metrics()["retries_total"] >= 4)
@@ -323,7 +311,7 @@ def test_sleeping_engine_is_busy_and_untouched(scene):
     with scene.about_to_switch() as follower:
         scene.engine.endpoint.note_asleep(is_lost=False)
         for _ in range(2):
-            with pytest.raises(EngineBusyError):
+            with pytest.raises(dbuffer.EngineBusyError):
                 follower.sync()
         assert scene.engine.serves == (1, "1")
         scene.engine.endpoint.note_awake()
@@ -341,7 +329,7 @@ def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene):
             engine.endpoint.note_asleep(is_lost=False)
 
         engine.pause = pause_and_fall_asleep
-        with pytest.raises(EngineBusyError):
+        with pytest.raises(dbuffer.EngineBusyError):
             follower.sync()
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
@@ -352,7 +340,7 @@ def test_sleeping_server_is_not_resumed_when_following_begins(scene):
     engine.endpoint.note_asleep(is_lost=False)
     scene.publish(1)
     with scene.follower() as follower:
-        with pytest.raises(EngineBusyError):
+        with pytest.raises(dbuffer.EngineBusyError):
             follower.sync()
         assert engine.paused
         engine.endpoint.note_awake()
@@ -412,7 +400,7 @@ def test_failed_load_after_lost_weights_goes_back_to_nothing_else(scene, caplog)
 def test_version_above_the_newest_is_refused_at_once(scene):
     with scene.serving(timeout_s=WAIT_S):
         started = time.monotonic()
-        with pytest.raises(EngineUpdateError, match=r"version 99 .* 1"):
+        with pytest.raises(dbuffer.EngineUpdateError, match=r"version 99 .* 1"):
             scene.engine.do(RankRequest("update", update=UpdateRequest(version=99)))
         assert time.monotonic() - started < WAIT_S / 2
         assert scene.engine.serves == (1, "1")
@@ -422,7 +410,7 @@ def test_second_follower_of_an_engine_and_a_store_is_refused(scene):
     with scene.serving() as follower:
         second = scene.follower()
         for begin in (second.require_followable, second.sync):
-            with pytest.raises(StoreBusyError):
+            with pytest.raises(dbuffer.StoreBusyError):
                 begin()
         scene.publish(2)
         assert follower.sync() is not None
@@ -445,7 +433,7 @@ def test_switch_by_another_process_is_learned(scene):
 def test_file_is_no_store(tmp_path):
     (tmp_path / "file").touch()
     for name in ("store", "local_store"):
-        with pytest.raises(OptionError, match=f" {name} "):
+        with pytest.raises(dbuffer.OptionError, match=f" {name} "):
             EngineOptions(**{"store": str(tmp_path), name: str(tmp_path / "file")})
 
 
@@ -455,7 +443,7 @@ def test_file_is_no_store(tmp_path):
 def test_failed_load_that_was_taken_back_leaves_the_label(scene):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 1
-        with pytest.raises(EngineUpdateError, match="version 1"):
+        with pytest.raises(dbuffer.EngineUpdateError, match="version 1"):
             follower.sync()
         assert (scene.engine.serves, scene.engine.paused) == ((1, "1"), False)
         assert follower.sync() is not None
@@ -465,7 +453,7 @@ def test_failed_load_that_was_taken_back_leaves_the_label(scene):
 def test_broken_engine_is_told_by_its_record(scene):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 3
-        with pytest.raises(EngineBrokenError):
+        with pytest.raises(dbuffer.EngineBrokenError):
             follower.sync()
         assert scene.engine.model.refuses is not None
         assert scene.engine.label == UNKNOWN_VERSION
@@ -478,7 +466,7 @@ def test_broken_engine_is_told_by_its_record(scene):
     [
         # As from another process: only a message, and one that says what is not so.
         RuntimeError("a proxy says: the engine serves on with version 1"),
-        EngineUpdateError("half-loaded weights are not what this is about"),
+        dbuffer.EngineUpdateError("half-loaded weights are not what this is about"),
     ],
     ids=repr,
 )
@@ -493,7 +481,7 @@ def test_lost_answer_is_not_believed_whatever_it_says(scene, error):
 
 
 def full(*_: object, **__: object) -> None:
-    raise StoreFullError("no room")
+    raise dbuffer.StoreFullError("no room")
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a proxy says: it serves on"), None], ids=str)
@@ -506,7 +494,7 @@ def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_ask
         scene.engine.lost_answer = answer
         with monkeypatch.context() as patch:
             patch.setattr(filesystem, "replace_file", full)
-            with pytest.raises(EngineUpdateError, match=str(answer or "version 2")):
+            with pytest.raises(dbuffer.EngineUpdateError, match=str(answer or "version 2")):
                 follower.sync()
         assert (scene.engine.serves, scene.engine.paused) == ((2, UNKNOWN_VERSION), False)
         if answer is not None:
@@ -516,12 +504,12 @@ def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_ask
 
 def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(scene):
     def fail(version: str) -> None:
-        raise EngineUpdateError("no label")
+        raise dbuffer.EngineUpdateError("no label")
 
     engine = scene.engine
     with scene.about_to_switch() as follower:
         engine.set_weight_version = fail
-        with pytest.raises(EngineUpdateError, match="no label"):
+        with pytest.raises(dbuffer.EngineUpdateError, match="no label"):
             follower.sync()
         assert (engine.serves, engine.paused) == ((2, "1"), True)
         del engine.set_weight_version
@@ -536,14 +524,14 @@ def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(scene):
     engine = scene.engine
     with scene.left_paused() as follower:
         engine.error = away
-        with pytest.raises(EngineUnreachableError):
+        with pytest.raises(dbuffer.EngineUnreachableError):
             follower.sync()
         assert engine.paused
         engine.error = None
         assert follower.sync() is None
         assert (engine.label, engine.paused) == ("2", False)
         engine.error = away
-        with pytest.raises(EngineUnreachableError):
+        with pytest.raises(dbuffer.EngineUnreachableError):
             follower.sync()
         engine.error = None
         follower.start()
@@ -572,18 +560,18 @@ def test_an_engine_that_has_ended_is_not_left_paused(scene, caplog):
 
 def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch):
     def fail(*_: object, **__: object) -> Any:
-        raise StoreAccessError("the mount is away")
+        raise dbuffer.StoreAccessError("the mount is away")
 
     engine = scene.engine
     with scene.left_paused() as follower:
         engine.error = away
-        with pytest.raises(EngineUnreachableError):
+        with pytest.raises(dbuffer.EngineUnreachableError):
             follower.sync()
         assert engine.paused
         engine.error = None
         with monkeypatch.context() as patch:
             patch.setattr(Rank, "make_check", fail)
-            with pytest.raises(EngineUpdateError, match="the mount is away"):
+            with pytest.raises(dbuffer.EngineUpdateError, match="the mount is away"):
                 follower.sync()
         assert not engine.paused
         assert engine.label == UNKNOWN_VERSION, "nobody has asked it what it has"
@@ -594,7 +582,7 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch
 def test_pause_for_another_store_is_ended_by_the_next_sync(scene, other_store):
     with scene.serving() as follower:
         scene.engine.failing_resumes = 1
-        with pytest.raises(EngineUpdateError, match="not now"):
+        with pytest.raises(dbuffer.EngineUpdateError, match="not now"):
             follower.apply_once(other_store)
         assert scene.engine.paused
         follower.sync()
@@ -617,10 +605,10 @@ def test_version_of_another_store_is_none_of_this_one(scene, other_store):
 
 
 def test_what_no_waiting_mends_is_raised_at_once(scene):
-    with pytest.raises(OptionError):
+    with pytest.raises(dbuffer.OptionError):
         Follower(scene.engine).require_followable()
-    scene.engine.error = lambda: UnsupportedError("no loader")
-    with pytest.raises(UnsupportedError):
+    scene.engine.error = lambda: dbuffer.UnsupportedError("no loader")
+    with pytest.raises(dbuffer.UnsupportedError):
         scene.follower().require_followable()
     scene.engine.error = away
     scene.follower().require_followable()
@@ -629,7 +617,10 @@ def test_what_no_waiting_mends_is_raised_at_once(scene):
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("status", "error", "names"),
-    [(404, UnsupportedError, "/server_info.* /v1"), (401, OptionError, "/server_info.*401")],
+    [
+        (404, dbuffer.UnsupportedError, "/server_info.* /v1"),
+        (401, dbuffer.OptionError, "/server_info.*401"),
+    ],
 )
 def test_server_that_waiting_does_not_change_is_refused_at_once(store, kind, status, error, names):
     pytest.importorskip("httpx")
@@ -793,7 +784,7 @@ def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(client):
 def test_following_ends_before_the_server_does_and_raises_nothing(scene, client, monkeypatch):
     def close() -> None:
         scene.engine.error = away
-        raise StoreAccessError("the network is gone")
+        raise dbuffer.StoreAccessError("the network is gone")
 
     async def run() -> None:
         lifespan = Lifespan(client)
@@ -920,8 +911,8 @@ def test_replicas_have_a_version_when_all_of_them_do(sender, store):
 
 def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store):
     engines = [Replica(""), Replica(".dp-1")]
-    engines[1].error = lambda: UnsupportedError("not this one")
-    with pytest.raises(UnsupportedError, match="not this one"):
+    engines[1].error = lambda: dbuffer.UnsupportedError("not this one")
+    with pytest.raises(dbuffer.UnsupportedError, match="not this one"):
         BackgroundFollower(*(Follower(engine, options(store)) for engine in engines))
     assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
 
@@ -955,7 +946,7 @@ def test_pause_for_a_beginning_that_fails_is_ended(scene):
     scene.engine = engine = MeetsInSteps()
     engine.failing_resumes = 1
     with scene.follower() as follower:
-        with group_writable(scene.store), pytest.raises(EngineUpdateError):
+        with group_writable(scene.store), pytest.raises(dbuffer.EngineUpdateError):
             follower.sync()  # the first resume fails, the second is ours as well
         assert not engine.paused
         follower.sync()

@@ -12,13 +12,6 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.errors import (
-    EngineBrokenError,
-    EngineBusyError,
-    EngineUpdateError,
-    OptionError,
-    UnsupportedError,
-)
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -75,17 +68,17 @@ def test_requests_survive_json(request_):
     ids=repr,
 )
 def test_what_is_no_request_is_refused(values):
-    with pytest.raises(OptionError):
+    with pytest.raises(dbuffer.OptionError):
         RankRequest.parse(values)
 
 
 ERRORS = [
     dbuffer.WeightsMismatchError("a"),
-    OptionError("b"),
-    UnsupportedError("c"),
-    EngineBusyError("d"),
-    EngineUpdateError("e"),
-    EngineBrokenError("f"),
+    dbuffer.OptionError("b"),
+    dbuffer.UnsupportedError("c"),
+    dbuffer.EngineBusyError("d"),
+    dbuffer.EngineUpdateError("e"),
+    dbuffer.EngineBrokenError("f"),
 ]
 """Answers of ranks, from least to worst."""
 
@@ -103,19 +96,19 @@ def test_answers_survive_json(error):
     ids=repr,
 )
 def test_what_is_no_answer_is_an_error(values):
-    with pytest.raises(EngineUpdateError, match="dbuffer"):
+    with pytest.raises(dbuffer.EngineUpdateError, match="dbuffer"):
         decode_answer(values)
 
 
 def test_the_worst_answer_counts():
     for less, more in itertools.pairwise([None, *ERRORS]):
         assert worst_of([None, more, less]) is more
-    refused = EngineUpdateError("refused")
-    assert worst_of([refused, EngineUpdateError("another")]) is refused
+    refused = dbuffer.EngineUpdateError("refused")
+    assert worst_of([refused, dbuffer.EngineUpdateError("another")]) is refused
 
 
 def test_no_answer_at_all_is_not_taken_for_done():
-    with pytest.raises(EngineUpdateError):
+    with pytest.raises(dbuffer.EngineUpdateError):
         worst_of([])
 
 
@@ -163,18 +156,22 @@ def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank):
 
 
 def test_an_update_before_the_beginning_is_refused(rank):
-    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
+    assert isinstance(
+        rank.ask(RankRequest("update", update=UpdateRequest())), dbuffer.UnsupportedError
+    )
     rank.begin()
     assert rank.ask(RankRequest("end")) is None
     assert rank.ask(RankRequest("end")) is None
-    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
+    assert isinstance(
+        rank.ask(RankRequest("update", update=UpdateRequest())), dbuffer.UnsupportedError
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (UnsupportedError("for good"), UnsupportedError),
-        (dbuffer.StoreAccessError("for a moment"), EngineUpdateError),
+        (dbuffer.UnsupportedError("for good"), dbuffer.UnsupportedError),
+        (dbuffer.StoreAccessError("for a moment"), dbuffer.EngineUpdateError),
     ],
     ids=repr,
 )
@@ -212,7 +209,7 @@ def test_a_bug_on_one_rank_is_an_answer(rank):
     answer = capture_answer(
         lambda: rank.endpoint.do(RankRequest("begin", options=rank.options), fail)
     )
-    assert isinstance(answer, EngineUpdateError)
+    assert isinstance(answer, dbuffer.EngineUpdateError)
     assert str(answer) == "ZeroDivisionError: a bug"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import preload
 from tests.support.light_engines import Rank
-from tests.support.worlds import Coordinator, World
+from tests.support.worlds import Coordinator, World, world_of
 
 preload("dbuffer.integrations.engine.rank_receiver")
 
@@ -154,10 +154,7 @@ def close(rank: int) -> None:
     _engine[-1][1].close()
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, SIZE) as world:
-        yield world
+world = world_of(SIZE, "function")
 
 
 def weights(seed: int, *, norms: float = 1.0, dtype: torch.dtype = DTYPE) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tests.support.children import Child, preload
 from tests.support.light_engines import LightEngine, Model, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import until
-from tests.support.worlds import Coordinator, Failure, World
+from tests.support.worlds import Coordinator, Failure, world_of
 
 preload("dbuffer.integrations.engine.rank_receiver")
 
@@ -40,10 +39,7 @@ UNFIT = "unfit"
 """A tensor that one of the ranks has no place for."""
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, SIZE) as world:
-        yield world
+world = world_of(SIZE, "function")
 
 
 def ranks() -> RankChannel:

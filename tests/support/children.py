@@ -80,6 +80,19 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def in_a_fork(body: Callable[[], None]) -> int:
+    """Run it in a fork of this process, which is killed if it hangs; the fork's exit status."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            body()
+            os._exit(0)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def open_files(*parts: str) -> list[str]:
     """Names of this process's open files that contain one of these."""
     found = []

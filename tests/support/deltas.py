@@ -122,6 +122,20 @@ def make_step(
     return Step(layout, layout_xxh3, before, after, encoded)
 
 
+def random_step(
+    rng: np.random.Generator,
+    dtypes: Sequence[str],
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    copier: Copier,
+    **options: bool,
+) -> Step:
+    """A delta between random tensors, of which about these shares changed."""
+    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
+    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
+    return make_step(before, after, dtypes, copier, **options)
+
+
 def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) -> None:
     """Compare the changed tensors with the checksums that the delta gives for them.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from torch import distributed
 
 from tests.support.children import Child
@@ -79,6 +80,17 @@ class World:
         for rank, outcome in enumerate(outcomes):
             assert not isinstance(outcome, Failure), f"rank {rank}: {outcome.traceback}"
         return outcomes
+
+
+def world_of(size: int, scope: str = "module") -> Any:
+    """A fixture: so many ranks for each file, or for each test."""
+
+    @pytest.fixture(scope=scope)
+    def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+        with World(tmp_path_factory.mktemp("world"), size) as world:
+            yield world
+
+    return world
 
 
 def _serve(connection: Connection, rank: int, size: int, rendezvous: Path) -> None:

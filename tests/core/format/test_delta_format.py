@@ -20,15 +20,7 @@ from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_positions
-from tests.support.deltas import (
-    Guarded,
-    Step,
-    changed,
-    decoded,
-    make_step,
-    random_tensor,
-    verify_result,
-)
+from tests.support.deltas import Guarded, Step, decoded, make_step, random_step, verify_result
 from tests.support.soak import is_soak
 
 FUZZ_CASES = 20_000 if is_soak() else 1_500
@@ -50,23 +42,19 @@ def grouped(copier: Copier, **options: bool) -> Step:
     ]
     sizes = [300, 500, 77, 40, 9, 33, 60, 64, 100, 1, 260, 21]
     shares = [0.02, 0.05, 0.1, 0.05, 0.9, 0.4, 1.0, 0.45, 0.4, 1.0, 0.01, 0.2]
-    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
-    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
-    return make_step(before, after, dtypes, copier, **options)
+    return random_step(rng, dtypes, sizes, shares, copier, **options)
 
 
 def cut(copier: Copier, **options: bool) -> Step:
     """Tensors that are longer than a chunk."""
     rng = np.random.default_rng(0)
     dtypes, sizes, shares = ["bfloat16"] * 4, [9000, 70_000, 800, 600], [0.02, 0.0001, 0.9, 0.4]
-    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
-    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io_changes, "_GROUP_CHANGES", 50)
         patch.setattr(io_changes, "_WHOLE_BYTES", 400)
         patch.setattr(io_changes, "_SHORT_BYTES", 1000)
         patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
-        return make_step(before, after, dtypes, copier, **options)
+        return random_step(rng, dtypes, sizes, shares, copier, **options)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
+from tests.support import deltas
 from tests.support.deltas import (
     BASE,
     IDENTITY,
     Guarded,
-    changed,
     layout_of,
     make_step,
     random_tensor,
@@ -83,9 +83,7 @@ def encode(layout, changes, copier):
 
 def random_step(seed, dtypes, sizes, shares, copier, **options):
     rng = np.random.default_rng(seed)
-    before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
-    after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
-    return make_step(before, after, dtypes, copier, **options)
+    return deltas.random_step(rng, dtypes, sizes, shares, copier, **options)
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,24 +19,12 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from dbuffer import (
-    ClosedError,
-    InvalidWeightsError,
-    LazyTensor,
-    OptionError,
-    PendingPublication,
-    Publication,
-    StoreBusyError,
-    StoreFullError,
-    VersionError,
-    WaitTimeoutError,
-    WeightReceiver,
-    WeightSender,
-)
+import dbuffer
 from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
+from tests.support.children import in_a_fork
 from tests.support.patterns import received
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
@@ -84,7 +70,7 @@ def newest(store: Path) -> int | None:
 
 def test_it_returns_before_the_version_is_published(gate, sender, store):
     pending = sender.send(WEIGHTS, metadata={"step": 3}, wait=False)
-    assert isinstance(pending, PendingPublication)
+    assert isinstance(pending, dbuffer.PendingPublication)
     assert gate.is_there.wait(60)
     assert not pending.is_done
     assert newest(store) is None
@@ -94,13 +80,13 @@ def test_it_returns_before_the_version_is_published(gate, sender, store):
     assert (publication.version, publication.num_tensors, publication.num_bytes) == (1, 2, 56)
     assert newest(store) == 1
     assert all(torch.equal(received(store)[name], WEIGHTS[name]) for name in WEIGHTS)
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert snapshot.metadata == {"step": 3}
 
 
 def test_it_says_when_it_takes_too_long(gate, sender):
     pending = sender.send(WEIGHTS, wait=False)
-    with pytest.raises(WaitTimeoutError, match=r"0\.01 s"):
+    with pytest.raises(dbuffer.WaitTimeoutError, match=r"0\.01 s"):
         pending.wait(0.01)
     gate.may_go_on.set()
     assert pending.wait().version == 1
@@ -134,7 +120,7 @@ def test_weights_that_are_changed_meanwhile_are_not_published(change, gate, send
     assert gate.is_there.wait(60)
     change(model)
     gate.may_go_on.set()
-    with pytest.raises(InvalidWeightsError, match=r"weight|bias"):
+    with pytest.raises(dbuffer.InvalidWeightsError, match=r"weight|bias"):
         pending.wait()
     assert newest(store) == 1
     assert all(torch.equal(received(store)[name], before[name]) for name in before)
@@ -161,7 +147,7 @@ def test_a_guarded_optimizer_waits_with_its_step(optimizer, gate, sender, store)
     pending = sender.send(model, wait=False)
     optimizer.step()  # which nobody guards any more
     gate.may_go_on.set()
-    with pytest.raises(InvalidWeightsError):
+    with pytest.raises(dbuffer.InvalidWeightsError):
         pending.wait()
 
 
@@ -171,10 +157,10 @@ def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate, sender):
     sender.guard(optimizer)
     model(torch.ones(2, 4)).sum().backward()
     before = model.weight.clone()
-    gate.error = StoreFullError("no room")
+    gate.error = dbuffer.StoreFullError("no room")
     sender.send(model, wait=False)
     gate.may_go_on.set()
-    with pytest.raises(StoreFullError, match="no room"):
+    with pytest.raises(dbuffer.StoreFullError, match="no room"):
         optimizer.step()
     assert torch.equal(model.weight, before)
     optimizer.step()  # it was told once
@@ -184,32 +170,32 @@ def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate, sender):
 NEXT = {
     "send": lambda sender: sender.send(WEIGHTS),
     "send without waiting": lambda sender: sender.send(WEIGHTS, wait=False),
-    "close": WeightSender.close,
+    "close": dbuffer.WeightSender.close,
 }
 
 
 @pytest.mark.parametrize("action", NEXT)
 def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(action, gate, store):
-    sender = WeightSender(store)
-    gate.error = StoreFullError("no room")
+    sender = dbuffer.WeightSender(store)
+    gate.error = dbuffer.StoreFullError("no room")
     sender.send(WEIGHTS, wait=False)
     gate.may_go_on.set()
-    with pytest.raises(StoreFullError, match="no room"):
+    with pytest.raises(dbuffer.StoreFullError, match="no room"):
         NEXT[action](sender)
     gate.error = None
     if action != "close":
         assert sender.send(WEIGHTS).version == 1
     sender.close()
-    with WeightSender(store) as another:  # it was let go of
+    with dbuffer.WeightSender(store) as another:  # it was let go of
         another.send(WEIGHTS)
 
 
 def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(gate, sender):
-    gate.error = StoreFullError("no room")
+    gate.error = dbuffer.StoreFullError("no room")
     pending = sender.send(WEIGHTS, wait=False)
     gate.may_go_on.set()
     for _ in range(2):
-        with pytest.raises(StoreFullError, match="no room"):
+        with pytest.raises(dbuffer.StoreFullError, match="no room"):
             pending.wait()
     gate.error = None
     assert sender.send(WEIGHTS).version == 1
@@ -253,7 +239,7 @@ def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate, store):
             gate.is_there.wait(0.05)
         raise KeyboardInterrupt
 
-    with WeightSender(store) as sender:
+    with dbuffer.WeightSender(store) as sender:
         sender.guard(optimizer)
         for number in itertools.count(1):
             gate.is_there.clear()
@@ -280,9 +266,9 @@ def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate, store):
 
 def test_each_failure_of_several_threads_is_told(gate, store, caplog):
     """Whichever thread's version is published first, and whoever sends, steps or closes next."""
-    gate.error = StoreFullError("no room")
+    gate.error = dbuffer.StoreFullError("no room")
     gate.may_go_on.set()
-    with WeightSender(store) as sender:
+    with dbuffer.WeightSender(store) as sender:
         ready = threading.Barrier(2)
         settle = sender._settle
 
@@ -300,7 +286,7 @@ def test_each_failure_of_several_threads_is_told(gate, store, caplog):
         for thread in threads:
             thread.join()
         sender._settle = settle
-        with pytest.raises(StoreFullError, match="no room"):
+        with pytest.raises(dbuffer.StoreFullError, match="no room"):
             sender.send(WEIGHTS)
         assert "another version that was sent was not published, either: no room" in caplog.text
         gate.error = None
@@ -308,7 +294,7 @@ def test_each_failure_of_several_threads_is_told(gate, store, caplog):
 
 
 def test_closing_while_others_send_is_a_clear_error(store):
-    def send(sender: WeightSender, ended: list[BaseException]) -> None:
+    def send(sender: dbuffer.WeightSender, ended: list[BaseException]) -> None:
         try:
             while True:
                 sender.send(WEIGHTS, wait=False)
@@ -316,33 +302,33 @@ def test_closing_while_others_send_is_a_clear_error(store):
             ended.append(error)
 
     for _ in range(20):
-        sender = WeightSender(store)
+        sender = dbuffer.WeightSender(store)
         errors: list[BaseException] = []
         threads = [threading.Thread(target=send, args=(sender, errors)) for _ in range(3)]
         for thread in threads:
             thread.start()
         assert sender.send(WEIGHTS).version
-        with contextlib.suppress(ClosedError):  # of one that was sent as it was closed
+        with contextlib.suppress(dbuffer.ClosedError):  # of one that was sent as it was closed
             sender.close()
         for thread in threads:
             thread.join(60)
-        assert {type(error) for error in errors} == {ClosedError}
+        assert {type(error) for error in errors} == {dbuffer.ClosedError}
 
 
 def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate, store):
     """Another thread's version is next, for which the handler's thread holds the lock."""
-    sender = WeightSender(store)
-    pending = PendingPublication()
+    sender = dbuffer.WeightSender(store)
+    pending = dbuffer.PendingPublication()
     filled = Draft.fill
 
-    def publish() -> Publication:
+    def publish() -> dbuffer.Publication:
         with sender._publishing():
             raise AssertionError("it was closed before")
 
     def fill(draft: Draft, *args: Any) -> None:
         sender._pending.append(pending)
         pending.begin(publish)
-        with pytest.raises(StoreBusyError):
+        with pytest.raises(dbuffer.StoreBusyError):
             sender.send(WEIGHTS)
         sender.close()
         filled(draft, *args)
@@ -351,7 +337,7 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Draft, "fill", fill)
         assert sender.send(WEIGHTS).version == 1
-    with pytest.raises(ClosedError):
+    with pytest.raises(dbuffer.ClosedError):
         pending.wait(60)
     assert newest(store) == 1
 
@@ -359,48 +345,41 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate,
 def test_a_forked_child_cannot_wait_for_it(gate, sender):
     pending = sender.send(WEIGHTS, wait=False)
     assert gate.is_there.wait(60)
-    pid = os.fork()
-    if pid == 0:
-        refused = 0
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)  # it may hang
-            for ask in (pending.wait, lambda: pending.wait(1), lambda: pending.is_done):
-                try:
-                    ask()
-                except ClosedError:
-                    refused += 1
-        finally:
-            os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+    def ask_in_child() -> None:
+        for ask in (pending.wait, lambda: pending.wait(1), lambda: pending.is_done):
+            with pytest.raises(dbuffer.ClosedError):
+                ask()
+
+    assert in_a_fork(ask_in_child) == 0
     gate.may_go_on.set()
     assert pending.wait(60).version == 1
 
 
 def test_closing_waits(gate, store):
-    with WeightSender(store) as sender:
+    with dbuffer.WeightSender(store) as sender:
         pending = sender.send(WEIGHTS, wait=False)
         gate.open_in(0.2)
     assert pending.is_done
     assert newest(store) == 1
-    with pytest.raises(ClosedError):
+    with pytest.raises(dbuffer.ClosedError):
         sender.send(WEIGHTS, wait=False)
 
 
 def test_what_is_wrong_is_said_at_once(sender, store):
     sender.send(WEIGHTS, version=5)
-    with pytest.raises(VersionError):
+    with pytest.raises(dbuffer.VersionError):
         sender.send(WEIGHTS, version=5, wait=False)
-    with pytest.raises(InvalidWeightsError):
+    with pytest.raises(dbuffer.InvalidWeightsError):
         sender.send({"a": torch.empty(2, device="meta")}, wait=False)
-    with pytest.raises(InvalidWeightsError):
+    with pytest.raises(dbuffer.InvalidWeightsError):
         sender.send(WEIGHTS, metadata={"a": object()}, wait=False)
-    with pytest.raises(OptionError, match="wait"):
+    with pytest.raises(dbuffer.OptionError, match="wait"):
         sender.send(WEIGHTS, wait=1)
-    with pytest.raises(OptionError, match="iterator"):
+    with pytest.raises(dbuffer.OptionError, match="iterator"):
         sender.send(iter(WEIGHTS.items()), wait=False)
-    lazy = LazyTensor(torch.float32, (2,), lambda: torch.zeros(2))
-    with pytest.raises(OptionError, match="lazy"):
+    lazy = dbuffer.LazyTensor(torch.float32, (2,), lambda: torch.zeros(2))
+    with pytest.raises(dbuffer.OptionError, match="lazy"):
         sender.send({"a": lazy}, wait=False)
     assert newest(store) == 5
 
@@ -442,7 +421,7 @@ def test_metrics_count_versions_and_deltas(store):
         return registry.get_sample_value(f"dbuffer_sender_{name}_total")
 
     weights = {"weight": torch.zeros(1000)}
-    with WeightSender(store, delta=True) as sender:
+    with dbuffer.WeightSender(store, delta=True) as sender:
         metrics.register(sender, registry)
         assert value("versions") == 0
         sender.send(weights)

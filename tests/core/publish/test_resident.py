@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -25,7 +24,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
-from tests.support.children import Child
+from tests.support.children import Child, in_a_fork
 from tests.support.moments import COPIES, Step, at_call, at_step, die
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest
 from tests.support.soak import is_soak, numbers, patience_s
@@ -574,16 +573,13 @@ def fork_and_publish(connection: Connection, store: Path) -> None:
         model.step(1)
         resident.publish()
         model.step(2)
-        pid = os.fork()
-        if pid == 0:
-            try:
+
+        def publish_in_child() -> None:
+            with pytest.raises(dbuffer.ClosedError):
                 resident.publish()
-            except dbuffer.ClosedError:
-                resident.close()
-                os._exit(0)
-            os._exit(1)
-        _, status = os.waitpid(pid, 0)
-        assert status == 0
+            resident.close()
+
+        assert in_a_fork(publish_in_child) == 0
         resident.publish()
         assert newest(store) == 2
         model.step(3)

@@ -20,22 +20,8 @@ import xxhash
 from tensordict import TensorDict
 
 import dbuffer
-from dbuffer import (
-    ClosedError,
-    InvalidWeightsError,
-    OptionError,
-    ReceiverFailedError,
-    StoreAccessError,
-    StoreBusyError,
-    StoreNotFoundError,
-    VersionError,
-    WaitTimeoutError,
-    WeightReceiver,
-    WeightSender,
-    WriterSupersededError,
-)
 from dbuffer.format.layout import ITEM_BYTES
-from tests.support.children import Child, open_files
+from tests.support.children import Child, in_a_fork, open_files
 from tests.support.patterns import bits, checksum_of, random_bits, received
 from tests.support.waiting import until
 
@@ -70,24 +56,24 @@ class TestVersions:
     def test_others_are_refused(self, sender, store, version):
         sender.send(WEIGHTS, version=5)
         before = newest(store)
-        with pytest.raises(VersionError):
+        with pytest.raises(dbuffer.VersionError):
             sender.send({"other": torch.ones(1), "x": torch.ones(1)}, version=version)
         assert newest(store) == before
         assert sender.send(WEIGHTS).version == 6
 
     def test_none_is_above_the_greatest(self, sender):
         sender.send(WEIGHTS, version=2**63 - 1)
-        with pytest.raises(VersionError):
+        with pytest.raises(dbuffer.VersionError):
             sender.send(WEIGHTS)
 
     def test_a_new_sender_goes_on_above_the_last_version(self, store):
         for first in (1, 3, 5):
-            with WeightSender(store) as sender:
+            with dbuffer.WeightSender(store) as sender:
                 assert sender.send(WEIGHTS).version == first
                 assert sender.send(WEIGHTS).version == first + 1
 
     def test_a_refused_publish_uses_no_version_up(self, sender):
-        with pytest.raises(InvalidWeightsError):
+        with pytest.raises(dbuffer.InvalidWeightsError):
             sender.send({})
         assert sender.send(WEIGHTS).version == 1
 
@@ -105,7 +91,7 @@ class TestPublication:
             publication.version = 2
 
     def test_counts_what_was_cast_as_it_was_published(self, store):
-        with WeightSender(store, dtype=torch.bfloat16) as sender:
+        with dbuffer.WeightSender(store, dtype=torch.bfloat16) as sender:
             assert sender.send(WEIGHTS).num_bytes == 6 * 2 + 4 * 8
 
 
@@ -122,20 +108,20 @@ class TestMetadata:
     )
     def test_comes_back(self, sender, store, metadata):
         sender.send(WEIGHTS, metadata=metadata)
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert snapshot.metadata == metadata
 
     def test_none_is_empty(self, sender, store):
         sender.send(WEIGHTS, metadata={"step": 1})
         sender.send(WEIGHTS)
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert snapshot.metadata == {}
 
     def test_is_that_of_the_moment(self, sender, store):
         metadata = {"list": [1]}
         sender.send(WEIGHTS, metadata=metadata)
         metadata["list"].append(2)
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert snapshot.metadata == {"list": [1]}
 
     @staticmethod
@@ -150,9 +136,9 @@ class TestMetadata:
         sender.send(WEIGHTS)
         try:
             sender.send(WEIGHTS, metadata={"deep": self.nested(depth)})
-        except InvalidWeightsError:
+        except dbuffer.InvalidWeightsError:
             assert depth > 50
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert len(snapshot.tensors) == 2
 
     @pytest.mark.parametrize(
@@ -173,7 +159,7 @@ class TestMetadata:
     )
     def test_what_json_cannot_hold_is_refused(self, sender, store, metadata):
         sender.send(WEIGHTS)
-        with pytest.raises(InvalidWeightsError, match="metadata"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send(WEIGHTS, metadata=metadata)
         assert newest(store)[1]["version"] == 1
         assert sender.send(WEIGHTS).version == 2
@@ -181,7 +167,7 @@ class TestMetadata:
     def test_one_that_holds_itself_is_refused(self, sender):
         metadata: dict = {}
         metadata["self"] = metadata
-        with pytest.raises(InvalidWeightsError, match="metadata"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send(WEIGHTS, metadata=metadata)
 
 
@@ -204,7 +190,7 @@ class TestFiles:
     @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
     @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
     def test_tensordict_opens_the_weights_file(self, store, weights, checksum, as_stream):
-        with WeightSender(store, checksum=checksum) as sender:
+        with dbuffer.WeightSender(store, checksum=checksum) as sender:
             for _ in range(3):
                 sender.send(iter(weights.items()) if as_stream else weights)
             opened = TensorDict.from_consolidated(newest(store)[0])
@@ -242,7 +228,7 @@ class TestFiles:
     def test_is_for_the_owner_only(self, store):
         before = os.umask(0)
         try:
-            with WeightSender(store / "deep" / "down") as sender:
+            with dbuffer.WeightSender(store / "deep" / "down") as sender:
                 sender.send(WEIGHTS)
         finally:
             os.umask(before)
@@ -262,7 +248,7 @@ class TestFiles:
             done.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().suffix}")
             fsync(descriptor)
 
-        with WeightSender(store, durable=durable) as sender:
+        with dbuffer.WeightSender(store, durable=durable) as sender:
             monkeypatch.setattr(os, "replace", note_replace)
             monkeypatch.setattr(os, "fsync", note_fsync)
             sender.send(WEIGHTS)
@@ -276,7 +262,7 @@ class TestFiles:
 
     def test_a_path_with_spaces_and_unicode(self, tmp_path):
         path = tmp_path / "a store — 重み" / "it's\nhere"
-        with WeightSender(str(path)) as sender:
+        with dbuffer.WeightSender(str(path)) as sender:
             sender.send(WEIGHTS)
             assert sender.store == path
         assert torch.equal(received(path)["a"], WEIGHTS["a"])
@@ -285,10 +271,10 @@ class TestFiles:
     def test_a_directory_that_others_can_write_is_refused(self, store, mode):
         store.mkdir()
         store.chmod(mode)
-        with pytest.raises(StoreAccessError, match="chmod go-w"):
-            WeightSender(store)
+        with pytest.raises(dbuffer.StoreAccessError, match="chmod go-w"):
+            dbuffer.WeightSender(store)
         assert list(store.iterdir()) == []
-        with WeightSender(store, allow_shared_store=True) as sender:
+        with dbuffer.WeightSender(store, allow_shared_store=True) as sender:
             assert sender.send(WEIGHTS).version == 1
 
 
@@ -300,7 +286,7 @@ class TestChecksums:
     def test_are_those_of_the_bytes(self, store, num_threads, as_stream):
         weights = {str(size): random_bits(torch.uint8, size) for size in self.SIZES}
         weights["transposed"] = torch.randn(700, 900).t()
-        with WeightSender(store, checksum=True, num_threads=num_threads) as sender:
+        with dbuffer.WeightSender(store, checksum=True, num_threads=num_threads) as sender:
             for _ in range(2):
                 sender.send(iter(weights.items()) if as_stream else weights)
         path, manifest = newest(store)
@@ -313,13 +299,13 @@ class TestChecksums:
 
     @pytest.mark.parametrize("checksum", [False, "auto"])
     def test_are_left_out_on_a_local_disk(self, store, checksum):
-        with WeightSender(store, checksum=checksum) as sender:
+        with dbuffer.WeightSender(store, checksum=checksum) as sender:
             sender.send(WEIGHTS)
         assert newest(store)[1]["checksums_xxh3"] is None
 
     def test_no_other_choice(self, store):
         with pytest.raises(ValueError, match="checksum"):
-            WeightSender(store, checksum="xxh3")
+            dbuffer.WeightSender(store, checksum="xxh3")
 
 
 class TestThreads:
@@ -328,7 +314,7 @@ class TestThreads:
     @pytest.mark.parametrize("num_tensors", [1, 2, 7])
     def test_any_number_of_them(self, store, num_threads, checksum, num_tensors):
         weights = {str(number): torch.randn(1000 + number) for number in range(num_tensors)}
-        with WeightSender(store, num_threads=num_threads, checksum=checksum) as sender:
+        with dbuffer.WeightSender(store, num_threads=num_threads, checksum=checksum) as sender:
             for _ in range(3):
                 for tensor in weights.values():
                     tensor.add_(1)
@@ -339,11 +325,11 @@ class TestThreads:
     @pytest.mark.parametrize("num_threads", [0, -1])
     def test_at_least_one(self, store, num_threads):
         with pytest.raises(ValueError, match="num_threads"):
-            WeightSender(store, num_threads=num_threads)
+            dbuffer.WeightSender(store, num_threads=num_threads)
 
     def test_none_is_left_after_closing(self, store):
         before = set(threading.enumerate())
-        with WeightSender(store, num_threads=4) as sender:
+        with dbuffer.WeightSender(store, num_threads=4) as sender:
             sender.send({str(number): torch.ones(1000) for number in range(20)})
         assert set(threading.enumerate()) <= before
 
@@ -366,7 +352,7 @@ class TestDtype:
             "scalar": torch.tensor(0.5),
             "empty": torch.empty(0, 3),
         }
-        with WeightSender(store, dtype=dtype, checksum=checksum) as sender:
+        with dbuffer.WeightSender(store, dtype=dtype, checksum=checksum) as sender:
             sender.send(iter(weights.items()) if as_stream else weights)
         for key, tensor in received(store).items():
             assert tensor.dtype is dtype
@@ -379,7 +365,7 @@ class TestDtype:
             for name in ITEM_BYTES
             if name.startswith(("bool", "int", "uint", "complex"))
         }
-        with WeightSender(store, dtype=torch.float16) as sender:
+        with dbuffer.WeightSender(store, dtype=torch.float16) as sender:
             sender.send(iter(weights.items()) if as_stream else weights)
         for name, tensor in received(store).items():
             assert tensor.dtype is weights[name].dtype
@@ -387,7 +373,7 @@ class TestDtype:
 
     def test_leaves_the_source_alone(self, store):
         model = torch.nn.Linear(3, 3)
-        with WeightSender(store, dtype=torch.bfloat16) as sender:
+        with dbuffer.WeightSender(store, dtype=torch.bfloat16) as sender:
             sender.send(model)
         assert model.weight.dtype is torch.float32
         assert model.weight.grad_fn is None
@@ -396,12 +382,12 @@ class TestDtype:
         "dtype", [torch.int32, torch.complex64, torch.bool, torch.qint8, "bf16"]
     )
     def test_is_a_floating_point_one(self, store, dtype):
-        with pytest.raises(OptionError, match="cast"):
-            WeightSender(store, dtype=dtype)
+        with pytest.raises(dbuffer.OptionError, match="cast"):
+            dbuffer.WeightSender(store, dtype=dtype)
 
     def test_is_not_one_that_torch_cannot_cast_to(self, store):
-        with pytest.raises(OptionError, match="cast"):
-            WeightSender(store, dtype=torch.float4_e2m1fn_x2)
+        with pytest.raises(dbuffer.OptionError, match="cast"):
+            dbuffer.WeightSender(store, dtype=torch.float4_e2m1fn_x2)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -415,13 +401,13 @@ def publish_in_little_memory(connection: Connection, store: Path) -> None:
     weights = {f"layers.{n}": torch.full((2 * MB,), float(n)) for n in range(8)}
     weights["large"] = torch.full((24 * MB,), 7.0)
     for options in ({}, {"checksum": True}, {"dtype": torch.bfloat16}):
-        with WeightSender(store, num_threads=2, **options) as sender:
+        with dbuffer.WeightSender(store, num_threads=2, **options) as sender:
             sender.send({f"small.{n}": torch.ones(100) for n in range(10)})  # starts its threads
             limit_memory(32 * MB)
             for _ in range(2):
                 num_bytes = sender.send(weights).num_bytes
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert snapshot.tensors["layers.7"][-1] == snapshot.tensors["large"][-1] == 7
         connection.send(num_bytes // MB)
     limit_memory(32 * MB)
@@ -438,11 +424,11 @@ def test_takes_little_memory_beside_the_store(store):
 class TestWaitApplied:
     def test_returns_when_enough_have(self, sender, store):
         sender.send(WEIGHTS)
-        with WeightReceiver(store) as one, WeightReceiver(store) as other:
+        with dbuffer.WeightReceiver(store) as one, dbuffer.WeightReceiver(store) as other:
             with one.open():
                 pass
             sender.wait_applied(1, timeout_s=0)
-            with pytest.raises(WaitTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(1, receivers=2, timeout_s=0)
             with other.open():
                 pass
@@ -451,7 +437,7 @@ class TestWaitApplied:
     def test_a_later_version_will_do(self, sender, store):
         for _ in range(3):
             sender.send(WEIGHTS)
-        with WeightReceiver(store) as receiver, receiver.open():
+        with dbuffer.WeightReceiver(store) as receiver, receiver.open():
             pass
         sender.wait_applied(2, timeout_s=0)
         with pytest.raises(TimeoutError):
@@ -462,7 +448,7 @@ class TestWaitApplied:
 
         def apply():
             time.sleep(0.2)
-            with WeightReceiver(store) as receiver, receiver.open():
+            with dbuffer.WeightReceiver(store) as receiver, receiver.open():
                 pass
 
         started = time.monotonic()
@@ -472,19 +458,19 @@ class TestWaitApplied:
             assert 0.2 <= time.monotonic() - started < 50
 
     def test_says_who_is_missing(self, sender, store):
-        with WeightReceiver(store, receiver_id="slow-one") as receiver:
+        with dbuffer.WeightReceiver(store, receiver_id="slow-one") as receiver:
             sender.send(WEIGHTS)
             with receiver.open():
                 pass
             sender.send(WEIGHTS)
-            with pytest.raises(WaitTimeoutError) as caught:
+            with pytest.raises(dbuffer.WaitTimeoutError) as caught:
                 sender.wait_applied(2, receivers=3, timeout_s=0.2)
         for part in ("0 of 3", "version 2", str(store), "0.2 s", "slow-one is at 1"):
             assert part in str(caught.value)
 
     def test_says_that_none_came(self, sender):
         sender.send(WEIGHTS)
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(1, timeout_s=0)
 
     @pytest.mark.parametrize("receivers", [1, "one"])
@@ -493,24 +479,24 @@ class TestWaitApplied:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(sender.wait_applied, 1, receivers=receivers, timeout_s=60)
             shutil.rmtree(store)
-            with pytest.raises(StoreNotFoundError):
+            with pytest.raises(dbuffer.StoreNotFoundError):
                 waiting.result(10)
 
     def test_a_version_of_another_run_in_its_place_does_not_count(self, sender, store):
         sender.send(WEIGHTS)
         shutil.rmtree(store)
-        with WeightSender(store) as other, WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as other, dbuffer.WeightReceiver(store) as receiver:
             other.send(WEIGHTS, version=5)
             with receiver.open():
                 pass
             other.wait_applied(5, timeout_s=0)
-            with pytest.raises(WriterSupersededError):
+            with pytest.raises(dbuffer.WriterSupersededError):
                 sender.wait_applied(1, timeout_s=60)
 
 
 def be_one(connection: Connection, store: Path, version: int | None = None) -> None:
     """Write a receiver's record, acknowledge a version or none, and end."""
-    receiver = WeightReceiver(store, receiver_id="one")
+    receiver = dbuffer.WeightReceiver(store, receiver_id="one")
     receiver.record.write()
     if version is not None:
         receiver.acknowledge(version)
@@ -520,40 +506,42 @@ class TestWaitingForReceiversByName:
     def test_waits_for_those_and_no_others(self, sender, store):
         sender.send(WEIGHTS)
         sender.send(WEIGHTS)
-        with WeightReceiver(store, receiver_id="one") as one, one.open():
+        with dbuffer.WeightReceiver(store, receiver_id="one") as one, one.open():
             pass
         sender.wait_applied(2, receivers=["one"], timeout_s=0)
         sender.wait_applied(2, receivers=[], timeout_s=0)
-        with pytest.raises(WaitTimeoutError, match=r"1 of 2 .*one .*2"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match=r"1 of 2 .*one .*2"):
             sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["other"], timeout_s=0)
 
     def test_says_at_once_that_one_cannot(self, sender, store):
         sender.send(WEIGHTS)
-        with WeightReceiver(store, receiver_id="one") as one:
+        with dbuffer.WeightReceiver(store, receiver_id="one") as one:
             one.record.write(problem="tensor 'a' is odd", problem_version=1)
-            with pytest.raises(ReceiverFailedError, match=r"one .* version 1: tensor 'a' is odd"):
+            with pytest.raises(
+                dbuffer.ReceiverFailedError, match=r"one .* version 1: tensor 'a' is odd"
+            ):
                 sender.wait_applied(1, receivers=["one"], timeout_s=60)
             # The store itself is the problem, so every version is.
             one.record.write(problem="the store was removed", problem_version=None)
             with pytest.raises(
-                ReceiverFailedError, match=r"one .*version 1: the store was removed"
+                dbuffer.ReceiverFailedError, match=r"one .*version 1: the store was removed"
             ):
                 sender.wait_applied(1, receivers=["one"], timeout_s=60)
             one.record.write(problem="tensor 'a' is odd", problem_version=1)
             # Whichever will do: another one may come.
             because = r"one is at None, because of: tensor 'a' is odd"
-            with pytest.raises(WaitTimeoutError, match=because):
+            with pytest.raises(dbuffer.WaitTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
             sender.send(WEIGHTS)
             # What was wrong with one version says nothing of the next.
-            with pytest.raises(WaitTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(2, receivers=["one"], timeout_s=0)
 
     def test_a_problem_with_the_store_may_be_over(self, sender, store):
         sender.send(WEIGHTS)
-        with WeightReceiver(store, receiver_id="one") as one:
+        with dbuffer.WeightReceiver(store, receiver_id="one") as one:
             one.record.write(problem="the store was removed", problem_version=None)
             with ThreadPoolExecutor() as pool:
                 waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
@@ -565,53 +553,53 @@ class TestWaitingForReceiversByName:
         sender.send(WEIGHTS)
         with Child(be_one, store) as child:
             assert child.wait() == 0
-        with pytest.raises(ReceiverFailedError, match=r"one .*None"):
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"one .*None"):
             sender.wait_applied(1, receivers=["one"], timeout_s=60)
         with Child(be_one, store, 1) as child:
             assert child.wait() == 0
         sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
     def test_what_an_earlier_run_has_left_behind_is_no_failure(self, store):
-        WeightSender(store).close()
+        dbuffer.WeightSender(store).close()
         with Child(be_one, store) as child:
             assert child.wait() == 0
-        with WeightSender(store) as sender:
+        with dbuffer.WeightSender(store) as sender:
             sender.send(WEIGHTS)
-            with pytest.raises(WaitTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
 
 class TestLife:
     def test_one_sender_a_store(self, sender, store):
-        with pytest.raises(StoreBusyError, match=str(os.getpid())):
-            WeightSender(store)
+        with pytest.raises(dbuffer.StoreBusyError, match=str(os.getpid())):
+            dbuffer.WeightSender(store)
         assert sender.send(WEIGHTS).version == 1
 
     def test_the_next_one_may_come_after_closing(self, store):
         for _ in range(3):
-            sender = WeightSender(store)
+            sender = dbuffer.WeightSender(store)
             sender.send(WEIGHTS)
             sender.close()
         assert newest(store)[1]["version"] == 3
 
     def test_leaving_with_an_error_closes_too(self, store):
-        with pytest.raises(KeyError), WeightSender(store):
+        with pytest.raises(KeyError), dbuffer.WeightSender(store):
             raise KeyError
-        WeightSender(store).close()
+        dbuffer.WeightSender(store).close()
 
     def test_is_of_no_use_once_closed(self, store):
-        sender = WeightSender(store)
+        sender = dbuffer.WeightSender(store)
         sender.send(WEIGHTS)
         sender.close()
         sender.close()
-        with pytest.raises(ClosedError):
+        with pytest.raises(dbuffer.ClosedError):
             sender.send(WEIGHTS)
-        with pytest.raises(ClosedError):
+        with pytest.raises(dbuffer.ClosedError):
             sender.wait_applied(1, timeout_s=0)
         assert torch.equal(received(store)["a"], WEIGHTS["a"])
 
     def test_closing_leaves_no_file_open(self, store):
-        with WeightSender(store) as sender:
+        with dbuffer.WeightSender(store) as sender:
             for size in (3, 3, 4, 4):
                 sender.send({"w": torch.ones(size), "x": torch.ones(1)})
             assert open_files(str(store))
@@ -620,15 +608,12 @@ class TestLife:
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_is_of_no_use_in_a_forked_child(self, sender):
         sender.send(WEIGHTS)
-        child = os.fork()
-        if child == 0:
-            try:
+
+        def send_in_child():
+            with pytest.raises(dbuffer.ClosedError):
                 sender.send(WEIGHTS)
-            except ClosedError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        assert in_a_fork(send_in_child) == 0
         assert sender.send(WEIGHTS).version == 2
 
     def test_several_threads_may_send(self, sender, store):

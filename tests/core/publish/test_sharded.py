@@ -58,7 +58,7 @@ from tests.support.sharded import (
 )
 from tests.support.soak import numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
-from tests.support.worlds import World
+from tests.support.worlds import World, world_of
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -67,10 +67,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Wor
         yield world
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: Any) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world"), 4) as world:
-        yield world
+four = world_of(4)
 
 
 # What is sent

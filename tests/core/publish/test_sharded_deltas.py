@@ -40,15 +40,12 @@ from tests.support.sharded import (
     whole,
 )
 from tests.support.stores import fill, small_disk
-from tests.support.worlds import Failure, World
+from tests.support.worlds import Failure, World, world_of
 
 MOUNTS = ["local", "network"]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: Any) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world"), 4) as world:
-        yield world
+world = world_of(4)
 
 
 def few(size: int) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,9 @@ from dbuffer.runtime.timing import TIMING
 from tests.support.moments import at_call
 from tests.support.patterns import newest
 from tests.support.sharded import Way, mounted
-from tests.support.worlds import World
+from tests.support.worlds import world_of
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: Any) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world"), 3) as world:
-        yield world
+world = world_of(3)
 
 
 def interrupt() -> None:

@@ -12,14 +12,6 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.errors import (
-    DBufferError,
-    OptionError,
-    SnapshotEvictedError,
-    StoreCorruptError,
-    VersionRegressedError,
-    WeightsMismatchError,
-)
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
@@ -94,7 +86,7 @@ def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(sto
 
 @pytest.mark.timing(retry_min_s=0.01)
 def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
-    fail(loop, WeightsMismatchError("one tensor too many"))
+    fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
     interrupt = threading.Event()
     threading.Timer(0.3, interrupt.set).start()
     with loop.attempt():
@@ -112,7 +104,7 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store,
     (store / "CURRENT").write_bytes(b"{")
     with loop.attempt():
         loop.wait(1)
-    assert (loop.failure.version, type(loop.failure.error)) == (None, StoreCorruptError)
+    assert (loop.failure.version, type(loop.failure.error)) == (None, dbuffer.StoreCorruptError)
     assert problem_in(store)[0] is not None
     (store / "CURRENT").write_bytes(whole)
     with loop.attempt():
@@ -136,9 +128,9 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
             with refuses.attempt():
                 refuses.wait(5)
             assert not refuses.has_started_over
-            assert isinstance(refuses.failure.error, VersionRegressedError)
+            assert isinstance(refuses.failure.error, dbuffer.VersionRegressedError)
     ends = FollowLoop(receiver, "testing", logger, new_history="raise")
-    with pytest.raises(VersionRegressedError), ends.attempt():
+    with pytest.raises(dbuffer.VersionRegressedError), ends.attempt():
         ends.wait(5)
     with follows.attempt():
         follows.wait(5)
@@ -148,18 +140,18 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
 
 
 def test_a_snapshot_that_was_evicted_is_no_failure(loop):
-    fail(loop, SnapshotEvictedError("a writer took it"))
+    fail(loop, dbuffer.SnapshotEvictedError("a writer took it"))
     assert (loop.error, loop.failure, loop.has_started_over) == (None, None, False)
 
 
 def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(receiver, caplog):
     stop = threading.Event()
-    loop = FollowLoop(receiver, "testing", logger, final=(OptionError,), stop=stop)
-    with pytest.raises(OptionError), loop.attempt():
-        raise OptionError("not this way")
+    loop = FollowLoop(receiver, "testing", logger, final=(dbuffer.OptionError,), stop=stop)
+    with pytest.raises(dbuffer.OptionError), loop.attempt():
+        raise dbuffer.OptionError("not this way")
     stop.set()
     with loop.attempt():
-        raise DBufferError("it was closing")
+        raise dbuffer.DBufferError("it was closing")
     assert loop.failure is None
     assert not caplog.records
 

@@ -16,25 +16,12 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer import (
-    ClosedError,
-    InvalidWeightsError,
-    ReceiverFailedError,
-    SnapshotEvictedError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    VersionRegressedError,
-    WaitTimeoutError,
-    WeightReceiver,
-    WeightSender,
-)
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands.status import read_status
-from tests.support.children import open_files
+from tests.support.children import in_a_fork, open_files
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL
 
@@ -57,13 +44,13 @@ def store(tmp_path):
 
 @pytest.fixture
 def sender(store):
-    with WeightSender(store, reader_timeout_s=0.05) as sender:
+    with dbuffer.WeightSender(store, reader_timeout_s=0.05) as sender:
         yield sender
 
 
 @pytest.fixture
 def receiver(store):
-    with WeightReceiver(store, receiver_id="me", poll_interval_s=0.05) as receiver:
+    with dbuffer.WeightReceiver(store, receiver_id="me", poll_interval_s=0.05) as receiver:
         yield receiver
 
 
@@ -107,7 +94,10 @@ class TestWaiting:
         if newer_than is not None:
             sender.send(weights_of(1), version=5)
         started = time.monotonic()
-        with pytest.raises(WaitTimeoutError) as caught, receiver.open(newer_than, timeout_s=0.2):
+        with (
+            pytest.raises(dbuffer.WaitTimeoutError) as caught,
+            receiver.open(newer_than, timeout_s=0.2),
+        ):
             pass
         assert 0.2 <= time.monotonic() - started < SOON_S
         assert "0.2 s" in str(caught.value)
@@ -119,11 +109,11 @@ class TestWaiting:
         senders = []
 
         def publish():
-            senders.append(WeightSender(store))
+            senders.append(dbuffer.WeightSender(store))
             senders[0].send(weights_of(1))
 
-        with WeightReceiver(store, poll_interval_s=0.05) as receiver:
-            with pytest.raises(WaitTimeoutError), receiver.open(timeout_s=0.1):
+        with dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver:
+            with pytest.raises(dbuffer.WaitTimeoutError), receiver.open(timeout_s=0.1):
                 pass
             assert receiver.load_into({}) is None
             assert receiver.wait_for_version(timeout_s=0) is None
@@ -143,15 +133,19 @@ class TestWaiting:
 
     def test_a_stop_event_ends_it(self, sender, store):
         stop = threading.Event()
-        with WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
+        with dbuffer.WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
             started = time.monotonic()
             assert receiver.wait_for_version(timeout_s=None, stop_event=stop) is None
             assert time.monotonic() - started < SOON_S
 
     def test_closing_in_another_thread_ends_it(self, sender, store):
-        receiver = WeightReceiver(store, poll_interval_s=30)
+        receiver = dbuffer.WeightReceiver(store, poll_interval_s=30)
         started = time.monotonic()
-        with meanwhile(receiver.close), pytest.raises(ClosedError), receiver.open(timeout_s=30):
+        with (
+            meanwhile(receiver.close),
+            pytest.raises(dbuffer.ClosedError),
+            receiver.open(timeout_s=30),
+        ):
             pass
         assert time.monotonic() - started < SOON_S
 
@@ -207,7 +201,11 @@ class TestSnapshots:
     def test_are_ones_own_to_write_into(self, sender, receiver, store):
         sender.send(weights_of(1))
         files = {path: path.read_bytes() for path in store.rglob("*.td")}
-        with WeightReceiver(store) as other, other.open() as others, receiver.open() as mine:
+        with (
+            dbuffer.WeightReceiver(store) as other,
+            other.open() as others,
+            receiver.open() as mine,
+        ):
             mine.tensors["a"].fill_(9)
             mine.tensordict["b"].zero_()
             assert values_in(others.tensors) == {1.0}
@@ -284,15 +282,15 @@ class TestRollingBack:
     @pytest.mark.parametrize("delta", [False, True])
     def test_the_buffer_to_be_written_is_no_source(self, store, delta):
         with (
-            WeightSender(store, delta=delta, reader_timeout_s=60) as sender,
-            WeightReceiver(store) as receiver,
+            dbuffer.WeightSender(store, delta=delta, reader_timeout_s=60) as sender,
+            dbuffer.WeightReceiver(store) as receiver,
         ):
             for value in (1, 2, 3):
                 sender.send(weights_of(value))
             started = time.monotonic()
             with receiver.open(version=2) as snapshot:
                 for weights in (snapshot.tensors, dict(snapshot.tensors), snapshot.tensordict):
-                    with pytest.raises(InvalidWeightsError, match=r"snapshot\.copy\(\)"):
+                    with pytest.raises(dbuffer.InvalidWeightsError, match=r"snapshot\.copy\(\)"):
                         sender.send(weights)
                 copy = snapshot.copy()
             assert sender.send(copy).version == 4
@@ -312,11 +310,11 @@ class TestEviction:
             with receiver.open() as snapshot:
                 shutil.rmtree(store)
                 if is_begun_anew:
-                    with WeightSender(store) as again:
+                    with dbuffer.WeightSender(store) as again:
                         again.send(weights_of(2))
                 assert values_in(snapshot.tensors) == {1.0}
 
-        with pytest.raises(VersionRegressedError) as caught:
+        with pytest.raises(dbuffer.VersionRegressedError) as caught:
             hold_beyond_the_stores_end()
         assert (caught.value.history is not None) == is_begun_anew
 
@@ -347,7 +345,7 @@ class TestLoading:
         assert receiver.load_into(target) is None
 
     def test_does_not_wait(self, sender, store):
-        with WeightReceiver(store, poll_interval_s=30) as receiver:
+        with dbuffer.WeightReceiver(store, poll_interval_s=30) as receiver:
             started = time.monotonic()
             assert receiver.load_into({}) is None
             assert time.monotonic() - started < SOON_S
@@ -394,12 +392,12 @@ class TestAcknowledging:
 
     def test_stays_after_closing(self, sender, store):
         sender.send(weights_of(1))
-        with WeightReceiver(store) as receiver:
+        with dbuffer.WeightReceiver(store) as receiver:
             receiver.load_into(weights_of(0))
         sender.wait_applied(1, timeout_s=0)
 
     def test_two_receivers_go_their_own_ways(self, sender, receiver, store):
-        with WeightReceiver(store, receiver_id="other") as other:
+        with dbuffer.WeightReceiver(store, receiver_id="other") as other:
             sender.send(weights_of(1))
             with receiver.open() as mine, other.open() as others:
                 assert values_in(mine.tensors) == values_in(others.tensors) == {1.0}
@@ -416,10 +414,10 @@ class TestAcknowledging:
     )
     def test_a_name_must_be_plain(self, store, name):
         with pytest.raises(ValueError, match="receiver_id"):
-            WeightReceiver(store, receiver_id=name)
+            dbuffer.WeightReceiver(store, receiver_id=name)
 
     def test_default_names_differ(self, store):
-        with WeightReceiver(store) as one, WeightReceiver(store) as other:
+        with dbuffer.WeightReceiver(store) as one, dbuffer.WeightReceiver(store) as other:
             assert one.receiver_id != other.receiver_id
 
 
@@ -463,18 +461,18 @@ class TestReporting:
     )
     def test_the_sender_learns_why_a_version_was_not_applied(self, store, fail, reason):
         with (
-            WeightSender(store, checksum=True) as sender,
-            WeightReceiver(store, receiver_id="me", verify=True) as receiver,
+            dbuffer.WeightSender(store, checksum=True) as sender,
+            dbuffer.WeightReceiver(store, receiver_id="me", verify=True) as receiver,
         ):
             sender.send(weights_of(1))
             with pytest.raises(Exception, match=reason.partition(": ")[2]):
                 fail(receiver)
-            with pytest.raises(ReceiverFailedError, match=f"me .* version 1: {reason}"):
+            with pytest.raises(dbuffer.ReceiverFailedError, match=f"me .* version 1: {reason}"):
                 sender.wait_applied(1, receivers="me", timeout_s=60)
             [status] = read_status(DoubleBuffer(store))["receivers"]
             assert re.search(reason, status["problem"])
             sender.send(weights_of(2))
-            with pytest.raises(WaitTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(2, receivers="me", timeout_s=0)
             with receiver.open():
                 pass
@@ -486,7 +484,7 @@ class TestReporting:
         receiver.load_into(weights_of(0))
         pointer = (store / "CURRENT").read_bytes()
         (store / "CURRENT").write_bytes(b"{")
-        with pytest.raises(StoreCorruptError):
+        with pytest.raises(dbuffer.StoreCorruptError):
             receiver.load_into(weights_of(0))
         assert "StoreCorruptError" in record_of(store)["problem"]
         (store / "CURRENT").write_bytes(pointer)
@@ -495,11 +493,11 @@ class TestReporting:
 
     def test_what_is_no_failure_is_not_reported(self, sender, receiver, store):
         sender.send(weights_of(1))
-        with pytest.raises(WaitTimeoutError), receiver.open(newer_than=1, timeout_s=0):
+        with pytest.raises(dbuffer.WaitTimeoutError), receiver.open(newer_than=1, timeout_s=0):
             pass
         with pytest.raises(RuntimeError), receiver.open(acknowledge=False) as snapshot:
             raise RuntimeError(snapshot)
-        with pytest.raises(SnapshotEvictedError), receiver.open():
+        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open():
             sender.send(weights_of(2))
             sender.send(weights_of(3))
         assert record_of(store)["problem"] is None
@@ -552,7 +550,7 @@ class TestFollowing:
         snapshots.close()
 
     def test_leaving_the_loop_lets_go_of_the_buffer(self, store, receiver):
-        with WeightSender(store, reader_timeout_s=60) as sender:
+        with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
             sender.send(weights_of(1))
             for _ in receiver.follow():
                 break
@@ -566,7 +564,7 @@ class TestFollowing:
     def test_the_stop_event_ends_it(self, sender, store):
         stop = threading.Event()
         sender.send(weights_of(1))
-        with WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
+        with dbuffer.WeightReceiver(store, poll_interval_s=30) as receiver, meanwhile(stop.set):
             started = time.monotonic()
             assert [snapshot.version for snapshot in receiver.follow(stop_event=stop)] == [1]
             assert time.monotonic() - started < SOON_S
@@ -586,7 +584,7 @@ class TestFollowing:
                     for value in (2, 3):
                         sender.send(weights_of(value))
 
-        with pytest.raises(SnapshotEvictedError):
+        with pytest.raises(dbuffer.SnapshotEvictedError):
             hold_too_long()
 
 
@@ -603,35 +601,35 @@ class TestVerifying:
     @pytest.mark.parametrize("num_threads", [1, 5])
     def test_finds_the_damaged_tensor(self, store, read, num_threads):
         target = weights_of(0)
-        with WeightSender(store, checksum=True) as sender:
+        with dbuffer.WeightSender(store, checksum=True) as sender:
             sender.send(weights_of(1))
-        with WeightReceiver(store, verify=True, num_threads=num_threads) as receiver:
+        with dbuffer.WeightReceiver(store, verify=True, num_threads=num_threads) as receiver:
             with receiver.open() as snapshot:
                 path = snapshot.path
             data = bytearray(path.read_bytes())
             data[4096] ^= 1  # a tensor takes 4,000 bytes, and begins at a multiple of 64
             path.write_bytes(data)
-            with pytest.raises(StoreCorruptError, match=r"version 1 .*: b;"):
+            with pytest.raises(dbuffer.StoreCorruptError, match=r"version 1 .*: b;"):
                 read(receiver, target)
         assert values_in(target) == {0.0}
 
     @pytest.mark.parametrize("verify", [False, "auto"])
     def test_is_left_out_on_a_local_disk(self, sender, store, verify):
         sender.send(weights_of(1))
-        with WeightReceiver(store, verify=verify) as receiver, receiver.open() as snapshot:
+        with dbuffer.WeightReceiver(store, verify=verify) as receiver, receiver.open() as snapshot:
             assert not snapshot.has_checksums
 
     def test_refuses_what_has_no_checksums(self, sender, store):
         sender.send(weights_of(1))
-        with WeightReceiver(store, verify=True) as receiver:
-            with pytest.raises(StoreCorruptError, match="checksum=True"), receiver.open():
+        with dbuffer.WeightReceiver(store, verify=True) as receiver:
+            with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"), receiver.open():
                 pass
-            with pytest.raises(StoreCorruptError, match="checksum=True"):
+            with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
                 receiver.load_into(weights_of(0))
 
     def test_no_other_choice(self, store):
         with pytest.raises(ValueError, match="verify"):
-            WeightReceiver(store, verify="always")
+            dbuffer.WeightReceiver(store, verify="always")
 
 
 class TestKeptLayouts:
@@ -655,7 +653,7 @@ class TestKeptLayouts:
     @pytest.mark.parametrize("how", READERS)
     def test_are_decoded_once(self, monkeypatch, store, decoded, how, mount):
         monkeypatch.setenv("DBUFFER_MOUNT", mount)
-        with WeightSender(store) as sender, contextlib.ExitStack() as stack:
+        with dbuffer.WeightSender(store) as sender, contextlib.ExitStack() as stack:
             read = self.reader(how, store, stack)
             for version in range(1, 6):
                 sender.send(SMALL.weights(version))
@@ -679,7 +677,7 @@ class TestKeptLayouts:
                 stager.release(applied=version)
 
             return stage
-        receiver = stack.enter_context(WeightReceiver(store))
+        receiver = stack.enter_context(dbuffer.WeightReceiver(store))
         if how == "follow":
             snapshots = receiver.follow()
             stack.callback(snapshots.close)
@@ -705,7 +703,7 @@ class TestKeptLayouts:
         return load
 
     def test_those_of_both_buffers_are_kept(self, store, decoded):
-        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
             for version in range(1, 8):
                 pattern = (SMALL, OTHER)[version % 2]
                 sender.send(pattern.weights(version))
@@ -720,7 +718,7 @@ class TestKeptLayouts:
     @pytest.mark.parametrize("mount", ["local", "network"])
     def test_the_files_own_is_checked_all_the_same(self, monkeypatch, store, mount):
         monkeypatch.setenv("DBUFFER_MOUNT", mount)
-        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
             for version in (1, 2):
                 sender.send(SMALL.weights(version))
                 receiver.load_into(list)
@@ -731,12 +729,12 @@ class TestKeptLayouts:
             with path.open("r+b") as file:
                 file.seek(manifest.layout_offset + 40)
                 file.write(b"!")
-            with pytest.raises(StoreCorruptError):
+            with pytest.raises(dbuffer.StoreCorruptError):
                 receiver.load_into(list)
 
     def test_a_snapshots_aliases_are_its_own(self, store):
         tensor = torch.ones(3)
-        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
             for _ in range(2):
                 sender.send({"a": tensor, "b": tensor})
                 with receiver.open() as snapshot:
@@ -754,15 +752,17 @@ class TestStore:
         receiver.load_into(weights_of(0))
         sender.close()
         shutil.rmtree(store)
-        with WeightSender(store) as again:
+        with dbuffer.WeightSender(store) as again:
             again.send(weights_of(5), version=5)
             target = weights_of(0)
-            with pytest.raises(VersionRegressedError, match=r"version 10, and .* version 5"):
+            with pytest.raises(
+                dbuffer.VersionRegressedError, match=r"version 10, and .* version 5"
+            ):
                 receiver.load_into(target)
-            with pytest.raises(VersionRegressedError), receiver.open(timeout_s=0):
+            with pytest.raises(dbuffer.VersionRegressedError), receiver.open(timeout_s=0):
                 pass
             assert values_in(target) == {0.0}
-            with WeightReceiver(store) as new:
+            with dbuffer.WeightReceiver(store) as new:
                 assert new.load_into(target) == 5
 
     @pytest.mark.parametrize("version", [9, 10, 11], ids=["lower", "equal", "higher"])
@@ -775,7 +775,7 @@ class TestStore:
         for path in store.iterdir():
             if path.name not in left:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with WeightSender(store) as again:
+        with dbuffer.WeightSender(store) as again:
             again.send(weights_of(2), version=version)
             target = weights_of(1)
             for use in (
@@ -787,11 +787,11 @@ class TestStore:
                 lambda: next(receiver.follow()),
             ):
                 with pytest.raises(
-                    VersionRegressedError, match=rf"version 10, .* version {version}"
+                    dbuffer.VersionRegressedError, match=rf"version 10, .* version {version}"
                 ):
                     use()
             assert values_in(target) == {1.0}
-            with pytest.raises(WaitTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 again.wait_applied(version, timeout_s=0)
             receiver.start_over()
             assert receiver.load_into(target) == version
@@ -804,7 +804,7 @@ class TestStore:
         receiver.load_into(weights_of(0))
         sender.close()
         (store / "writer.json").unlink()
-        with WeightSender(store) as again:
+        with dbuffer.WeightSender(store) as again:
             again.send(weights_of(2))
             assert receiver.load_into(weights_of(0)) == 2
 
@@ -813,9 +813,9 @@ class TestStore:
         receiver.load_into(weights_of(0))
         sender.close()
         shutil.rmtree(store)
-        with pytest.raises(StoreNotFoundError):
+        with pytest.raises(dbuffer.StoreNotFoundError):
             receiver.load_into(weights_of(0))
-        with pytest.raises(StoreNotFoundError):
+        with pytest.raises(dbuffer.StoreNotFoundError):
             receiver.wait_for_version(1, timeout_s=5)
         with pytest.raises(FileNotFoundError), receiver.open(timeout_s=5):
             pass
@@ -825,20 +825,20 @@ class TestStore:
         sender.send(weights_of(1))
         store.chmod(mode)
         target = weights_of(0)
-        with pytest.raises(StoreAccessError):
+        with pytest.raises(dbuffer.StoreAccessError):
             receiver.load_into(target)
         with pytest.raises(OSError, match="chmod go-w"), receiver.open():
             pass
-        with pytest.raises(StoreAccessError):
+        with pytest.raises(dbuffer.StoreAccessError):
             receiver.wait_for_version(timeout_s=0)
         assert values_in(target) == {0.0}
-        with WeightReceiver(store, allow_shared_store=True) as shared:
+        with dbuffer.WeightReceiver(store, allow_shared_store=True) as shared:
             assert shared.load_into(target) == 1
 
     def test_is_left_as_it_was_by_a_receiver_that_never_reads(self, sender, store):
         sender.send(weights_of(1))
         before = sorted(store.rglob("*"))
-        with WeightReceiver(store) as receiver:
+        with dbuffer.WeightReceiver(store) as receiver:
             receiver.wait_for_version(timeout_s=0)
         assert sorted(store.rglob("*")) == before
 
@@ -846,23 +846,23 @@ class TestStore:
 class TestLife:
     def test_is_of_no_use_once_closed(self, sender, store):
         sender.send(weights_of(1))
-        receiver = WeightReceiver(store)
+        receiver = dbuffer.WeightReceiver(store)
         receiver.load_into(weights_of(0))
         receiver.close()
         receiver.close()
-        with pytest.raises(ClosedError), receiver.open():
+        with pytest.raises(dbuffer.ClosedError), receiver.open():
             pass
-        with pytest.raises(ClosedError):
+        with pytest.raises(dbuffer.ClosedError):
             receiver.load_into(weights_of(0))
-        with pytest.raises(ClosedError):
+        with pytest.raises(dbuffer.ClosedError):
             receiver.wait_for_version(timeout_s=0)
-        with pytest.raises(ClosedError):
+        with pytest.raises(dbuffer.ClosedError):
             next(receiver.follow())
 
     def test_leaves_no_thread_and_no_file_open(self, sender, store):
         sender.send(weights_of(1))
         files, threads = open_files("inotify", str(store)), set(threading.enumerate())
-        with WeightReceiver(store, num_threads=4) as receiver:
+        with dbuffer.WeightReceiver(store, num_threads=4) as receiver:
             receiver.wait_for_version(1, timeout_s=0.05)
             receiver.load_into(weights_of(0))
             with receiver.open(), receiver.open():
@@ -874,21 +874,17 @@ class TestLife:
     def test_is_of_no_use_in_a_forked_child(self, sender, receiver):
         sender.send(weights_of(1))
         receiver.wait_for_version(1, timeout_s=0.05)
-        child = os.fork()
-        if child == 0:
-            try:
-                with receiver.open(timeout_s=0):
-                    os._exit(2)
-            except ClosedError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def open_in_child():
+            with pytest.raises(dbuffer.ClosedError), receiver.open(timeout_s=0):
+                pass
+
+        assert in_a_fork(open_in_child) == 0
         assert receiver.load_into(weights_of(0)) == 1
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_a_forked_child_does_not_keep_the_parents_snapshot_held(self, store, receiver):
-        with WeightSender(store, reader_timeout_s=60) as sender:
+        with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
             sender.send(weights_of(1))
             with receiver.open():
                 child = os.fork()
@@ -909,4 +905,4 @@ class TestLife:
     )
     def test_refuses_options_that_make_no_sense(self, store, option, value):
         with pytest.raises(ValueError, match=option):
-            WeightReceiver(store, **{option: value})
+            dbuffer.WeightReceiver(store, **{option: value})

@@ -28,17 +28,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import dbuffer
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    OptionError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    VersionError,
-    VersionRegressedError,
-    WaitTimeoutError,
-)
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.stager import Staged, Stager
@@ -211,7 +200,7 @@ def test_an_overwritten_version_is_an_error_and_the_newest_is_staged_again(store
     publish(sender, 1, 2, 3)
     with staging(store) as follower:
         wait_until_staged(store, 3)
-        with pytest.raises(VersionError, match="version 1 "):
+        with pytest.raises(dbuffer.VersionError, match="version 1 "):
             follower.take(1, timeout_s=IN_TIME_S)
         wait_until_staged(store, 3)
         assert record_in(store).problem is None
@@ -224,14 +213,14 @@ def test_nothing_published_is_a_time_out_in_time(store, is_made, request_):
         dbuffer.WeightSender(store).close()
     with staging(store) as follower:
         started = time.monotonic()
-        with pytest.raises(WaitTimeoutError, match=re.escape(str(store))):
+        with pytest.raises(dbuffer.WaitTimeoutError, match=re.escape(str(store))):
             follower.take(**request_, timeout_s=0.2)
         assert time.monotonic() - started < SOON_S
         assert follower.newest() is None
 
 
 def test_a_store_that_comes_later(store, follower):
-    with pytest.raises(WaitTimeoutError):
+    with pytest.raises(dbuffer.WaitTimeoutError):
         follower.take(timeout_s=0.05)
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
@@ -279,7 +268,7 @@ def test_take_while_that_version_is_being_staged(store, sender):
     publish(sender, 1)
     with staging(store, check=gate) as follower:
         assert gate.reached.wait(IN_TIME_S)
-        with pytest.raises(WaitTimeoutError, match=r"version 1 .*0\.05 s"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match=r"version 1 .*0\.05 s"):
             follower.take(timeout_s=0.05)
         with meanwhile(gate.open.set):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
@@ -473,7 +462,7 @@ def test_a_flipped_bit_is_told_and_a_newer_version_is_staged_by_itself(store, se
         assert record.problem_version == 1
         assert "layers.0.weight" in record.problem
         assert (record.staged_version, record.held_version) == (None, None)
-        with pytest.raises(StoreCorruptError, match=r"layers\.0\.weight"):
+        with pytest.raises(dbuffer.StoreCorruptError, match=r"layers\.0\.weight"):
             follower.take(timeout_s=IN_TIME_S)
         assert follower.stats["failures"] >= 2
         publish(sender, 2)
@@ -499,7 +488,7 @@ def test_a_truncated_file_is_told_and_a_newer_version_is_staged_by_itself(store,
         with damaged_before_it_is_seen(lambda path: os.truncate(path, 100)):
             publish(sender, 1)
         assert "has 100 bytes" in str(wait_for_problem(store).problem)
-        with pytest.raises(StoreCorruptError, match="100 bytes"):
+        with pytest.raises(dbuffer.StoreCorruptError, match="100 bytes"):
             follower.take(timeout_s=IN_TIME_S)
         publish(sender, 2)
         wait_until_staged(store, 2)
@@ -585,7 +574,7 @@ def test_a_damaged_previous_version_is_refused_when_it_is_asked_for(store, sende
     damage(store, 1)
     with Child(take_damaged_previous, store) as child:
         error = child.receive()
-        assert isinstance(error, StoreCorruptError)
+        assert isinstance(error, dbuffer.StoreCorruptError)
         assert "layers.0.weight" in str(error)
         assert child.receive(5) == "closed"
 
@@ -604,7 +593,7 @@ def test_a_previous_version_that_is_about_to_be_overwritten_is_not_called_corrup
     publish(sender, 1, 2)
     with file_of(store, 1).open() as file, staging(store) as follower:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(VersionError):
+        with pytest.raises(dbuffer.VersionError):
             follower.take(1, timeout_s=IN_TIME_S)
 
 
@@ -613,7 +602,7 @@ def test_staging_goes_on_after_damage_and_a_version_that_never_came(store, sende
         with damaged_before_it_is_seen(flip):
             publish(sender, 1)
         wait_for_problem(store)
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             follower.take(at_least=1000, timeout_s=0.3)
         publish(sender, 2)
         wait_until_staged(store, 2)
@@ -639,16 +628,16 @@ def test_a_store_that_is_removed_is_told(store, sender):
         follower.take(timeout_s=0)
         follower.release(applied=2)
         store.rename(store.with_name("gone"))  # in one step: it writes its record in there
-        with pytest.raises(StoreNotFoundError, match=re.escape(str(store))):
+        with pytest.raises(dbuffer.StoreNotFoundError, match=re.escape(str(store))):
             follower.take(timeout_s=IN_TIME_S)
         with dbuffer.WeightSender(store) as again:
             again.send(SMALL.weights(1))
             # Until then an attempt that began before may still end as those before did.
             until("it is so", lambda: "of another run" in str(DoubleBuffer(store).receiver("rank")))
-            with pytest.raises(VersionRegressedError, match=r"version 2, .* version 1,"):
+            with pytest.raises(dbuffer.VersionRegressedError, match=r"version 2, .* version 1,"):
                 follower.take(timeout_s=IN_TIME_S)
             again.send(SMALL.weights(7), version=7)
-            with pytest.raises(VersionRegressedError):
+            with pytest.raises(dbuffer.VersionRegressedError):
                 follower.take(timeout_s=IN_TIME_S)
 
 
@@ -672,7 +661,7 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy,
             # What was applied before says nothing of it: it stays ready.
             follower.release(applied=2, history=old.history)
             assert follower.take(version, timeout_s=0) is new
-            with pytest.raises(VersionRegressedError):
+            with pytest.raises(dbuffer.VersionRegressedError):
                 follower.take(2, history=old.history, timeout_s=IN_TIME_S)
             follower.release()
     said = [record for record in caplog.records if "of another run" in record.message]
@@ -703,7 +692,7 @@ def test_damage_between_checking_and_copying_is_seen(store, sender):
         flip(file_of(store, 1))
 
     with staging(store, copy=True, verify=True, check=damage_it) as follower:
-        with pytest.raises(StoreCorruptError):
+        with pytest.raises(dbuffer.StoreCorruptError):
             follower.take(timeout_s=IN_TIME_S)
 
 
@@ -714,7 +703,7 @@ def test_a_pointer_that_is_away_for_a_while_leaves_no_problem_and_what_is_staged
     with staging(store) as follower:
         wait_until_staged(store, 1)
         (store / "CURRENT").rename(store / "tmp" / "CURRENT")
-        with pytest.raises(VersionRegressedError):
+        with pytest.raises(dbuffer.VersionRegressedError):
             follower.take(2, timeout_s=IN_TIME_S)
         record = wait_for_problem(store)
         assert (record.problem_version, record.staged_version) == (None, 1)
@@ -732,7 +721,7 @@ def test_while_the_pointer_is_away_nothing_older_is_the_newest(store, sender):
         follower.take(1, timeout_s=IN_TIME_S)
         (store / "CURRENT").unlink()
         follower.release()
-        with pytest.raises(VersionRegressedError, match=r"2 .*0"):
+        with pytest.raises(dbuffer.VersionRegressedError, match=r"2 .*0"):
             follower.take(timeout_s=IN_TIME_S)
 
 
@@ -746,7 +735,7 @@ def test_a_problem_is_that_of_the_version_which_was_opened(store, sender, caplog
             publish(sender, 3)
         gate.open.set()
         assert wait_for_problem(store).problem_version == 3
-        with pytest.raises(VersionError, match="version 1 "):
+        with pytest.raises(dbuffer.VersionError, match="version 1 "):
             follower.take(1, timeout_s=IN_TIME_S)
     told = [entry.getMessage() for entry in caplog.records if "damaged" in entry.message]
     assert told
@@ -830,18 +819,18 @@ def test_close_while_a_damaged_version_waits_for_its_next_try(store):
 
 
 def test_close_ends_a_take_and_may_be_called_twice(store, follower):
-    with meanwhile(follower.close), pytest.raises(ClosedError):
+    with meanwhile(follower.close), pytest.raises(dbuffer.ClosedError):
         follower.take(timeout_s=IN_TIME_S)
     follower.close()
     follower.release()
-    with pytest.raises(ClosedError, match=re.escape(str(store))):
+    with pytest.raises(dbuffer.ClosedError, match=re.escape(str(store))):
         follower.take(timeout_s=IN_TIME_S)
 
 
 def test_close_does_not_wait_for_a_version_that_was_asked_for(store, sender):
     publish(sender, 1)
     with staging(store, poll_interval_s=60.0) as follower:
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             follower.take(2, timeout_s=0.2)
         started = time.monotonic()
         follower.close()
@@ -860,7 +849,7 @@ def test_neither_threads_nor_descriptors_pile_up(store, copy):
             kind = flip if version % 5 == 0 else lambda path: None
             with damaged_before_it_is_seen(kind):
                 sender.send(pattern.weights(version))
-            with contextlib.suppress(StoreCorruptError):
+            with contextlib.suppress(dbuffer.StoreCorruptError):
                 follower.take(timeout_s=IN_TIME_S)
             follower.release(applied=version)
             counts.append((threading.active_count(), open_descriptors()))
@@ -1040,7 +1029,7 @@ def test_a_store_that_cannot_be_entered_for_a_while(shm_path):
 )
 def test_options_are_checked(store, options):
     threads = threading.active_count()
-    with pytest.raises(OptionError, match=next(iter(options))):
+    with pytest.raises(dbuffer.OptionError, match=next(iter(options))):
         stager_of(store, **options)
     assert threading.active_count() == threads
     assert not store.exists()
@@ -1173,7 +1162,9 @@ class StagerMachine(RuleBasedStateMachine):
         request = {"newest": {}, "exactly": {"version": self.newest}}
         arguments = request.get(by, {"at_least": self.newest})
         if self.newest in self.damaged:
-            with pytest.raises(StoreCorruptError, match=rf"version {self.newest} was damaged"):
+            with pytest.raises(
+                dbuffer.StoreCorruptError, match=rf"version {self.newest} was damaged"
+            ):
                 self.stager.take(**arguments, timeout_s=IN_TIME_S)
         else:
             self.taken = self.stager.take(**arguments, timeout_s=IN_TIME_S)
@@ -1196,9 +1187,9 @@ class StagerMachine(RuleBasedStateMachine):
         version = max(1, self.newest - age)
         try:
             staged = self.stager.take(version, timeout_s=IN_TIME_S)
-        except VersionError:
+        except dbuffer.VersionError:
             assert version < self.newest - 1 or not self.has_previous
-        except StoreCorruptError as error:
+        except dbuffer.StoreCorruptError as error:
             assert version in self.damaged
             assert f"version {version} was damaged" in str(error)
         else:
@@ -1209,7 +1200,7 @@ class StagerMachine(RuleBasedStateMachine):
     @is_free
     @rule(by=st.sampled_from(["version", "at_least"]))
     def take_what_never_comes(self, by: str) -> None:
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             self.stager.take(**{by: self.newest + 1}, timeout_s=0.01)
 
     @is_there
@@ -1240,7 +1231,7 @@ class StagerMachine(RuleBasedStateMachine):
         arguments = request.get(by, {"at_least": self.newest})
         try:
             staged = self.stager.take(**arguments, timeout_s=0.05)
-        except DBufferError:
+        except dbuffer.DBufferError:
             return
         assert staged.version == self.newest or by == "newest"
         assert staged.version >= self.applied
@@ -1316,6 +1307,6 @@ def test_memory_that_there_is_not_is_told(store):
         sender.send(LARGE.weights(1))
     with Child(stage_with_little_memory, store) as child:
         kind, message = child.receive()
-        assert kind is StoreAccessError
+        assert kind is dbuffer.StoreAccessError
         assert re.search(r"cannot allocate \d+ bytes of memory", message)
         assert child.receive() == 1

@@ -25,7 +25,7 @@ from dbuffer.publish.draft import Draft
 from dbuffer.receive.stager import Stager
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter
-from tests.support.children import Child
+from tests.support.children import Child, in_a_fork
 from tests.support.patterns import newest
 from tests.support.stores import assert_tidy
 from tests.support.waiting import TIMEOUT_S
@@ -243,18 +243,6 @@ def test_closing_threads_waits_for_what_they_do():
 
 
 # Forks
-
-
-def in_a_fork(body: Callable[[], None]) -> int:
-    """Run it in a forked child, which is killed if it hangs; how that ended."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            signal.alarm(20)
-            body()
-            os._exit(0)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def fork_during_a_send(connection: Connection, store: Path) -> None:
