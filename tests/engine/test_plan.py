@@ -213,6 +213,12 @@ class Switched:
             self.reloads += 1
             self.model.reload(dict(tensors))
 
+    def prepare_next(self) -> tuple[Tensors, PreparedSwitch]:
+        """Prepare a version of which little changed."""
+        newest = changed_a_little(self.versions[-1])
+        self.versions.append(newest)
+        return newest, self.loads.prepare(newest, self.trace, self.changed_since)
+
     def changed_since(self, identity: str) -> Changed | None:
         if self.changes is None:
             return None
@@ -1210,9 +1216,7 @@ def test_a_model_that_lost_its_weights_is_copied_whole():
 def test_patches_to_another_version_than_the_model_holds_are_not_used():
     """The version before was loaded again meanwhile, say."""
     switched = one_patched()
-    newest = changed_a_little(switched.versions[-1])
-    switched.versions.append(newest)
-    late = switched.loads.prepare(newest, switched.trace, switched.changed_since)
+    newest, late = switched.prepare_next()
     assert late.base is not None
     before = switched.loads.prepare(switched.versions[0], switched.trace)
     switched.loads.apply(before, "0")
@@ -1225,9 +1229,7 @@ def test_a_tensor_of_which_much_changed_is_copied():
     switched = Switched(lambda: Model(a=Layer()), tensors)
     switched.changes = differences
     switched.switch(tensors)
-    newest = changed_a_little(tensors)
-    switched.versions.append(newest)
-    switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
+    _, switch = switched.prepare_next()
     assert switch.base is not None
     assert (len(switch.patches), len(switch.unpatched)) == (0, 1)
 
@@ -1294,9 +1296,7 @@ def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(is
 @pytest.mark.usefixtures("any_share")
 def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause():
     switched = one_patched()
-    newest = changed_a_little(switched.versions[-1])
-    switched.versions.append(newest)
-    switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
+    newest, switch = switched.prepare_next()
     assert switch.base is not None
     switched.model.reload(switched.versions[-3])
     switched.loads.apply(switch, "newest")

@@ -244,11 +244,14 @@ def warnings_logged() -> Iterator[list[str]]:
         logging.getLogger("dbuffer").removeHandler(handler)
 
 
+def base_of(store: Path, mount: str, part: int) -> Path:
+    """File that a rank has written and that was published; on a network mount, of the anchor."""
+    with hold_newest(DoubleBuffer(store), newer_than=None) as held:
+        return held.path if mount == "local" else part_path(held.path, part)
+
+
 def damage_base(store: Path, mount: str) -> None:
-    """A bit of what one rank has written and was published; on a network mount, of the anchor."""
-    held = hold_newest(DoubleBuffer(store), newer_than=None)
-    with held:
-        path = held.path if mount == "local" else part_path(held.path, 2)
+    path = base_of(store, mount, 2)
     flip_bit(path, 8 * (path.stat().st_size // 2))
 
 
@@ -262,9 +265,7 @@ def lose_delta(store: Path, mount: str) -> None:
 
 
 def lose_base(store: Path, mount: str) -> None:
-    with hold_newest(DoubleBuffer(store), newer_than=None) as held:
-        path = held.path if mount == "local" else part_path(held.path, 1)
-    path.unlink()
+    base_of(store, mount, 1).unlink()
 
 
 @pytest.mark.parametrize("mount", MOUNTS)

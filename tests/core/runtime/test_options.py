@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from pathlib import Path
@@ -237,28 +238,27 @@ def test_times_of_methods_are_checked_as_they_are_called(tmp_path):
     ):
         version = sender.send({"a": torch.ones(2)}).version
         stager = make_stager(store)
-        for value in NO_TIMES:
-            with pytest.raises(OptionError, match="invalid timeout_s "):
-                sender.wait_applied(version, timeout_s=value)
-            with pytest.raises(OptionError, match="invalid timeout_s "):
-                mirror.wait_until_current(value)
-            with pytest.raises(OptionError, match="invalid timeout_s "):
-                stager.take(timeout_s=value)
-            with pytest.raises(OptionError, match="invalid timeout_s "), receiver.open(1, value):
-                pass
-            if value is not None:  # which is for ever
+        timed = {
+            "wait_applied": lambda value: sender.wait_applied(version, timeout_s=value),
+            "wait_until_current": mirror.wait_until_current,
+            "take": lambda value: stager.take(timeout_s=value),
+            "open": lambda value: receiver.open(1, value).__enter__(),
+            "wait_for_version": lambda value: receiver.wait_for_version(1, value),
+        }
+        for name, value in itertools.product(timed, NO_TIMES):
+            if (name, value) != ("wait_for_version", None):  # which is for ever
                 with pytest.raises(OptionError, match="invalid timeout_s "):
-                    receiver.wait_for_version(1, value)
+                    timed[name](value)
         stager.close()
-        for wrong in ("1", 1.0, True, -2):
-            with pytest.raises(OptionError, match="invalid newer_than "):
-                receiver.wait_for_version(wrong, 0)
-            with pytest.raises(OptionError, match="invalid version "), receiver.open(version=wrong):
-                pass
-            with pytest.raises(OptionError, match="invalid version "):
-                sender.wait_applied(wrong, timeout_s=0)
-            with pytest.raises(OptionError, match="invalid version "):
-                UpdateRequest(version=wrong)
+        versioned = [
+            ("newer_than", lambda value: receiver.wait_for_version(value, 0)),
+            ("version", lambda value: receiver.open(version=value).__enter__()),
+            ("version", lambda value: sender.wait_applied(value, timeout_s=0)),
+            ("version", lambda value: UpdateRequest(version=value)),
+        ]
+        for (name, call), value in itertools.product(versioned, ("1", 1.0, True, -2)):
+            with pytest.raises(OptionError, match=f"invalid {name} "):
+                call(value)
 
 
 def test_one_receiver_is_waited_for_by_its_name(tmp_path):
