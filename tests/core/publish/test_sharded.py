@@ -274,13 +274,13 @@ def replace_by_a_link(path: Path) -> None:
 
 
 CORRUPT, ACCESS = dbuffer.StoreCorruptError, dbuffer.StoreAccessError
-DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], Any], type[Exception], str | None]] = {
     "a flipped bit": (flip_a_bit, CORRUPT, "layers"),
     "cut short": (lambda path: os.truncate(path, 100), CORRUPT, "100 bytes"),
     "longer": (lambda path: os.truncate(path, 1 << 20), CORRUPT, "1048576 bytes"),
-    "gone": (Path.unlink, CORRUPT, ""),
-    "a link": (replace_by_a_link, CORRUPT, ""),
-    "of others": (lambda path: path.chmod(0o666), ACCESS, ""),
+    "gone": (Path.unlink, CORRUPT, None),
+    "a link": (replace_by_a_link, CORRUPT, None),
+    "of others": (lambda path: path.chmod(0o666), ACCESS, None),
 }
 
 

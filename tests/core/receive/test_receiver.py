@@ -662,45 +662,31 @@ class TestKeptLayouts:
 
     @staticmethod
     def reader(how, store, stack):
+        """A function that reads a version in one way, and checks it."""
+        receiver = stack.enter_context(dbuffer.WeightReceiver(store, poll_interval_s=0.05))
+        target = SMALL.empty()
         if how == "stage":
-            stager = stack.enter_context(
-                contextlib.closing(
-                    Stager(
-                        dbuffer.WeightReceiver(store, receiver_id="stager", poll_interval_s=0.05)
-                    )
-                )
-            )
-
-            def stage(version):
-                staged = stager.take(version, timeout_s=30)
-                assert SMALL.version_of(staged.tensors) == version
-                stager.release(applied=version)
-
-            return stage
-        receiver = stack.enter_context(dbuffer.WeightReceiver(store))
+            stager = stack.enter_context(contextlib.closing(Stager(receiver)))
         if how == "follow":
             snapshots = receiver.follow()
             stack.callback(snapshots.close)
 
-            def follow(version):
-                assert SMALL.version_of(next(snapshots).tensors) == version
-
-            return follow
-        if how == "open":
-
-            def look(version):
+        def read(version):
+            if how == "stage":
+                target.update(clones(stager.take(version, timeout_s=30).tensors.items()))
+                stager.release(applied=version)
+            elif how == "follow":
+                target.update(clones(next(snapshots).tensors.items()))
+            elif how == "open":
                 with receiver.open() as snapshot:
-                    assert SMALL.version_of(snapshot.tensors) == version
-
-            return look
-        target = SMALL.empty()
-
-        def load(version):
-            into = target if how.endswith("tensors") else lambda pairs: target.update(clones(pairs))
-            assert receiver.load_into(into) == version
+                    target.update(clones(snapshot.tensors.items()))
+            elif how == "load_into tensors":
+                assert receiver.load_into(target) == version
+            else:
+                assert receiver.load_into(lambda pairs: target.update(clones(pairs))) == version
             assert SMALL.version_of(target) == version
 
-        return load
+        return read
 
     def test_those_of_both_buffers_are_kept(self, store, decoded):
         with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
 from pathlib import Path
@@ -591,6 +592,15 @@ class TestRefusals:
             assert sender.send(self.GOOD).version == 2
 
 
+INDEX = "model.safetensors.index.json"
+LAST = "model-00002-of-00002.safetensors"
+
+
+def write_index(directory: Path, weight_map: dict[str, object]) -> None:
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index))
+
+
 class TestCheckpoints:
     WEIGHTS: ClassVar = {
         "model.embed.weight": torch.randn(5, 3),
@@ -610,18 +620,13 @@ class TestCheckpoints:
         names = list(self.WEIGHTS)
         shards = {
             "model-00001-of-00002.safetensors": names[1::2],
-            "model-00002-of-00002.safetensors": names[0::2],
+            LAST: names[0::2],
         }
         for file, held in shards.items():
             tensors = {name: self.WEIGHTS[name] for name in held}
             safetensors.torch.save_file(tensors, directory / file)
-        self.write_index(directory, {n: file for file, held in shards.items() for n in held})
+        write_index(directory, {n: file for file, held in shards.items() for n in held})
         return directory
-
-    @staticmethod
-    def write_index(directory, weight_map):
-        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def check(self, published):
         assert published.tensors.keys() == self.WEIGHTS.keys()
@@ -705,37 +710,36 @@ class TestCheckpoints:
     )
     def test_an_index_that_points_outside(self, publish, sharded, file):
         safetensors.torch.save_file({"w": torch.ones(1)}, sharded.parent / "outside.safetensors")
-        self.write_index(sharded, {"w": file})
+        write_index(sharded, {"w": file})
         with pytest.raises(InvalidWeightsError):
+            publish(sharded)
+
+    SPOILED: ClassVar = {
+        "not text": (lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"), None),
+        "a tensor that its shard lacks": (
+            lambda path: write_index(path, {"none": "model-00001-of-00002.safetensors"}),
+            "none",
+        ),
+        "no shard": (lambda path: (path / LAST).unlink(), LAST),
+        "a shard cut off": (
+            lambda path: os.truncate(path / LAST, (path / LAST).stat().st_size - 4),
+            LAST,
+        ),
+    }
+
+    @pytest.mark.parametrize("spoil", SPOILED)
+    def test_a_spoiled_checkpoint(self, publish, sharded, spoil):
+        action, name = self.SPOILED[spoil]
+        action(sharded)
+        with pytest.raises(InvalidWeightsError, match=name):
             publish(sharded)
 
     @pytest.mark.parametrize(
         "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}']
     )
     def test_an_index_that_is_none(self, publish, sharded, text):
-        (sharded / "model.safetensors.index.json").write_text(text)
+        (sharded / INDEX).write_text(text)
         with pytest.raises(InvalidWeightsError):
-            publish(sharded)
-
-    def test_an_index_that_is_not_text(self, publish, sharded):
-        (sharded / "model.safetensors.index.json").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(InvalidWeightsError):
-            publish(sharded)
-
-    def test_a_tensor_that_its_shard_does_not_hold(self, publish, sharded):
-        self.write_index(sharded, {"none": "model-00001-of-00002.safetensors"})
-        with pytest.raises(InvalidWeightsError, match="none"):
-            publish(sharded)
-
-    def test_a_shard_that_is_not_there(self, publish, sharded):
-        (sharded / "model-00002-of-00002.safetensors").unlink()
-        with pytest.raises(InvalidWeightsError, match="model-00002-of-00002"):
-            publish(sharded)
-
-    def test_a_shard_that_is_cut_off(self, publish, sharded):
-        path = sharded / "model-00002-of-00002.safetensors"
-        path.write_bytes(path.read_bytes()[:-4])
-        with pytest.raises(InvalidWeightsError, match="model-00002-of-00002"):
             publish(sharded)
 
     def test_one_name_in_two_files_without_an_index(self, publish, directory):

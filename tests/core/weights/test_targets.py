@@ -503,7 +503,7 @@ class TestOutOfReach:
     def test_a_part_of_a_tensordict_by_a_mask(self, load):
         whole = TensorDict({"w": torch.zeros(4, 2)}, [4])
         target = whole._get_sub_tensordict(torch.tensor([True, False, True, False]))
-        self.refused(load, {"w": torch.ones(2, 2)}, target, "")
+        self.refused(load, {"w": torch.ones(2, 2)}, target, None)
 
     def test_a_mapping_that_makes_its_tensors(self, load):
         class Made(Mapping):
@@ -520,7 +520,7 @@ class TestOutOfReach:
 
     def test_a_tensor_made_of_others(self, load):
         target = {"w": TwoTensor(torch.zeros(3), torch.zeros(3))}
-        self.refused(load, {"w": torch.ones(3)}, target, "")
+        self.refused(load, {"w": torch.ones(3)}, target, None)
 
     def test_by_torchrls_loader(self, store):
         members = [TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.zeros(2)})]
