@@ -257,22 +257,23 @@ def test_what_one_rank_cannot_do_is_done_to_none(world, store, fail_at):
 
 def update_apart(rank: int, taken: Path) -> int | None:
     """Take version 2 on one rank first, and version 3 on the others; return the one it has then."""
-    stager = _state[-1].receiver._stager
+    model, receiver = _state[-1]
+    stager = receiver._stager
 
     def take_first(*args: Any, **options: Any) -> Any:
-        del stager.take  # type: ignore[method-assign]
+        del stager.take
         if rank != BAD:
             return stager.take(at_least=3, timeout_s=SOON_S)
         staged = stager.take(*args, **options)
         taken.touch()
         return staged
 
-    stager.take = take_first  # type: ignore[method-assign]
-    _state[-1].receiver.update(UpdateRequest(at_least=2))
-    return _state[-1].rank.model.version
+    stager.take = take_first
+    receiver.update(UpdateRequest(at_least=2))
+    return model.version
 
 
-def test_ranks_that_took_different_versions_all_take_the_highest(world: World, store: Path) -> None:
+def test_ranks_that_took_different_versions_all_take_the_highest(world, store):
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
         world.run(start, store)
