@@ -289,5 +289,5 @@ def test_a_flush_that_is_dropped_loses_something(shm_path, patterns, name):
 
 def test_without_the_flush_of_the_directory_above_the_store_is_lost(shm_path):
     with power_cuts(shm_path, drops=1) as cuts:
-        with pytest.raises(LostError, match="1 was published, and 0 is there"):
+        with pytest.raises(LostError, match=r"^1\b.*\b0\b"):
             cuts.publish([SMALL])
