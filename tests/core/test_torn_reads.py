@@ -45,6 +45,8 @@ NUM_PUBLISHES = 20_000 if is_soak() else 250
 NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 120
 """Each takes longer: three files are flushed, and three directories."""
 NUM_READERS = 4
+IDLE_S = 0.001
+"""Pause of a reader that finds nothing new."""
 NUM_THREADS = 3
 """In each process, at once."""
 WEIGHTS = Pattern(num_tensors=64, numel=2048)  # 16 KiB each, 1 MiB in all
@@ -229,7 +231,7 @@ def read(connection: Connection, store: Path, layers: Layers, seed: int) -> None
                 counts["evicted"] += 1
                 continue
             if found[0] is None:
-                time.sleep(0.001)
+                time.sleep(IDLE_S)
                 continue
             counts["reads"] += 1
             counts["mixes"] += found[0] != found[1]

@@ -34,7 +34,7 @@ from dbuffer.integrations.atropos import (
 from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
 from tests.support.children import Child, free_port
 from tests.support.slurm_job import be_in_job
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 SOON_S = 0.5
 
@@ -713,10 +713,7 @@ def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path
     with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
         first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
-        deadline = time.monotonic() + TIMEOUT_S
-        while not server.http.calls:
-            assert time.monotonic() < deadline, "the server was not told"
-            time.sleep(0.01)
+        until("the server is told", lambda: server.http.calls, TIMEOUT_S)
         first.signal(signal.SIGKILL)
         assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
 

@@ -22,9 +22,10 @@ import dbuffer
 from dbuffer.integrations.sglang import ServerEngine, follow
 from tests.support import ROOT
 from tests.support.children import free_port
-from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server, wait_for
+from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server
 from tests.support.engines.tiny_models import revealing_weights, save_revealing, token_of
 from tests.support.soak import IN_SOAKS_ALONE
+from tests.support.waiting import until
 
 pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 
@@ -120,7 +121,7 @@ def test_aborted_requests_have_tokens_of_one_version(world: World) -> None:
     ):
         before = follower.wait_applied(world.next_version - 1)
         asked = pool.submit(world.server.generate, LONG, 190)
-        wait_for("it is generating", lambda: is_generating(world.server))
+        until("it is generating", lambda: is_generating(world.server), WAIT_S)
         follower.wait_applied(world.publish())
         answer = asked.result(WAIT_S)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -134,7 +135,7 @@ def test_misfit_pauses_nothing_and_the_next_version_is_followed(world: World) ->
         bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
         world.sender.send(bad, version=world.next_version)
         world.next_version += 1
-        wait_for("it is refused", lambda: follower.error is not None)
+        until("it is refused", lambda: follower.error is not None, WAIT_S)
         assert "model.norm.weight" in str(follower.error)
         assert not world.server.is_paused()
         assert world.server.generate(LONG)["output_ids"] == [token_of(before)] * 12

@@ -50,7 +50,7 @@ from tests.support.torchrl_parts import (
     torch,
     worker_state,
 )
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 # The import above silences what torchrl warns of when it is imported, and stays the first.
 # isort: split
@@ -99,10 +99,7 @@ def fill(module: nn.Module, value: float) -> None:
 
 def settle(condition: Callable[[], bool], message: str) -> None:
     """Wait until something becomes true that nobody announces."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.01)
+    until(message, condition, TIMEOUT_S)
 
 
 def come_to(collector: Any, value: float) -> None:

@@ -10,8 +10,7 @@ import os
 import platform
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import dbuffer
 from tests.support import ROOT
 from tests.support.engines import preforked
+from tests.support.waiting import until
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 WHOLE = PYTHON.parent.parent / "made-from"
@@ -136,15 +136,6 @@ def label(engine: Any) -> str:
     return str(engine.get_model_info()["weight_version"])
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    """Wait until the condition is true; what it is then."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
-    return found
-
-
 class Server:
     """An SGLang server in a process of its own, which has schedulers in more of them."""
 
@@ -164,7 +155,7 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     def wait_ready(self) -> None:
-        wait_for(f"{self.url} is ready", self._is_ready)
+        until(f"{self.url} is ready", self._is_ready, WAIT_S)
 
     def _is_ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text(errors="replace")[-8000:]
