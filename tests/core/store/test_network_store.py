@@ -97,7 +97,9 @@ def test_no_file_is_written_twice(store, sender):
     assert len(found) == 7
 
 
-def test_all_is_flushed_before_the_pointer_and_the_pointer_too(store, sender, monkeypatch):
+def test_all_is_flushed_before_the_pointer_and_the_pointer_too(
+    store, sender, receiver, monkeypatch
+):
     """Other hosts see what was flushed, and nothing else; a rename, when its directory was."""
     calls: list[tuple[str, str]] = []
     fsync, replace, pwrite = os.fsync, os.replace, os.pwrite
@@ -123,18 +125,21 @@ def test_all_is_flushed_before_the_pointer_and_the_pointer_too(store, sender, mo
     monkeypatch.setattr(os, "replace", noted_replace)
     monkeypatch.setattr(os, "pwrite", noted_pwrite)
     publish(sender, 2)
-    monkeypatch.undo()
     [weights] = weights_files(store)["A"]
-    calls = [call for call in calls if not call[1].endswith(".tmp")]
-    last_write = max(i for i, call in enumerate(calls) if call == ("pwrite", f"A/{weights}"))
-    assert calls[last_write + 1 :] == [
+    published = [call for call in calls if not call[1].endswith(".tmp")]
+    assert load(receiver) == 2
+    monkeypatch.undo()
+    record = receiver.record.path.relative_to(store).as_posix()
+    assert ("replace", record) in calls, "which was flushed before, as all records are"
+    last_write = max(i for i, call in enumerate(published) if call == ("pwrite", f"A/{weights}"))
+    assert published[last_write + 1 :] == [
         ("fsync", f"A/{weights}"),
         ("replace", "A/manifest.json"),
         ("fsync", "A"),
         ("replace", "CURRENT"),
         ("fsync", "."),
     ]
-    assert calls[:2] == [("replace", "A/manifest.json"), ("fsync", "A")], "the mark comes first"
+    assert published[:2] == [("replace", "A/manifest.json"), ("fsync", "A")], "the mark is first"
 
 
 def test_readers_map_nothing_and_keep_nothing_open(store, sender, receiver):
