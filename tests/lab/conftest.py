@@ -1,16 +1,15 @@
-"""Fixtures: the lab's guests, booted when the first test needs one."""
+"""Fixtures: the lab's guest, booted when the first test needs it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.lab.lab import LIMIT_S, VERSIONS, Lab, Scenario, skip_or_fail
+from tests.lab.lab import LIMIT_S, VERSIONS, Lab, Result, Scenario, skip_or_fail
 from tests.lab.uml import UnavailableError
-from tests.support.soak import IN_SOAKS_ALONE, is_soak
+from tests.support.soak import IN_SOAKS_ALONE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         scenario = _scenario_of(item)
         if scenario is not None:
             item.add_marker(pytest.mark.nfs)
+            item.add_marker(pytest.mark.xdist_group("lab"))  # one process boots one guest
             if not scenario.both and _version_of(item) != VERSIONS[-1]:
                 for mark in IN_SOAKS_ALONE:
                     item.add_marker(mark)
@@ -26,36 +26,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def boot(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Lab]]:
-    """Boots the guest of an NFS version, once; both at once, for a machine with two cores."""
-    queues: dict[str, list[Scenario]] = {version: [] for version in VERSIONS}
-    for item in request.session.items:
-        scenario = _scenario_of(item)
-        if scenario is not None and not _is_skipped(item):
-            queues[_version_of(item)].append(scenario)
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def boot_one(version: str) -> Lab:
-            guest = Lab(version, queues[version])
-            stack.callback(guest.close)
-            return guest
-
-        for version, queue in queues.items():
-            # In a soak any process takes any test: each boots what its own need.
-            if queue and not is_soak():
-                boot_one(version)
-        yield boot_one
+def guest(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The guest, which runs the scenarios of all tests of this session that are not skipped."""
+    queue = [
+        (scenario, _version_of(item))
+        for item in request.session.items
+        if (scenario := _scenario_of(item)) is not None and not _is_skipped(item)
+    ]
+    booted = Lab(queue)
+    yield booted
+    booted.close()
 
 
 @pytest.fixture(params=VERSIONS, ids=[f"v{version}" for version in VERSIONS])
-def lab(request: pytest.FixtureRequest) -> Lab:
-    """The guest of one NFS version."""
+def result_of(request: pytest.FixtureRequest) -> Callable[[Scenario], Result]:
+    """Waits for the result of a scenario over one NFS version."""
     try:
-        found: Lab = request.getfixturevalue("boot")(request.param)
+        booted: Lab = request.getfixturevalue("guest")
     except UnavailableError as error:
         skip_or_fail(error)
-    return found
+    return functools.partial(booted.result_of, request.param)
 
 
 def _is_skipped(item: pytest.Item) -> bool:
@@ -64,7 +54,7 @@ def _is_skipped(item: pytest.Item) -> bool:
 
 def _version_of(item: pytest.Item) -> str:
     assert isinstance(item, pytest.Function)
-    version: str = item.callspec.params["lab"]
+    version: str = item.callspec.params["result_of"]
     return version
 
 

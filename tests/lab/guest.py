@@ -32,6 +32,7 @@ import dbuffer
 from tests.lab.lab import LIMIT_S
 from tests.support import children
 from tests.support.soak import is_soak
+from tests.support.waiting import until
 
 LAB = Path("/lab")
 EXPORT = Path("/export")
@@ -46,9 +47,9 @@ class Guest:
     Everything that is cut, filled, slowed or stopped here is repaired when the scenario has ended.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, version: str) -> None:
         self.name = name
-        self.version = os.environ["VERSION"]
+        self.version = version
         """Of NFS: ``3`` (mounted with nolock) or ``4.2``."""
         self.clients = os.environ["CLIENTS"].split()
         self.server_path = EXPORT / name
@@ -61,15 +62,17 @@ class Guest:
 
     def path(self, client: str) -> Path:
         """The scenario's own directory as a client sees it."""
-        return Path("/nfs", client, self.name)
+        return Path("/nfs", self.version, client, self.name)
 
-    def on(self, client: str, function: Callable[..., None], *args: Any) -> children.Child:
+    def on(
+        self, client: str, function: Callable[..., None], *args: Any, **options: Any
+    ) -> children.Child:
         """Run ``function(connection, path, *args)`` on a client; talk with it as in `support`.
 
         ``path`` is the scenario's directory there. The process has the client's host name, which
         is how dbuffer tells machines apart.
         """
-        return children.Child(_as_host, client, function, self.path(client), *args)
+        return children.Child(_as_host, client, function, (self.path(client), *args), options)
 
     def cut(self, client: str) -> None:
         """Pull a client's cable. Its system calls on the mount hang until it is back."""
@@ -143,7 +146,7 @@ class Guest:
         """Boot the server again, from what its disk holds: what it had in memory is gone."""
         _do("exportfs -ua")
         _do("exportfs -f")
-        until("the export is unmounted", lambda: _do("umount /export", check=False))
+        until("the export is unmounted", lambda: _do("umount /export", check=False), 20)
         _set_disk("linear {disk} 0")
         _do(f"mount {_DEVICE} /export")
         _do("exportfs -ra")
@@ -155,7 +158,7 @@ class Guest:
         """Bytes that a client has read from the server so far, by its kernel's own count."""
         lines = iter(Path("/proc/self/mountstats").read_text().splitlines())
         for line in lines:
-            if f" mounted on /nfs/{client} " in line:
+            if f" mounted on /nfs/{self.version}/{client} " in line:
                 counts = next(line for line in lines if line.startswith("\tbytes:"))
                 return int(counts.split()[5])
         raise LookupError(f"no mount of client {client}")
@@ -175,12 +178,16 @@ class Guest:
 
 
 def _as_host(
-    connection: Connection, client: str, function: Callable[..., None], *args: Any
+    connection: Connection,
+    client: str,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "unshare")
     socket.sethostname(client)
-    function(connection, *args)
+    function(connection, *args, **options)
 
 
 def _set_disk(target: str) -> None:
@@ -203,15 +210,6 @@ def _output(command: str) -> str:
     return subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout
 
 
-def until(what: str, is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.05)
-
-
 def times_to_look(guest: Guest) -> int:
     """How often to try to look between two changes of a directory, which v3 may take for one."""
     return 5 if guest.version == "3" or is_soak() else 2
@@ -222,11 +220,11 @@ class Running:
 
     def __init__(self, described: dict[str, Any]) -> None:
         self.described = described
-        self.name = f"{described['module']}.{described['name']}"
+        self.name = f"{described['name']}-v{described['version']}"
         self._started = time.monotonic()
         self._output = Path("/run", f"{self.name}.output")
         self._result = Path("/run", f"{self.name}.result")
-        self._guest = Guest(self.name)
+        self._guest = Guest(self.name, described["version"])
         self._pid = os.fork()
         if self._pid == 0:
             self._run()
@@ -279,7 +277,7 @@ class Running:
         os.dup2(number, 1)
         os.dup2(number, 2)
         faulthandler.enable()
-        # The machine has one processor, and importing torch takes it 20 s: children are forked off
+        # The machine has one processor, and importing torch takes it 10 s: children are forked off
         # a process that has done so, not off a server that would do it again.
         children._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         outcome, detail = "passed", ""
@@ -321,7 +319,7 @@ def _signal_session(session: int, number: int) -> None:
 
 def _end_session(session: int) -> None:
     _signal_session(session, signal.SIGKILL)
-    until("the scenario's processes are gone", lambda: not _members(session))
+    until("the scenario's processes are gone", lambda: not _members(session), 20)
 
 
 def run_all(queue: list[dict[str, Any]]) -> None:
@@ -333,7 +331,7 @@ def run_all(queue: list[dict[str, Any]]) -> None:
         alone = Running(described)
         while not alone.has_ended():
             _wait(running, at_most=len(running))
-            time.sleep(0.02)
+            time.sleep(0.1)
     _wait(running, at_most=0)
 
 
@@ -343,7 +341,7 @@ def _wait(running: list[Running], *, at_most: int) -> None:
         running[:] = [one for one in running if not one.has_ended()]
         if len(running) <= at_most:
             return
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the server and its clients, then runs the scenarios. What the lab's own folder on the host
-# holds is in /lab; settings.sh names CLIENTS, VERSION, EXPORT_MB, PYTHON, and PYTHONPATH.
+# holds is in /lab; settings.sh names CLIENTS, VERSIONS, EXPORT_MB, PYTHON, and PYTHONPATH.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 export DM_DISABLE_UDEV=1 # there is no udev to wait for
 . /lab/settings.sh
@@ -57,12 +57,14 @@ start_server() {
 }
 
 mount_client() { # NAME NUMBER
-  options=retry=0,hard,vers=$VERSION
-  from="10.77.$2.1:/"
-  if [ "$VERSION" = 3 ]; then options=$options,nolock from=${from}export; fi
-  mkdir -p "/nfs/$1"
-  unshare --uts nsenter --net="/run/netns/$1" sh -c \
-    "hostname $1; mount -t nfs -o $options $from /nfs/$1" || fail "client $1 cannot mount"
+  for version in $VERSIONS; do
+    options=retry=0,hard,vers=$version
+    from="10.77.$2.1:/"
+    if [ "$version" = 3 ]; then options=$options,nolock from=${from}export; fi
+    mkdir -p "/nfs/$version/$1"
+    unshare --uts nsenter --net="/run/netns/$1" sh -c \
+      "hostname $1; mount -t nfs -o $options $from /nfs/$version/$1" || fail "$1 cannot mount"
+  done
 }
 
 for_each_client() { # COMMAND

@@ -16,16 +16,16 @@ function, ...)` runs a function on a client, `guest.cut("w")` pulls a cable, and
 fails by an assertion or any other exception; what it prints is shown then. Whatever it has started
 or cut off is ended and repaired after it.
 
-Booting takes 8 s and importing dbuffer in the guest 20 s, so there is one guest for each NFS
-version, which runs all scenarios that pytest has selected, while the other guest does the same;
-each test then waits for its result. So that time is not wasted in a guest:
+Booting takes 5 s of processor time and importing dbuffer in the guest 10 s, so one guest runs all
+scenarios that pytest has selected; each test waits for its result. Each client has mounted the
+server twice, over NFSv3 and NFSv4.2, with caches of their own. So that the guest does not idle:
 
 * most scenarios run one by one, and may do what they like to the clients w, r and r2;
 * ``quiet=True``: it mostly waits, and runs beside those, on clients of its own: q, q2 and q3;
 * ``disruptive=True``: it touches the server, its disk or all caches, and runs when the quiet ones
   have ended.
 
-Outside of soaks NFSv3's guest runs only those with ``both=True``: what rests on its protocol.
+Outside of soaks only those with ``both=True`` run over NFSv3 too: what rests on its protocol.
 
 `pytest tests/lab` needs Linux on x86-64 and a distribution with apt-get; elsewhere the tests are
 skipped. Set DBUFFER_NFS_LAB=require to let them fail instead.
@@ -86,7 +86,7 @@ file ``ended`` tells that the guest has ended by itself."""
 
 @dataclass(frozen=True)
 class Scenario:
-    """A function to be run in the guest."""
+    """Function to be run in the guest."""
 
     module: str
     name: str
@@ -116,8 +116,8 @@ def scenario(
     def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
         described = Scenario(function.__module__, function.__name__, quiet, disruptive, both)
 
-        def test(lab: Lab, record_property: Record) -> None:
-            result = lab.result_of(described)
+        def test(result_of: Callable[[Scenario], Result], record_property: Record) -> None:
+            result = result_of(described)
             for name, number in result.figures.items():
                 record_property(name, number)
             print(f"{result.output}({result.duration_s:.1f} s in the guest)")
@@ -138,22 +138,21 @@ def scenario(
 class Lab:
     """A guest, from its boot to its end, and the scenarios that it runs."""
 
-    def __init__(self, version: str, scenarios: list[Scenario]) -> None:
-        self._scenarios = scenarios
+    def __init__(self, queue: list[tuple[Scenario, str]]) -> None:
         self._changed_s = time.monotonic()
         self._num_results = 0
         parts = uml.parts()
         self._job = Path(tempfile.mkdtemp(prefix="dbuffer-nfs-"))
         try:
-            self._prepare(version)
+            self._prepare(queue)
             self._guard = self._boot(parts)
         except BaseException:
             shutil.rmtree(self._job)
             raise
 
-    def result_of(self, wanted: Scenario) -> Result:
+    def result_of(self, version: str, scenario: Scenario) -> Result:
         """Wait for a scenario's end."""
-        path = self._job / f"{wanted.module}.{wanted.name}.json"
+        path = self._job / f"{scenario.name}-v{version}.json"
         while not path.exists():
             self._check_alive()
             time.sleep(0.05)
@@ -163,12 +162,13 @@ class Lab:
         """Switch the guest off."""
         self._guard.communicate()  # closes its input
 
-    def _prepare(self, version: str) -> None:
+    def _prepare(self, queue: list[tuple[Scenario, str]]) -> None:
         for script in HERE.glob("init_*.sh"):
             shutil.copy(script, self._job)
-        (self._job / "queue.json").write_text(json.dumps([asdict(s) for s in self._scenarios]))
+        described = [{**asdict(scenario), "version": version} for scenario, version in queue]
+        (self._job / "queue.json").write_text(json.dumps(described))
         settings = {
-            "VERSION": version,
+            "VERSIONS": " ".join(VERSIONS),
             "CLIENTS": " ".join(CLIENTS),
             "EXPORT_MB": str(EXPORT_MB),
             "PYTHON": sys.executable,
@@ -202,7 +202,7 @@ class Lab:
             )
 
     def _check_alive(self) -> None:
-        num_results = len(list(self._job.glob("*.*.json")))
+        num_results = len(list(self._job.glob("*-v*.json")))
         if num_results != self._num_results:
             self._num_results, self._changed_s = num_results, time.monotonic()
         has_ended = (self._job / "ended").exists()

@@ -15,6 +15,7 @@ import pytest
 import dbuffer
 from dbuffer.runtime.timing import TIMING
 from tests.lab.guest import Guest
+from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.lab.scenarios_mirror import local_stores, mirror
 from tests.lab.scenarios_store import read_with_delays, require_no_mix_at_full_speed
@@ -24,13 +25,13 @@ from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80 if is_soak() else 40
-NUM_WITH_DEATHS = 2_000 if is_soak() else 40
-MOST_BETWEEN_DEATHS = 50 if is_soak() else 8
-LARGE = Sparse(num_tensors=4, numel=MB // 4, one_in=256)
-LARGE_BYTES = 8 * MB
-NUM_VERSIONS = 8
-LATE = 5
+NUM_PUBLISHES = 80 if is_soak() else 24
+NUM_WITH_DEATHS = 2_000 if is_soak() else 24
+MOST_BETWEEN_DEATHS = 50 if is_soak() else 6
+LARGE = Sparse(num_tensors=4, numel=MB // 8, one_in=256)
+LARGE_BYTES = 4 * MB
+NUM_VERSIONS = 8 if is_soak() else 5
+LATE = 3
 """The version with which the late reader comes."""
 
 
@@ -45,9 +46,9 @@ def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
     TIMING.keep_superseded_s = 2.0
     with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
         for version in range(sender._writer.next_version(None), last + 1):
-            published = sender.send(SMALL_CHANGES.weights(version))
-            assert published.version == version
-            connection.send((version, published.delta_bytes is not None))
+            publication = sender.send(SMALL_CHANGES.weights(version))
+            assert publication.version == version
+            connection.send((version, publication.delta_bytes is not None))
 
 
 @pytest.mark.soak
@@ -64,9 +65,9 @@ def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Gue
             assert readers[-1].receive() == "ready"
         while version < NUM_WITH_DEATHS:
             is_first = not version
-            until = min(version + rng.randint(1, MOST_BETWEEN_DEATHS), NUM_WITH_DEATHS)
+            last = min(version + rng.randint(1, MOST_BETWEEN_DEATHS), NUM_WITH_DEATHS)
             with guest.on("w", publish_to_the_last, NUM_WITH_DEATHS) as writer:
-                while version < until:
+                while version < last:
                     version, is_delta = writer.receive()
                     assert is_delta or is_first, "it did not go on from what was there"
                     is_first = False
@@ -87,52 +88,27 @@ def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Gue
     print(f"in {time.monotonic() - started:.1f} s: {guest.figures}")
 
 
-def publish_when_told(connection: Connection, path: Path, name: str, delta: bool) -> None:
-    """Publish the version that is sent; send when that began."""
-    with dbuffer.WeightSender(path / name, num_threads=1, delta=delta) as sender:
-        while True:
-            weights = LARGE.weights(connection.recv())
-            started = time.monotonic()
-            sender.send(weights)
-            connection.send(started)
-
-
-def load_each(connection: Connection, path: Path, name: str) -> None:
-    """Load every version; send it, and when it was applied."""
-    target, version = LARGE.empty(), None
-    with dbuffer.WeightReceiver(path / name, poll_interval_s=0.02, num_threads=1) as receiver:
-        connection.send("ready")
-        while True:
-            assert receiver.wait_for_version(version, timeout_s=TIMEOUT_S) is not None
-            version = receiver.load_into(target)
-            applied = time.monotonic()
-            assert LARGE.version_of(target) == version, f"a mix was read as version {version}"
-            connection.send((version, applied))
-
-
 def follow(guest: Guest, name: str, *, delta: bool) -> tuple[list[int], int, float]:
     """Bytes that a follower fetches of each version and a late reader at first; seconds of each."""
     fetched: list[int] = []
     times_s: list[float] = []
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(guest.on("w", publish_when_told, name, delta))
-        reader = stack.enter_context(guest.on("r", load_each, name))
-        assert reader.receive() == "ready"
-        late = None
+        writer = stack.enter_context(guest.on("w", publish_when_told, LARGE, name, delta=delta))
+        readers = {"r": stack.enter_context(guest.on("r", load_each, name, LARGE))}
+        assert readers["r"].receive() == "ready"
         for version in range(1, NUM_VERSIONS + 1):
             before = guest.nfs_read_bytes("r")
-            writer.send(version)
-            started = writer.receive()
-            found, applied = reader.receive()
+            started, _, _ = published(writer, version)
+            found, done = readers["r"].receive()
             assert found == version
             fetched.append(guest.nfs_read_bytes("r") - before)
-            times_s.append(applied - started)
+            times_s.append(done - started)
             if version == LATE:
                 before = guest.nfs_read_bytes("r2")
-                late = stack.enter_context(guest.on("r2", load_each, name))
-                assert late.receive() == "ready"
-            if late is not None:
-                assert late.receive()[0] == version
+                readers["r2"] = stack.enter_context(guest.on("r2", load_each, name, LARGE))
+                assert readers["r2"].receive() == "ready"
+            if version >= LATE:
+                assert applied(readers["r2"], version) == [version]
             if version == LATE:
                 fetched_late = guest.nfs_read_bytes("r2") - before
     return fetched, fetched_late, statistics.median(times_s[2:])
@@ -160,17 +136,15 @@ def test_a_mirror_fetches_what_changed_and_is_killed_and_started_again(guest: Gu
     fetched = []
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("r"))
-        writer = stack.enter_context(guest.on("w", publish_when_told, "store", True))
+        writer = stack.enter_context(guest.on("w", publish_when_told, LARGE, delta=True))
         version = 0
         for _ in range(2):
             with guest.on("r", mirror, local, 0.05) as mirroring:
                 for _ in range(4):
                     version += 1
                     before = guest.nfs_read_bytes("r")
-                    writer.send(version)
-                    writer.receive()
-                    while mirroring.receive()[0] != version:
-                        pass
+                    published(writer, version)
+                    applied(mirroring, version)
                     fetched.append(guest.nfs_read_bytes("r") - before)
                     assert newest(local, LARGE, verify=False) == version
         assert newest(guest.path("r2") / "store", LARGE, verify=True) == version

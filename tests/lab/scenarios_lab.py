@@ -39,20 +39,13 @@ def read_when_told(connection: Connection, path: Path, name: str) -> None:
 
 @in_soaks_alone
 @scenario()
-def test_a_file_is_seen_by_the_other_clients(guest: Guest) -> None:
+def test_clients_have_names_of_their_own_and_see_each_others_files(guest: Guest) -> None:
     (guest.path("w") / "file").write_text("hello")
-    for client in ("r", "r2"):
-        assert (guest.path(client) / "file").read_text() == "hello"
-
-
-@in_soaks_alone
-@scenario()
-def test_clients_have_names_of_their_own(guest: Guest) -> None:
-    names = []
     for client in ("w", "r", "r2"):
-        with guest.on(client, read_when_told, "none") as child:
-            names.append(child.receive())
-    assert names == ["w", "r", "r2"]
+        with guest.on(client, read_when_told, "file") as child:
+            assert child.receive() == client
+            child.send()
+            assert child.receive()[0] == b"hello"
     assert socket.gethostname() == "server"
 
 

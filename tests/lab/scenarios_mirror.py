@@ -19,19 +19,19 @@ import torch
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
 from tests.lab.guest import Guest
+from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import in_soaks_alone, is_soak
 from tests.support.stores import SHARED_MEMORY
-from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 WEIGHTS_BYTES = 5 * MB
 WEIGHTS = Pattern(num_tensors=5, numel=MB // 8)  # read in two spans
 LARGE_MB = 48  # a guest's process has room for some 60,000 pages that lie apart
-NUM_VERSIONS = 3
-NUM_READERS = 4
+NUM_VERSIONS = 3 if is_soak() else 2
+NUM_READERS = 4 if is_soak() else 2
 POLL_INTERVAL_S = 0.1
 MANY_POLLS_BYTES = MB // 4
 """Records and pointers that are read again and again; a hundred bytes each."""
@@ -43,20 +43,6 @@ def local_stores(*clients: str) -> Iterator[list[Path]]:
     folder = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
     yield [folder / client for client in clients]
     shutil.rmtree(folder)
-
-
-def publish_when_told(connection: Connection, path: Path, pattern: Pattern) -> None:
-    """Publish the version that is sent; wait for these receivers; send how long each took."""
-    with dbuffer.WeightSender(path / "store", num_threads=1) as sender:
-        while True:
-            version, receivers = connection.recv()
-            weights = pattern.weights(version)
-            started = time.monotonic()
-            sender.send(weights)
-            published = time.monotonic()
-            if receivers:
-                sender.wait_applied(version, receivers=receivers, timeout_s=TIMEOUT_S)
-            connection.send((published - started, time.monotonic() - published))
 
 
 def publish_at_once(connection: Connection, path: Path) -> None:
@@ -81,18 +67,6 @@ def mirror(connection: Connection, path: Path, local: Path, poll_interval_s: flo
         mirroring.run()
 
 
-def read_all(connection: Connection, path: Path, local: Path, name: str, last: int) -> None:
-    """Load every version of the local store, as a rank does."""
-    target, version = WEIGHTS.empty(), None
-    with dbuffer.WeightReceiver(local, receiver_id=name, num_threads=1) as receiver:
-        connection.send("ready")
-        while version != last:
-            assert receiver.wait_for_version(version, timeout_s=TIMEOUT_S) is not None
-            version = receiver.load_into(target)
-            assert WEIGHTS.version_of(target) == version
-    connection.send("all")
-
-
 def require_each_version_read_once(guest: Guest, stores: dict[str, Path]) -> None:
     """By each client's kernel, for all readers of its store together.
 
@@ -100,21 +74,19 @@ def require_each_version_read_once(guest: Guest, stores: dict[str, Path]) -> Non
     """
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
-        readers, names = [], []
+        readers = {}
         for client, store in stores.items():
-            for number in range(NUM_READERS):
-                names.append(f"{client}-{number}")
-                arguments = (store, names[-1], NUM_VERSIONS)
-                readers.append(stack.enter_context(guest.on(client, read_all, *arguments)))
-        for reader in readers:
+            for name in (f"{client}-{number}" for number in range(NUM_READERS)):
+                reader = stack.enter_context(guest.on(client, load_each, store, WEIGHTS, name))
+                readers[name] = reader
+        for reader in readers.values():
             assert reader.receive() == "ready"
         before = {client: guest.nfs_read_bytes(client) for client in stores}
         for version in range(1, NUM_VERSIONS + 1):
-            writer.send((version, names))
-            publish_s, applied_s = writer.receive()
-            print(f"version {version}: {publish_s:.2f} s, applied by 8 {applied_s:.2f} s later")
-        for reader in readers:
-            assert reader.receive() == "all"
+            started, written, done = published(writer, version, *readers)
+            print(f"published in {written - started:.2f} s, applied {done - written:.2f} s later")
+            for reader in readers.values():
+                assert applied(reader, version) == [version]
         file_bytes = max(file.stat().st_size for file in guest.server_path.rglob("weights-*"))
         for client in stores:
             read = guest.nfs_read_bytes(client) - before[client]
@@ -145,17 +117,14 @@ def test_a_store_that_comes_later_is_seen_soon(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("q2"))
         mirroring = stack.enter_context(guest.on("q2", mirror, local, POLL_INTERVAL_S))
-        reader = stack.enter_context(guest.on("q3", read_all, guest.path("q3") / "store", "q3", 1))
+        reader = stack.enter_context(guest.on("q3", load_each, "store", WEIGHTS))
         assert reader.receive() == "ready"
         time.sleep(5 * POLL_INTERVAL_S)
         writer = stack.enter_context(guest.on("q", publish_when_told, WEIGHTS))
-        writer.send((1, 0))
-        writer.receive()
-        published = time.monotonic()
-        assert mirroring.receive()[0] == 1
-        assert reader.receive() == "all"
-        print(f"seen, and read twice, after {time.monotonic() - published:.1f} s")
-        assert time.monotonic() - published < 10
+        _, written, _ = published(writer, 1)
+        seen_s = [child.receive()[1] - written for child in (mirroring, reader)]
+        print(f"copied and loaded after {seen_s} s")
+        assert max(seen_s) < 10
 
 
 def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: Step) -> None:
@@ -189,13 +158,11 @@ def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
         [local] = stack.enter_context(local_stores("r"))
         writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
         for version in (1, 3):
-            writer.send((version, 0))
-            writer.receive()
+            published(writer, version)
             with guest.on("r", mirror_with_a_stop, local, IN_MID_COPY) as child:
                 assert child.receive() == version
                 child.send(True)
-                writer.send((version + 1, 0))
-                writer.receive()
+                published(writer, version + 1)
                 assert child.receive() == "stopped"
                 child.signal(signal.SIGKILL)
                 child.wait()
@@ -211,20 +178,16 @@ def test_a_mirrors_network_is_cut_in_mid_copy(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("r"))
         writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
-        writer.send((1, 0))
-        writer.receive()
+        published(writer, 1)
         child = stack.enter_context(guest.on("r", mirror_with_a_stop, local, IN_MID_COPY))
         assert child.receive() == 1
         child.send(True)
-        writer.send((2, 0))
-        writer.receive()
+        published(writer, 2)
         assert child.receive() == "stopped"
         guest.cut("r")
         child.send()
         for version in (3, 4):
-            writer.send((version, 0))
-            publish_s, _ = writer.receive()
-            print(f"published {version} in {publish_s:.2f} s")
+            published(writer, version)
             assert newest(local, WEIGHTS, verify=True) == 1
             time.sleep(1.5)
         guest.restore("r")
@@ -275,9 +238,9 @@ def test_publish_and_mirror_are_as_fast_as_cp(guest: Guest) -> None:
             before = guest.nfs_read_bytes("r")
             writer.send()
             mirrored, ended = mirroring.receive()
-            started, published = writer.receive()
+            started, written = writer.receive()
             assert mirrored == version
-            ours_s.append((published - started, ended - published))
+            ours_s.append((written - started, ended - written))
             assert guest.nfs_read_bytes("r") - before >= LARGE_MB * MB
 
             before = guest.nfs_read_bytes("r")

@@ -19,11 +19,11 @@ from dbuffer.format.places import BUFFERS, part_name
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from tests.lab.guest import Guest
+from tests.lab.hosts import applied, load_each
 from tests.lab.lab import scenario
 from tests.support.moments import Step, at_step, die
-from tests.support.patterns import Pattern, Sparse
+from tests.support.patterns import Pattern, Sparse, newest
 from tests.support.soak import in_soaks_alone
-from tests.support.waiting import TIMEOUT_S
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 
@@ -53,6 +53,7 @@ def publish(
     on_last: tuple[Step, Callable[[], None]] | None,
     pattern: Pattern = WEIGHTS,
 ) -> None:
+    """Publish versions as a rank; say so before the last one, and what failed after it."""
     TIMING.keep_superseded_s = 0.5
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
     distributed.init_process_group(
@@ -63,8 +64,11 @@ def publish(
     with dbuffer.ShardedWeightSender(path / "store", delta=delta, num_threads=1) as sender:
         for version in versions:
             weights = shards_of(version, rank, pattern)
-            if version == versions[-1] and on_last is not None:
-                at_step(*on_last)
+            if version == versions[-1]:
+                connection.send("all but the last")
+                connection.recv()
+                if on_last is not None:
+                    at_step(*on_last)
             try:
                 sender.send(weights, version=version)
             except dbuffer.RankFailedError as error:
@@ -73,41 +77,28 @@ def publish(
     connection.recv()
 
 
-def read(connection: Connection, path: Path, last: int, pattern: Pattern = WEIGHTS) -> None:
-    target = pattern.empty()
-    versions = [0]
-    with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
-        connection.send("ready")
-        while versions[-1] < last:
-            receiver.wait_for_version(versions[-1], timeout_s=TIMEOUT_S)
-            version = receiver.load_into(target)
-            assert version is not None
-            assert version > versions[-1]
-            assert pattern.version_of(target) == version, f"a mix was read as version {version}"
-            versions.append(version)
-    connection.send(versions[1:])
-
-
-def published_by_two(guest: Guest, last: int, pattern: Pattern, first: int = 1) -> list[int]:
-    """Publish from two hosts; the versions that a third one reads meanwhile."""
-    rendezvous = Path("/run", f"{guest.name}.{first}")
-    arguments = rendezvous, range(first, last + 1), None, pattern
-    with guest.on("r2", read, last, pattern) as reader:
+def published_by_two(guest: Guest, versions: range, pattern: Pattern) -> None:
+    """Publish from two hosts while a third one reads: something before the last version, and it."""
+    rendezvous = Path("/run", f"{guest.name}.{versions[0]}")
+    with (
+        guest.on("r2", load_each, "store", pattern) as reader,
+        guest.on(HOSTS[0], publish, 0, rendezvous, versions, None, pattern) as one,
+        guest.on(HOSTS[1], publish, 1, rendezvous, versions, None, pattern) as other,
+    ):
         assert reader.receive() == "ready"
-        with (
-            guest.on(HOSTS[0], publish, 0, *arguments) as one,
-            guest.on(HOSTS[1], publish, 1, *arguments) as other,
-        ):
-            assert one.receive() == other.receive() == "none"
-            versions: list[int] = reader.receive()
-    print(f"{len(versions)} versions of {last} read")
-    return versions
+        assert one.receive() == other.receive() == "all but the last"
+        num_read = len(applied(reader, versions[-2]))
+        one.send()
+        other.send()
+        assert one.receive() == other.receive() == "none"
+        num_read += len(applied(reader, versions[-1]))
+    print(f"{num_read} versions of {len(versions)} read")
 
 
 @in_soaks_alone
 @scenario()
 def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
-    assert len(published_by_two(guest, NUM_PUBLISHES, WEIGHTS)) > 1
+    published_by_two(guest, range(1, NUM_PUBLISHES + 1), WEIGHTS)
     # Files of old versions went, each with its parts.
     for buffer in ("A", "B"):
         names = {path.name for path in (guest.server_path / "store" / buffer).glob("weights-*")}
@@ -120,14 +111,12 @@ def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
 def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
     """Upon an anchor of which each has written a part; so do those who come after them."""
     last = NUM_PUBLISHES // 2
-    assert len(published_by_two(guest, last - 2, CHANGING)) > 1
-    published_by_two(guest, last, CHANGING, first=last - 1)
+    published_by_two(guest, range(1, last - 1), CHANGING)
+    published_by_two(guest, range(last - 1, last + 1), CHANGING)
     store = DoubleBuffer(guest.server_path / "store")
     manifests = [store.undamaged_manifest(buffer) for buffer in BUFFERS]
     assert {found.version for found in manifests if found and found.anchor} == {last - 1, last}
-    with guest.on("r2", read, last, CHANGING) as late:
-        assert late.receive() == "ready"
-        assert late.receive() == [last]
+    assert newest(guest.path("r2") / "store", CHANGING) == last
     assert len(list((guest.server_path / "store" / "deltas").iterdir())) > 1
 
 
@@ -143,19 +132,12 @@ def test_a_rank_on_another_host_dies_and_a_new_job_goes_on(guest: Guest) -> None
         guest.on(HOSTS[0], publish, 0, rendezvous, range(1, 4), None) as first,
         guest.on(HOSTS[1], publish, 1, rendezvous, range(1, 4), (step, die)) as second,
     ):
+        assert first.receive() == second.receive() == "all but the last"
+        first.send()
+        second.send()
         assert second.wait() == -signal.SIGKILL
         died = time.monotonic()
         assert "rank 1" in first.receive()
         print(f"known {time.monotonic() - died:.1f} s after its death")
-        with guest.on("r2", read, 2) as reader:
-            assert reader.receive() == "ready"
-            assert reader.receive() == [2]
-    again = Path("/run", f"{guest.name}.again")
-    with (
-        guest.on(HOSTS[0], publish, 0, again, range(4, 6), None) as first,
-        guest.on(HOSTS[1], publish, 1, again, range(4, 6), None) as second,
-        guest.on("r2", read, 5) as reader,
-    ):
-        assert reader.receive() == "ready"
-        assert first.receive() == second.receive() == "none"
-        assert reader.receive()[-1] == 5
+        assert newest(guest.path("r2") / "store", WEIGHTS) == 2
+    published_by_two(guest, range(4, 6), WEIGHTS)

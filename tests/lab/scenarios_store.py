@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -27,23 +28,26 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import Held
 from dbuffer.store.medium import medium_of
-from tests.lab.guest import EXPORT, Guest, times_to_look, until
+from tests.lab.guest import EXPORT, Guest, times_to_look
+from tests.lab.hosts import publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.children import Child
 from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
 from tests.support.soak import in_soaks_alone, is_soak
-from tests.support.waiting import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S, until
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
 
-NUM_PUBLISHES = 150 if is_soak() else 100
+NUM_PUBLISHES = 150 if is_soak() else 50
 POLL_INTERVAL_S = 0.5
+STALE_S = 10.0
+"""Less than what a host keeps of a store after silence, more than a look takes at any load."""
 READER_TIMEOUT_S = 9.0
-NOBODY_WAITS_S = 6.0
+NO_WAIT_S = 6.0
 """Less than a sender waits for readers, and than the 10 s for which the server waits for what a
-host has that was cut off: who waits for either is found out."""
+host has that was cut off: who waits for either takes longer than this and the usual time."""
 ENOUGH_READS = 8
 MAX_KEPT = 400  # twice that many descriptors
 
@@ -101,7 +105,7 @@ def read_with_delays(
     rng = random.Random(seed)
     target = pattern.empty()
     versions: list[int] = [0]
-    with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
+    with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.05, num_threads=1) as receiver:
         connection.send("ready")
         while versions[-1] < last:
             version = receiver.wait_for_version(versions[-1], timeout_s=TIMEOUT_S)
@@ -144,7 +148,7 @@ def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, d
                 versions = reader.receive(2 * TIMEOUT_S)
                 print(f"{len(versions)} versions of {last} read")
                 assert versions == sorted(set(versions)), "a version came twice, or went back"
-                assert len(versions) > last / 20
+                assert len(versions) > max(1, last / 20)
                 assert reader.wait() == 0
             assert writer.receive() == "all"
         print(f"{last} publishes in {time.monotonic() - started:.1f} s")
@@ -225,52 +229,60 @@ def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Gu
                 assert lost or guest.version != "3"
 
 
-def publish_when_told(connection: Connection, path: Path) -> None:
-    """Publish what is sent; send when that was done, on the machines' one clock, and its time."""
-    with dbuffer.WeightSender(path / "store", num_threads=1) as sender:
-        while True:
-            version = connection.recv()
-            started = time.monotonic()
-            sender.send(WEIGHTS.weights(version))
-            connection.send((time.monotonic(), time.monotonic() - started))
+class Looking(WeightReceiver):
+    """Receiver that notes its looks at the pointer and its waits between them."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(store, poll_interval_s=POLL_INTERVAL_S)
+        self.looks: list[tuple[float, int | None]] = []
+        """When each began, on the machines' one clock, and the version that it saw."""
+        self.waits_s: list[float] = []
+
+    def _newest(self) -> int | None:
+        began = time.monotonic()
+        self.looks.append((began, super()._newest()))
+        return self.looks[-1][1]
+
+    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
+        self.waits_s.append(wait_s)
+        super()._wait_for_change(wait_s, stop_event)
 
 
 def say_when_seen(connection: Connection, path: Path) -> None:
-    """Send each version's number, and when it was seen; then load it."""
+    """Send each version's number, when it was seen, and looks and waits until then; load it."""
     version, target = None, WEIGHTS.empty()
-    store = path / "store"
-    with dbuffer.WeightReceiver(store, poll_interval_s=POLL_INTERVAL_S) as receiver:
+    with Looking(path / "store") as receiver:
         while True:
             version = receiver.wait_for_version(version, timeout_s=None)
-            connection.send((version, time.monotonic()))
+            connection.send((version, time.monotonic(), receiver.looks, receiver.waits_s))
             assert receiver.load_into(target) == version == WEIGHTS.version_of(target)
+            receiver.looks, receiver.waits_s = [], []
 
 
 @scenario(quiet=True, both=True)
 def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> None:
     """Also after silence: what a client has cached may be a minute old by then.
 
-    And what a publish takes, which waits for the server more often than a look at the pointer: on a
-    machine that does other things as well, everything in the guest comes late.
+    No look that begins after the flip may miss it, and looks are a poll interval apart. The second
+    is for the look, which takes longer on a machine that does other things as well.
     """
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(guest.on("q", publish_when_told))
-        writer.send(1)
-        writer.receive()
+        writer = stack.enter_context(guest.on("q", publish_when_told, WEIGHTS))
+        published(writer, 1)
         stack.enter_context(old_files_kept(guest, "q", "q3"))
         readers = [stack.enter_context(guest.on(name, say_when_seen)) for name in ("q2", "q3")]
         for reader in readers:
             assert reader.receive()[0] == 1
         for version, silence_s in enumerate((0.7, 3.1, 70.0), start=2):
             time.sleep(silence_s)
-            writer.send(version)
-            published_s, took_s = writer.receive()
+            _, flipped, _ = published(writer, version)
             for reader in readers:
-                seen, seen_s = reader.receive()
-                late_s = seen_s - published_s
-                print(f"after {silence_s} s: version {seen} after {late_s:.2f} s ({took_s:.2f} s)")
+                seen, when, looks, waits_s = reader.receive()
+                print(f"after {silence_s} s: version {seen} after {when - flipped:.2f} s")
                 assert seen == version
-                assert late_s < POLL_INTERVAL_S + 1 + took_s
+                assert [version for began, version in looks if began > flipped] in ([], [seen])
+                assert max(waits_s, default=0.0) <= POLL_INTERVAL_S
+                assert when - flipped < STALE_S
 
 
 def make_stores_among_other_things(connection: Connection, path: Path, times: int) -> None:
@@ -370,7 +382,10 @@ class Trio:
         self.readers = {
             client: stack.enter_context(guest.on(client, read_when_told)) for client in ("r", "r2")
         }
+        started = time.monotonic()
         assert self.read("r", "r2") == {1}
+        self.usual_s = 2 * (time.monotonic() - started)
+        """Time to publish and read on this machine, with its load."""
 
     def publish(self) -> None:
         """Publish the next version, undisturbed."""
@@ -381,9 +396,9 @@ class Trio:
 
     def expect_published(self) -> None:
         """Wait until the version that is being published is."""
-        published = self.writer.receive()
-        assert published == self.version + 1, repr(published)
-        self.version = published
+        received = self.writer.receive()
+        assert received == self.version + 1, repr(received)
+        self.version = received
 
     def expect_refused(self) -> None:
         """The version that is being published does not come about; the last one stays."""
@@ -429,7 +444,7 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
             has_moved = step.event == "return"
             started = time.monotonic()
             assert trio.read("r", "r2") == {trio.version + has_moved}
-            assert time.monotonic() - started < NOBODY_WAITS_S
+            assert time.monotonic() - started < NO_WAIT_S + trio.usual_s
             time.sleep(12 if step == IN_MID_PUBLISH[1] else 1)
             guest.restore("w")
             trio.expect_published()
@@ -469,7 +484,7 @@ def test_a_readers_network_is_cut_in_mid_read(guest: Guest) -> None:
                 started = time.monotonic()
                 trio.publish()
                 assert trio.read("r2") == {trio.version}
-                assert time.monotonic() - started < NOBODY_WAITS_S
+                assert time.monotonic() - started < NO_WAIT_S + trio.usual_s
                 time.sleep(0.3)
             guest.restore("r")
             read, took_s = trio.readers["r"].receive()
@@ -529,18 +544,18 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                 assert writer.receive() == last + 1
                 time.sleep(rng.uniform(0.5, 1.5))
                 guest.power_cut()
-                published = receive_all(writer)[-1]
+                newest_sent = receive_all(writer)[-1]
                 if dies:
                     writer.signal(signal.SIGKILL)
                 guest.power_restore()
                 guest.drop_caches()
                 reader.send(None)
                 last, took_s = reader.receive()
-                print(f"published {published}; after the cut {last} is read, in {took_s:.1f} s")
-                assert last >= published
+                print(f"published {newest_sent}; after the cut {last} is read, in {took_s:.1f} s")
+                assert last >= newest_sent
                 if not dies:
                     last = writer.receive()
-                    assert last > published
+                    assert last > newest_sent
 
 
 @pytest.mark.soak
@@ -565,17 +580,6 @@ def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
         trio.publish()
 
 
-def publish_on_the_servers_disk(
-    connection: Connection, path: Path, directory: Path, first: int
-) -> None:
-    """Publish a version whenever told to; send which."""
-    with dbuffer.WeightSender(directory / "store", durable=True, num_threads=1) as sender:
-        for version in itertools.count(first):
-            connection.recv()
-            sender.send(WEIGHTS.weights(version), version=version)
-            connection.send(version)
-
-
 @in_soaks_alone
 @scenario(disruptive=True)
 def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
@@ -584,10 +588,9 @@ def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
     directory.mkdir()
     last = 0
     for num_publishes in (1, 2, 3):
-        with guest.on("w", publish_on_the_servers_disk, directory, last + 1) as writer:
-            for _ in range(num_publishes):
-                writer.send()
-                published = writer.receive()
+        with guest.on("w", publish_when_told, WEIGHTS, directory / "store", durable=True) as writer:
+            for version in range(last + 1, last + num_publishes + 1):
+                published(writer, version)
             # Nothing goes on now whose flushes could bring along what this one has left out. From
             # here on the disk confirms what it never writes.
             guest.power_cut()
@@ -596,8 +599,8 @@ def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
         guest.power_restore()
         assert medium_of(directory).maps_files
         last = newest(directory / "store", WEIGHTS)
-        print(f"published {published}; after the cut {last} is read")
-        assert last == published
+        print(f"published {version}; after the cut {last} is read")
+        assert last == version
     with dbuffer.WeightSender(directory / "store", durable=True) as sender:
         assert sender.send(WEIGHTS.weights(last + 1)).version == last + 1
     assert newest(directory / "store", WEIGHTS) == last + 1
