@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import runpy
 import subprocess
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,3 +170,58 @@ def test_a_table_keeps_rows_of_files_that_did_not_run(
     session = SimpleNamespace(config=SimpleNamespace())
     measurement.pytest_sessionfinish(session)  # type: ignore[arg-type]
     assert list(durations.durations().items()) == [(ran, Duration(3, 0.5)), (kept, Duration(1, 2))]
+
+
+def modules() -> dict[Path, ast.Module]:
+    paths = sorted((unchanged.ROOT / "tests").rglob("*.py"))
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def names_imported(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What two need is in `tests/support/`."""
+    importing = [
+        f"{path.relative_to(unchanged.ROOT)}: {name}"
+        for path, module in modules().items()
+        for name in names_imported(module)
+        if name.startswith("tests.") and re.search(r"\.test_\w+(\.|$)", name)
+    ]
+    assert not importing, "\n".join(importing)
+
+
+def test_programs_hold_no_tests() -> None:
+    tests = [
+        f"{path.relative_to(unchanged.ROOT)}:{node.lineno}: {node.name}"
+        for path, module in modules().items()
+        if path.parent.name == "programs"
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and node.name.startswith(("test_", "Test"))
+    ]
+    assert not tests, "\n".join(tests)
+
+
+def test_only_until_waits_in_a_loop() -> None:
+    """A pause in a loop that is part of a scenario is a constant with a name.
+
+    Programs in the lab's guests and forks of helpers have loops of their own.
+    """
+    waiting = [
+        f"{path.relative_to(unchanged.ROOT)}:{call.lineno}"
+        for path, module in modules().items()
+        if path.parent.name != "lab" and path.name not in ("waiting.py", "preforked.py")
+        for loop in ast.walk(module)
+        if isinstance(loop, ast.While)
+        for call in ast.walk(loop)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("sleep", "time.sleep")
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    assert not waiting, "\n".join(waiting)
