@@ -1,4 +1,4 @@
-"""What a run of the tests leaves out, how it measures itself."""
+"""What a run of the tests leaves out, how it measures itself, and what its code keeps to."""
 
 from __future__ import annotations
 
