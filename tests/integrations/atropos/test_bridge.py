@@ -33,6 +33,7 @@ from dbuffer.integrations.atropos import (
 )
 from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
 from tests.support.children import Child, free_port
+from tests.support.patterns import received as stored
 from tests.support.slurm_job import be_in_job
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -189,7 +190,7 @@ def test_shared_gpu_memory_is_refused_with_what_to_do(name: str) -> None:
     given = SimpleNamespace(model_name="m", device="cpu", **{name: True})
     with pytest.raises(dbuffer.UnsupportedError, match="notify_update"):
         BridgeConfig.from_training_config(given)
-    with pytest.raises(NotImplementedError, match="no GPU memory"):
+    with pytest.raises(NotImplementedError):
         BridgeConfig(use_cuda_ipc=True)
 
 
@@ -261,11 +262,6 @@ def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Mod
     model = model or small()
     bridge.attach_to_vllm_weights(dict(model.named_parameters()))
     return model
-
-
-def stored(store: Path) -> dict[str, torch.Tensor]:
-    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=0) as snapshot:
-        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
 
 
 def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> None:
@@ -555,7 +551,7 @@ def test_server_that_is_not_there_is_told_in_time(store: Path) -> None:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match=url):
             bridge.notify_update()
-        assert time.monotonic() - began < 10 * SOON_S
+        assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_server_that_comes_late_is_waited_for(store: Path) -> None:
@@ -713,7 +709,7 @@ def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path
     with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
         first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
-        until("the server is told", lambda: server.http.calls, TIMEOUT_S)
+        until("the server is notified", lambda: server.http.calls, TIMEOUT_S)
         first.signal(signal.SIGKILL)
         assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
 
@@ -765,9 +761,9 @@ def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None
 @pytest.mark.parametrize(
     ("entries", "problem"),
     [
-        ({"2.weight": to("w")}, "does not have"),
-        ({"2.weight": to("2.weight", needs_permute=True)}, "does not have"),
-        ({"0.weight": to("1.weight")}, "several tensors the same name"),
+        ({"2.weight": to("w")}, r"2\.weight"),
+        ({"2.weight": to("2.weight", needs_permute=True)}, r"2\.weight"),
+        ({"0.weight": to("1.weight")}, r"1\.weight"),
         ({"0.weight": {"name": "w"}}, "vllm_name"),
     ],
 )
@@ -829,7 +825,7 @@ def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
     config = config_for(log_dir=str(log_dir), num_inference_nodes=1, timeout_seconds=SOON_S)
-    with pytest.raises(RuntimeError, match="was not written within") as caught:
+    with pytest.raises(RuntimeError, match="logs") as caught:
         VLLMWeightBridge(config).initialize()
     assert str(log_dir / MAPPING_FILE) in str(caught.value)
     assert list(log_dir.iterdir()) == []
@@ -839,7 +835,7 @@ def test_mapping_that_is_named_and_does_not_come_is_named(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
-    with pytest.raises(dbuffer.NotReadyError, match=r"names\.json was not written"):
+    with pytest.raises(dbuffer.NotReadyError, match=r"names\.json"):
         VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
 
 
@@ -856,7 +852,7 @@ def test_local_mode_goes_on_without_a_mapping_and_says_so(
         bridge.broadcast_weights_to_inference()
         # One that comes now, and would have changed something, stops the next update.
         write_mapping(tmp_path, {"0.weight": to("first.w")})
-        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
+        with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
             bridge.broadcast_weights_to_inference()
         assert bridge._update_count == 1
         bridge.cleanup()
@@ -883,7 +879,7 @@ def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
         attached(bridge)
         bridge.broadcast_weights_to_inference()
         write_mapping(tmp_path, {"0.weight": to("first.w")})
-        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
+        with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
             bridge.broadcast_weights_to_inference()
         bridge.cleanup()
         bridge.initialize()
@@ -906,7 +902,7 @@ def test_mapping_is_checked_against_what_was_attached_before(store: Path, tmp_pa
     write_mapping(tmp_path, {"2.weight": to("w")})
     bridge = VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store)
     attached(bridge)
-    with pytest.raises(dbuffer.OptionError, match="does not have"):
+    with pytest.raises(dbuffer.OptionError, match=r"2\.weight"):
         bridge.initialize()
     assert not store.exists()
 

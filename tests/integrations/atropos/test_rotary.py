@@ -93,20 +93,8 @@ def test_each_is_the_other_backwards(
 
 
 def test_even_rows_come_before_odd_ones_within_each_head() -> None:
-    assert permute_for_rotary(torch.arange(12), 2).tolist() == [
-        0,
-        2,
-        4,
-        1,
-        3,
-        5,
-        6,
-        8,
-        10,
-        7,
-        9,
-        11,
-    ]
+    first, second = [0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11]
+    assert permute_for_rotary(torch.arange(12), 2).tolist() == first + second
 
 
 @pytest.mark.parametrize(
@@ -114,5 +102,5 @@ def test_even_rows_come_before_odd_ones_within_each_head() -> None:
 )
 def test_what_has_no_such_heads_is_refused(shape: tuple[int, ...], num_heads: int) -> None:
     for function in (permute_for_rotary, unpermute_for_rotary):
-        with pytest.raises(dbuffer.InvalidWeightsError, match="heads of an even number"):
+        with pytest.raises(dbuffer.InvalidWeightsError):
             function(torch.zeros(shape), num_heads)

@@ -29,21 +29,21 @@ def test_the_older_variable_is_read_too(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_too_few_nodes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be_in_job(monkeypatch, tmp_path, "n[1-2]", ("n1", "n2"))
-    with pytest.raises(dbuffer.NotReadyError, match="the job has 2 nodes: n1,n2"):
+    with pytest.raises(dbuffer.NotReadyError, match="n1,n2"):
         inference_nodes(3)
 
 
 def test_a_process_outside_of_a_job_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     be_in_no_job(monkeypatch)
     assert job_nodes() == []
-    with pytest.raises(RuntimeError, match="SLURM_JOB_NODELIST is not set"):
+    with pytest.raises(RuntimeError, match="SLURM_JOB_NODELIST"):
         inference_nodes(1)
 
 
 def test_host_list_without_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be_in_job(monkeypatch, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(dbuffer.NotReadyError, match=r"'n\[1-3\]' without scontrol .* PATH"):
+    with pytest.raises(dbuffer.NotReadyError, match=r"n\[1-3\].*scontrol"):
         inference_nodes(1)
 
 
@@ -57,5 +57,5 @@ def test_host_list_that_scontrol_refuses(tmp_path: Path, monkeypatch: pytest.Mon
 def test_scontrol_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be_in_job(monkeypatch, tmp_path)
     write_scontrol(monkeypatch, tmp_path, "echo 'no configuration source' >&2; exit 1")
-    with pytest.raises(dbuffer.NotReadyError, match=r"exit status 1.*no configuration source"):
+    with pytest.raises(dbuffer.NotReadyError, match="no configuration source"):
         inference_nodes(1)

@@ -11,6 +11,7 @@ import base64
 import inspect
 import json
 import pickle
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,18 +216,18 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"custom_weight_loader": []}, f"--custom-weight-loader {LOADER}"),
-        ({"custom_weight_loader": None}, "not started for dbuffer"),
-        ({"dp_size": 2}, "dp_size above 1"),
-        ({"pp_size": 2}, "pp_size above 1"),
-        ({"speculative_algorithm": "EAGLE"}, "draft model"),
+        ({"custom_weight_loader": []}, LOADER),
+        ({"custom_weight_loader": None}, LOADER),
+        ({"dp_size": 2}, "dp_size"),
+        ({"pp_size": 2}, "pp_size"),
+        ({"speculative_algorithm": "EAGLE"}, "draft"),
     ],
 )
 def test_engine_that_cannot_follow_is_refused(
     server: Recorded, engine: ServerEngine, changed: dict[str, Any], says: str
 ) -> None:
     server.info.update(changed)
-    with pytest.raises(dbuffer.UnsupportedError, match=says.replace("-", ".")):
+    with pytest.raises(dbuffer.UnsupportedError, match=re.escape(says)):
         engine.facts()
 
 
@@ -248,18 +249,18 @@ def test_rules_reach_the_ranks_as_they_are() -> None:
 
 @pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])
 def test_loader_says_whose_it_is(tensors: Any) -> None:
-    with pytest.raises(dbuffer.OptionError, match="not a command of dbuffer"):
+    with pytest.raises(dbuffer.OptionError):
         from_tensors(tensors)
 
 
 def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(dbuffer.OptionError, match="invalid pause 'wait'"):
+    with pytest.raises(dbuffer.OptionError, match="pause 'wait'"):
         follow("http://engine", tmp_path, pause="wait")  # type: ignore[arg-type]
-    with pytest.raises(dbuffer.OptionError, match="rename is a function"):
+    with pytest.raises(dbuffer.OptionError, match="rename"):
         follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
-    with pytest.raises(dbuffer.OptionError, match="cannot read names"):
+    with pytest.raises(dbuffer.OptionError, match="none"):
         follow("http://engine", tmp_path, rename=tmp_path / "none")
-    with pytest.raises(dbuffer.UnsupportedError, match="not an engine of SGLang"):
+    with pytest.raises(dbuffer.UnsupportedError, match="object"):
         follow(object(), tmp_path)
 
 

@@ -195,7 +195,7 @@ def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_pat
 
 def test_engine_that_does_not_answer_is_unreachable() -> None:
     engine = ServerEngine(f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(dbuffer.EngineUnreachableError, match="does not answer"):
+    with pytest.raises(dbuffer.EngineUnreachableError):
         engine.facts()
 
 

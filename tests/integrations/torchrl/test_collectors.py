@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -97,16 +97,12 @@ def fill(module: nn.Module, value: float) -> None:
             parameter.fill_(value)
 
 
-def settle(condition: Callable[[], bool], message: str) -> None:
-    """Wait until something becomes true that nobody announces."""
-    until(message, condition, TIMEOUT_S)
-
-
 def come_to(collector: Any, value: float) -> None:
     """Wait until all workers act by this number; a batch may begin with an older one."""
-    settle(
+    until(
+        f"the workers act by {value}",
         lambda: {action for row in actions(collector) for action in row} == {value},
-        f"the workers do not come to {value}",
+        TIMEOUT_S,
     )
 
 
@@ -348,10 +344,10 @@ def test_start_update_policy(
         def collects(value: float) -> bool:
             return len(buffer) >= 16 and bool((buffer[-16:]["action"] == value).all())
 
-        settle(lambda: collects(5.0), "nothing is collected")
+        until("weights are used", lambda: collects(5.0), TIMEOUT_S)
         weights["module", "0", "bias"] += 1
         collector.update_policy_weights_(weights)
-        settle(lambda: collects(6.0), "the workers go on as before")
+        until("new weights are used", lambda: collects(6.0), TIMEOUT_S)
     finally:
         collector.async_shutdown(timeout=10)
         scheme.shutdown()
@@ -636,9 +632,9 @@ def test_a_moments_trouble_does_not_end_a_workers_following(
         pointer = store.root / "CURRENT"
         whole = pointer.read_bytes()
         pointer.write_bytes(b"{")
-        settle(lambda: problem() is not None, "the worker told nobody")
+        until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
         pointer.write_bytes(whole)
-        settle(lambda: problem() is None, "it did not say that it was over")
+        until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
         scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
         assert ask(worker) == [3.0]
         worker.send(None)
@@ -787,7 +783,7 @@ def test_a_late_worker_comes_to_the_newest_weights(
     with Child(_follow_late, address, 0) as worker:
         assert worker.receive() == 2.0
         scheme.send(ConstantPolicy(3.0))
-        settle(lambda: ask(worker) == [3.0], "the late worker does not follow")
+        until("the late worker follows", lambda: ask(worker) == [3.0], TIMEOUT_S)
     scheme.shutdown()
 
 
@@ -812,10 +808,10 @@ def test_a_trainer_that_was_killed_and_restarted_is_followed(address: Path) -> N
         assert ask(worker) == [1.0]
         successor = stack.enter_context(Child(_train_until_killed, address, 2.0))
         successor.receive()
-        settle(lambda: ask(worker) == [2.0], "the restarted trainer is not followed")
+        until("the trainer is followed", lambda: ask(worker) == [2.0], TIMEOUT_S)
         successor.send(3.0)
         successor.receive()
-        settle(lambda: ask(worker) == [3.0], "the restarted trainer is not followed")
+        until("the trainer is followed", lambda: ask(worker) == [3.0], TIMEOUT_S)
 
 
 # What may go wrong.
@@ -865,9 +861,9 @@ def test_a_worker_that_was_killed(address: Path) -> None:
         kill(collector.procs[1])
         fill(policy, 2.0)
         started = time.monotonic()
-        with pytest.raises(dbuffer.ReceiverFailedError, match=r"worker-1.*ended"):
+        with pytest.raises(dbuffer.ReceiverFailedError, match="worker-1"):
             collector.update_policy_weights_()
-        assert time.monotonic() - started < 5.0, "nobody waits for the dead"
+        assert time.monotonic() - started < scheme.timeout_s / 2, "nobody waits for the dead"
         fill(policy, 3.0)
         collector.update_policy_weights_(worker_ids=[0])
         scheme.sync = False
@@ -887,15 +883,16 @@ def test_a_worker_that_stands_still(address: Path) -> None:
         os.kill(collector.procs[1].pid, signal.SIGSTOP)
         try:
             # Each of its threads stops when it runs next.
-            settle(
+            until(
+                "the worker has stopped",
                 lambda: (
                     {task.read_text().rpartition(")")[2][1] for task in stopped.glob("*/stat")}
                     == {"T"}
                 ),
-                "the worker does not stop",
+                TIMEOUT_S,
             )
             fill(policy, 2.0)
-            with pytest.raises(TimeoutError, match=r"worker-1"):
+            with pytest.raises(TimeoutError, match="worker-1"):
                 collector.update_policy_weights_()
         finally:
             os.kill(collector.procs[1].pid, signal.SIGCONT)
@@ -955,7 +952,7 @@ def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path)
     model.refusals = 1
     scheme.send(StatefulPolicy(2.0, offset=0.5))
     record = DoubleBuffer(address / "policy").receiver
-    settle(lambda: record("worker-0").applied_version == 2, "it was not tried again")
+    until("it is tried again", lambda: record("worker-0").applied_version == 2, TIMEOUT_S)
     assert record("worker-0").problem is None
     assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
     model(TensorDict(batch_size=[]))  # it runs again
@@ -972,7 +969,9 @@ def test_first_weights_that_do_not_fit(address: Path) -> None:
         collecting(None, scheme, policy_factory=ConstantPolicy, num_workers=1),
     ):
         pass
-    assert time.monotonic() - started < 10.0, "the worker must say so, not wait"
+    assert time.monotonic() - started < scheme.timeout_s / 2, (
+        "the worker says so, and does not wait"
+    )
 
 
 def test_weights_that_cannot_be_published(scheme: DoubleBufferSyncScheme) -> None:
@@ -1204,10 +1203,10 @@ def test_order_of_calls(scheme: DoubleBufferSyncScheme) -> None:
     with pytest.raises(RuntimeError):
         scheme.receive()
     scheme.init_on_sender(model_id="policy", model=ConstantPolicy(), num_workers=0)
-    with pytest.raises(RuntimeError, match="connect"):
+    with pytest.raises(RuntimeError):
         scheme.send()
     scheme.connect()
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(RuntimeError):
         scheme.connect()
     scheme.shutdown()
 
@@ -1216,9 +1215,9 @@ def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> No
     policy = ConstantPolicy()
     weights = TensorDict.from_module(policy)
     for more in ({"weights": weights}, {"model": policy}):
-        with pytest.raises(ValueError, match="params_map excludes"):
+        with pytest.raises(ValueError, match="params_map"):
             scheme.init_on_sender(params_map={0: weights}, **more)
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="weights"):
         scheme.init_on_sender(model_id="policy", model=policy, weights=weights, num_workers=1)
     assert not scheme.initialized_on_sender
     scheme.init_on_sender(params_map={0: weights})
@@ -1257,7 +1256,7 @@ def test_nothing_is_left_behind(address: Path) -> None:
         collector.shutdown()
         exit_codes = [process.exitcode for process in processes]
         assert exit_codes == [0, 0], "a worker that does not end by itself is terminated"
-    settle(lambda: set(threading.enumerate()) <= threads, "a thread is left")
+    until("threads have ended", lambda: set(threading.enumerate()) <= threads, TIMEOUT_S)
     with dbuffer.WeightSender(address / "policy") as sender:
         sender.send(policy)
     shutil.rmtree(address)

@@ -154,13 +154,13 @@ def test_state_that_torchrl_would_drop_is_refused_and_named(value: Any) -> None:
     policy[1].register_state_dict_post_hook(
         lambda _, state, prefix, __: state.update({f"{prefix}scales": value})
     )
-    with pytest.raises(InvalidWeightsError, match=r"lost: '1\.scales'"):
+    with pytest.raises(InvalidWeightsError, match=r"1\.scales"):
         extracted(policy)
 
 
 @pytest.mark.parametrize("weights", [3, "policy", [torch.ones(1)], None], ids=repr)
 def test_what_holds_no_weights_is_refused(weights: Any) -> None:
-    with pytest.raises(InvalidWeightsError, match="cannot send a"):
+    with pytest.raises(InvalidWeightsError):
         extracted(weights)
 
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import pickle
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -99,79 +100,45 @@ METHODS = [
 ]
 METHOD_IDS = [f"{mine.__name__}.{method}" for mine, _, method in METHODS]
 
-NEEDED = object()
-"""In the place of a default."""
-
-DOCUMENTED: dict[str, dict[str, dict[str, Any]]] = {
-    "VLLMDoubleBufferSyncScheme": {
-        "__init__": {
-            "remote_addr": NEEDED,
-            "local_addr": None,
-            "num_threads": 1,
-            "strategy": "tensordict",
-        },
-        "create_transport": {},
-        "create_sender": {},
-        "create_receiver": {"vllm_engine": NEEDED},
-        "init_on_receiver": {"model_id": NEEDED, "context": None},
-        "prepare_weights": {
-            "weights": NEEDED,
-            "model_id": NEEDED,
-            "strategy": NEEDED,
-            "context": None,
-        },
-        "send": {"weights": None, "worker_ids": None},
-        "receive": {"timeout": None},
-        "apply_weights": {"weights": NEEDED, "inplace": True},
-        "connect": {"worker_idx": None, "weights": None},
-        "shutdown": {},
-    },
-    "VLLMDoubleBufferTransport": {
-        "__init__": {"remote_addr": NEEDED, "local_addr": None, "num_threads": 1},
-        "send_weights": {"model_id": NEEDED, "weights": NEEDED},
-        "receive_weights": {"timeout": None, "weights": None, "model": None, "strategy": None},
-        "check_connection": {},
-    },
-    "VLLMDoubleBufferWeightSender": {
-        "__init__": {"scheme": NEEDED},
-        "register_model": {"model": NEEDED},
-        "update_weights": {"weights": None},
-    },
-    "VLLMDoubleBufferWeightReceiver": {
-        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
-        "apply_weights": {"weights": NEEDED, "inplace": True},
-        "poll_and_apply": {"timeout": 180.0},
-    },
-    "VLLMWeightSyncScheme": {
-        "__init__": {
-            "master_address": None,
-            "master_port": None,
-            "gpus_per_replica": 1,
-            "num_replicas": 1,
-            "strategy": "tensordict",
-            "device": 0,
-        },
-        "create_sender": {},
-        "create_receiver": {"vllm_engine": NEEDED},
-    },
-    "VLLMWeightSender": {
-        "__init__": {"scheme": NEEDED},
-        "register_model": {"model": NEEDED},
-        "register_collector": {"collector": NEEDED},
-        "init_all_workers_group": {"model_metadata": NEEDED, "vllm_engine": None},
-        "update_weights": {"weights": None},
-        "shutdown": {},
-    },
-    "VLLMWeightReceiver": {
-        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
-        "init_all_workers_group": {"model_metadata": NEEDED},
-        "apply_weights": {"weights": NEEDED, "inplace": True},
-        "poll_and_apply": {"timeout": 0.1},
-    },
-}
-"""Names that TorchRL's reference gives in its releases up to 0.14: a parameter and its default."""
-
-DOCUMENTED_METHODS = [(name, method) for name, methods in DOCUMENTED.items() for method in methods]
+DOCUMENTED = """
+VLLMDoubleBufferSyncScheme.__init__(remote_addr, local_addr=None, num_threads=1, \
+strategy="tensordict")
+VLLMDoubleBufferSyncScheme.create_transport()
+VLLMDoubleBufferSyncScheme.create_sender()
+VLLMDoubleBufferSyncScheme.create_receiver(vllm_engine)
+VLLMDoubleBufferSyncScheme.init_on_receiver(model_id, context=None)
+VLLMDoubleBufferSyncScheme.prepare_weights(weights, model_id, strategy, context=None)
+VLLMDoubleBufferSyncScheme.send(weights=None, worker_ids=None)
+VLLMDoubleBufferSyncScheme.receive(timeout=None)
+VLLMDoubleBufferSyncScheme.apply_weights(weights, inplace=True)
+VLLMDoubleBufferSyncScheme.connect(worker_idx=None, weights=None)
+VLLMDoubleBufferSyncScheme.shutdown()
+VLLMDoubleBufferTransport.__init__(remote_addr, local_addr=None, num_threads=1)
+VLLMDoubleBufferTransport.send_weights(model_id, weights)
+VLLMDoubleBufferTransport.receive_weights(timeout=None, weights=None, model=None, strategy=None)
+VLLMDoubleBufferTransport.check_connection()
+VLLMDoubleBufferWeightSender.__init__(scheme)
+VLLMDoubleBufferWeightSender.register_model(model)
+VLLMDoubleBufferWeightSender.update_weights(weights=None)
+VLLMDoubleBufferWeightReceiver.__init__(scheme, vllm_engine)
+VLLMDoubleBufferWeightReceiver.apply_weights(weights, inplace=True)
+VLLMDoubleBufferWeightReceiver.poll_and_apply(timeout=180.0)
+VLLMWeightSyncScheme.__init__(master_address=None, master_port=None, gpus_per_replica=1, \
+num_replicas=1, strategy="tensordict", device=0)
+VLLMWeightSyncScheme.create_sender()
+VLLMWeightSyncScheme.create_receiver(vllm_engine)
+VLLMWeightSender.__init__(scheme)
+VLLMWeightSender.register_model(model)
+VLLMWeightSender.register_collector(collector)
+VLLMWeightSender.init_all_workers_group(model_metadata, vllm_engine=None)
+VLLMWeightSender.update_weights(weights=None)
+VLLMWeightSender.shutdown()
+VLLMWeightReceiver.__init__(scheme, vllm_engine)
+VLLMWeightReceiver.init_all_workers_group(model_metadata)
+VLLMWeightReceiver.apply_weights(weights, inplace=True)
+VLLMWeightReceiver.poll_and_apply(timeout=0.1)
+""".strip().splitlines()
+"""Signatures in TorchRL's reference, in its releases up to 0.14."""
 
 
 def test_methods_of_torchrl_were_found() -> None:
@@ -200,18 +167,19 @@ def test_signatures_are_those_of_torchrl(mine: Any, theirs: Any, method: str) ->
         assert other.kind in variable or other.default is not inspect.Parameter.empty
 
 
-@pytest.mark.parametrize(("name", "method"), DOCUMENTED_METHODS)
-def test_signatures_are_those_that_torchrl_documents(name: str, method: str) -> None:
+@pytest.mark.parametrize("documented", DOCUMENTED)
+def test_signatures_are_those_that_torchrl_documents(documented: str) -> None:
+    name, method, wanted = re.fullmatch(r"(\w+)\.(\w+)\((.*)\)", documented).groups()
+    parameters = inspect.signature(eval(f"lambda {wanted}: None")).parameters.values()
     signature = inspect.signature(getattr(ours(name), method))
-    wanted = DOCUMENTED[name][method]
-    signature.bind(None, **dict.fromkeys(wanted))
-    needed = {p: None for p, default in wanted.items() if default is NEEDED}
+    signature.bind(None, **{parameter.name: None for parameter in parameters})
+    needed = {p.name: None for p in parameters if p.default is inspect.Parameter.empty}
     taken = signature.bind(None, **needed)
     taken.apply_defaults()
     keywords = {**taken.arguments, **taken.kwargs}
-    for parameter, default in wanted.items():
-        if default is not NEEDED and parameter in signature.parameters:
-            assert keywords[parameter] == default
+    for parameter in parameters:
+        if parameter.name not in needed and parameter.name in signature.parameters:
+            assert keywords[parameter.name] == parameter.default
 
 
 @pytest.mark.parametrize(("mine", "theirs"), PAIRS)
@@ -371,7 +339,7 @@ def test_a_run_of_which_only_the_trainer_has_moved(tmp_path: Path) -> None:
     weights = {"a": torch.ones(2)}
     for scheme in (VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme):
         sender = scheme(remote_addr=str(address)).create_sender()
-        with pytest.raises(dbuffer.OptionError, match="TorchRL's own double buffer"):
+        with pytest.raises(dbuffer.OptionError, match=re.escape(str(address))):
             sender.update_weights(weights)
     assert theirs.receive_weights()["a"].tolist() == [0.0, 0.0]
     assert VLLMDoubleBufferTransport(str(address)).receive_weights() is None
@@ -387,7 +355,7 @@ def test_sender_without_anything_to_send(scheme: VLLMDoubleBufferSyncScheme, sto
     with pytest.raises(RuntimeError, match="register_model"):
         sender.update_weights()
     sender.register_model(torch.nn.Linear(1, 1))  # which nobody keeps
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(RuntimeError):
         sender.update_weights()
     assert not store.exists()
     sender.shutdown()
@@ -616,6 +584,12 @@ def test_prepare_weights_knows_what_the_sender_was_given(
 # With engines.
 
 
+Seen = dict[str, Any]
+"""What a program left."""
+Answers = dict[int, list[list[int]]]
+"""Of fresh engines, by the seed of the weights that they were started on."""
+
+
 def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
     place = directory / role
     place.mkdir()
@@ -626,13 +600,13 @@ def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def local(directory: Path) -> dict[str, Any]:
+def local(directory: Path) -> Seen:
     """What was seen of an `LLM` and an `AsyncLLM`, neither started with any option of ours."""
     return observed_in(directory, "local")
 
 
 @pytest.fixture(scope="module")
-def on_ray(directory: Path) -> dict[str, Any]:
+def on_ray(directory: Path) -> Seen:
     """What was seen of engines in Ray actors."""
     # Ray's sockets lie below it, and may have no long names.
     with tempfile.TemporaryDirectory(prefix="dbuffer-ray-", ignore_cleanup_errors=True) as session:
@@ -640,87 +614,75 @@ def on_ray(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fresh(local: dict[str, Any]) -> dict[int, list[list[int]]]:
+def fresh(local: Seen) -> Answers:
     """What fresh engines answer, by the seed of the weights that they were started on."""
     answers = {int(seed): tokens for seed, tokens in local["fresh"].items()}
     assert len({json.dumps(tokens[i]) for tokens in answers.values() for i in range(4)}) == 12
     return answers
 
 
-def test_polling_before_the_first_write_returns_false(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_polling_before_the_first_write_returns_false(local: Seen, fresh: Answers) -> None:
     seen = local["llm"]
     assert seen["before the first write"] == [False, False]
     assert seen["waited before the first write, s"] >= 0.2
     assert seen["started"] == fresh[0]
 
 
-def test_timeout_waits_and_what_comes_is_applied(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_timeout_waits_and_what_comes_is_applied(local: Seen, fresh: Answers) -> None:
     seen = local["llm"]
     assert seen["published while waiting"]
     assert seen["came while waiting"] is True
     assert seen["first"] == fresh[1]
 
 
-def test_polling_with_nothing_new_returns_false_and_loads_nothing(local: dict[str, Any]) -> None:
+def test_polling_with_nothing_new_returns_false_and_loads_nothing(local: Seen) -> None:
     seen = local["llm"]
     assert seen["nothing new"] == [False, False]
     assert seen["loads for nothing new"] == 0
     assert seen["loads for something new"] == 2  # one of stand-in values, which verifies the other
 
 
-def test_plain_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_plain_llm_is_really_updated(local: Seen, fresh: Answers) -> None:
     assert local["llm"]["second"] == fresh[2]
 
 
-def test_prefix_cache_is_reset(local: dict[str, Any]) -> None:
+def test_prefix_cache_is_reset(local: Seen) -> None:
     """Prompts longer than a block: their caches were used before, and are not after."""
     seen = local["llm"]
     assert [cached > 0 for cached in seen["cached before"]] == [False, False, True, True]
     assert seen["cached after"] == [0, 0, 0, 0]
 
 
-def test_responses_carry_the_version_of_the_store(local: dict[str, Any]) -> None:
+def test_responses_carry_the_version_of_the_store(local: Seen) -> None:
     assert local["llm"]["versions reported"] == ["default", "1", "2"]
 
 
-def test_apply_weights_takes_what_the_transport_received(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_apply_weights_takes_what_the_transport_received(local: Seen, fresh: Answers) -> None:
     seen = local["llm"]
     assert seen["applied, received"] == fresh[1]
     assert seen["poll after that"] is False
 
 
 @pytest.mark.parametrize("kind", ["module", "tensordict", "state dict"])
-def test_apply_weights_takes_any_that_fit(
-    local: dict[str, Any], fresh: dict[int, Any], kind: str
-) -> None:
+def test_apply_weights_takes_any_that_fit(local: Seen, fresh: Answers, kind: str) -> None:
     seed, tokens, version = local["llm"]["applied by hand"][kind]
     assert tokens == fresh[seed]
     assert version == "unknown"  # no version of the store has them
 
 
-def test_apply_weights_of_nothing_takes_the_newest(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_apply_weights_of_nothing_takes_the_newest(local: Seen, fresh: Answers) -> None:
     assert local["llm"]["applied, newest"] == fresh[2]
 
 
-def test_apply_weights_leaves_nothing_behind(local: dict[str, Any]) -> None:
+def test_apply_weights_leaves_nothing_behind(local: Seen) -> None:
     assert local["llm"]["beside the store"] == ["store"]
 
 
-def test_apply_weights_out_of_place_is_refused(local: dict[str, Any]) -> None:
+def test_apply_weights_out_of_place_is_refused(local: Seen) -> None:
     assert local["llm"]["out of place"].startswith("OptionError: ")
 
 
-def test_misfit_is_refused_and_the_engine_serves_on(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_misfit_is_refused_and_the_engine_serves_on(local: Seen, fresh: Answers) -> None:
     seen = local["llm"]
     assert seen["misfit"].startswith("EngineUpdateError: ")
     assert HEAD in seen["misfit"]
@@ -728,29 +690,25 @@ def test_misfit_is_refused_and_the_engine_serves_on(
     assert seen["after the next good one"] == fresh[1]
 
 
-def test_restarted_receiver_has_nothing_to_load(local: dict[str, Any]) -> None:
+def test_restarted_receiver_has_nothing_to_load(local: Seen) -> None:
     seen = local["llm"]
     assert seen["another receiver"] is False
     assert seen["loads for another receiver"] == 0
 
 
 @pytest.mark.parametrize("holder", ["vLLMWrapper", "LocalLLMWrapper"])
-def test_torchrls_own_holders_of_an_llm(
-    local: dict[str, Any], fresh: dict[int, Any], holder: str
-) -> None:
+def test_torchrls_own_holders_of_an_llm(local: Seen, fresh: Answers, holder: str) -> None:
     seed, polled, tokens = local["llm"]["holders"][holder]
     assert polled is True
     assert tokens == fresh[seed]
 
 
-def test_vllm_wrapper_generates_with_the_new_weights(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_vllm_wrapper_generates_with_the_new_weights(local: Seen, fresh: Answers) -> None:
     seed, response = local["llm"]["wrapper's response"]
     assert response == fresh[seed][0]
 
 
-def test_scheme_that_both_sides_have(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_scheme_that_both_sides_have(local: Seen, fresh: Answers) -> None:
     seen = local["llm"]["both sides"]
     assert seen["before"].startswith("NotReadyError: ")
     assert seen["received"] == [True, None]
@@ -760,7 +718,7 @@ def test_scheme_that_both_sides_have(local: dict[str, Any], fresh: dict[int, Any
 @pytest.mark.parametrize("when", ["before anything is published", "with a version in the store"])
 @pytest.mark.parametrize("wrong", WRONG_METADATA)
 def test_init_all_workers_group_fails_early_and_lists_the_differences(
-    local: dict[str, Any], wrong: str, when: str
+    local: Seen, wrong: str, when: str
 ) -> None:
     seen = local["collective"]
     assert seen["right metadata"] == ["no error", "no error"]
@@ -769,38 +727,30 @@ def test_init_all_workers_group_fails_early_and_lists_the_differences(
     assert WRONG_METADATA[wrong][0] in refusal
 
 
-def test_init_all_workers_group_touches_nothing(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_init_all_workers_group_touches_nothing(local: Seen, fresh: Answers) -> None:
     seen = local["collective"]
     assert seen["tokens after checks"] == fresh[seen["seed before"]]
 
 
-def test_collective_receiver_polls_for_a_tenth_of_a_second(local: dict[str, Any]) -> None:
+def test_collective_receiver_polls_for_a_tenth_of_a_second(local: Seen) -> None:
     seen = local["collective"]
     assert seen["polled without news"] is False
     assert 0.1 <= seen["polled for, s"] < 5.0
 
 
-def test_weights_are_pushed_to_an_engine_that_nobody_polls(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_weights_are_pushed_to_an_engine_that_nobody_polls(local: Seen, fresh: Answers) -> None:
     """They are there when `update_weights` has returned, and polling finds nothing newer."""
     assert local["collective"]["pushed"] == [fresh[1], False]
     assert local["async"]["pushed"] == [fresh[1], False]
 
 
-def test_update_weights_raises_what_an_engine_cannot_have(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_update_weights_raises_what_an_engine_cannot_have(local: Seen, fresh: Answers) -> None:
     assert local["collective"]["misfit"].startswith("ReceiverFailedError: ")
     assert HEAD in local["collective"]["misfit"]
     assert local["collective"]["after the misfit"] == fresh[1]
 
 
-def test_weights_are_pushed_between_two_generations(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_weights_are_pushed_between_two_generations(local: Seen, fresh: Answers) -> None:
     seen = local["collective"]["while it generates"]
     assert seen["seeds"] == [2, 1, 2]
     assert seen["last"] == fresh[2]
@@ -810,44 +760,38 @@ def test_weights_are_pushed_between_two_generations(
         assert tokens in [fresh[seed] for seed in seeds[before : after + 2]]
 
 
-def test_sender_that_has_the_engine_updates_it(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_sender_that_has_the_engine_updates_it(local: Seen, fresh: Answers) -> None:
     assert local["collective"]["sent to the engine"] == fresh[2]
 
 
 @pytest.mark.parametrize("where", ["there only", "here and mirrored", "there, then here as well"])
 def test_weights_come_from_whichever_address_has_them(
-    local: dict[str, Any], fresh: dict[int, Any], where: str
+    local: Seen, fresh: Answers, where: str
 ) -> None:
     for seed, polled, tokens in local["addresses"][where]:
         assert polled is True
         assert tokens == fresh[seed]
 
 
-def test_only_a_mirror_is_mirrored_into(local: dict[str, Any]) -> None:
+def test_only_a_mirror_is_mirrored_into(local: Seen) -> None:
     seen = local["addresses"]
     assert MIRROR_LOCK_FILE in seen["beside the mirror"]
     assert MIRROR_LOCK_FILE not in seen["beside the trainer's"]
 
 
-def test_address_that_is_mounted_later_is_found_by_who_waits(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_address_that_is_mounted_later_is_found_by_who_waits(local: Seen, fresh: Answers) -> None:
     seen = local["addresses"]
     assert seen["mounted while waiting"]
     assert seen["mounted later"] == [True, fresh[1]]
 
 
-def test_what_a_mirror_has_left_behind_is_not_applied(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_what_a_mirror_has_left_behind_is_not_applied(local: Seen, fresh: Answers) -> None:
     assert local["addresses"]["refused"].startswith("OptionError: ")
     assert "rm -r" in local["addresses"]["refused"]
     assert local["addresses"]["left behind"] == [False, True, fresh[2]]
 
 
-def test_nothing_at_any_address_is_said_once(local: dict[str, Any]) -> None:
+def test_nothing_at_any_address_is_said_once(local: Seen) -> None:
     seen = local["addresses"]
     assert seen["nothing anywhere"] == [False, False, False]
     [line] = seen["said of nothing anywhere"]
@@ -856,7 +800,7 @@ def test_nothing_at_any_address_is_said_once(local: dict[str, Any]) -> None:
     assert len(seen["said of nothing at one address"]) == 1
 
 
-def test_async_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_async_llm_is_really_updated(local: Seen, fresh: Answers) -> None:
     seen = local["async"]
     assert seen["before the first write"] is False
     assert seen["started"] == fresh[0]
@@ -866,13 +810,13 @@ def test_async_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any
     assert seen["versions reported"] == ["default", "1", "2"]
 
 
-def test_requests_in_flight_in_an_async_llm_are_kept(local: dict[str, Any]) -> None:
+def test_requests_in_flight_in_an_async_llm_are_kept(local: Seen) -> None:
     seen = local["async"]
     assert seen["in flight, versions"] == ["1", "2"]
     assert seen["in flight, tokens"] == 200
 
 
-def test_polling_in_the_event_loop_of_the_engine_is_refused(local: dict[str, Any]) -> None:
+def test_polling_in_the_event_loop_of_the_engine_is_refused(local: Seen) -> None:
     assert local["async"]["in the loop"].startswith("EngineBusyError: ")
 
 
@@ -881,9 +825,7 @@ def test_polling_in_the_event_loop_of_the_engine_is_refused(local: dict[str, Any
 
 @in_soaks_alone
 @pytest.mark.parametrize("engine", ["own actor", "RayLLMWorker", "AsyncVLLM"])
-def test_ray_hosted_engine_is_really_updated(
-    on_ray: dict[str, Any], fresh: dict[int, Any], engine: str
-) -> None:
+def test_ray_hosted_engine_is_really_updated(on_ray: Seen, fresh: Answers, engine: str) -> None:
     seen = on_ray[engine]
     assert seen["before the first write"] is False
     assert seen["polled"] == [True, False, True]
@@ -895,9 +837,7 @@ def test_ray_hosted_engine_is_really_updated(
 
 
 @in_soaks_alone
-def test_answers_under_load_are_of_one_version_each(
-    on_ray: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_answers_under_load_are_of_one_version_each(on_ray: Seen, fresh: Answers) -> None:
     """Others ask the actor all the time, and must not come between reset caches and new weights."""
     seen = on_ray["under load"]
     assert len(seen["answers"]) > SWITCHES_UNDER_LOAD
@@ -907,7 +847,7 @@ def test_answers_under_load_are_of_one_version_each(
 
 
 @in_soaks_alone
-def test_misfit_in_an_actor_is_refused(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_misfit_in_an_actor_is_refused(on_ray: Seen, fresh: Answers) -> None:
     seen = on_ray["misfit"]
     assert seen["error"].startswith("EngineUpdateError: ")
     assert HEAD in seen["error"]
@@ -915,27 +855,25 @@ def test_misfit_in_an_actor_is_refused(on_ray: dict[str, Any], fresh: dict[int, 
 
 
 @in_soaks_alone
-def test_restarted_actor_comes_back_to_the_newest(
-    on_ray: dict[str, Any], fresh: dict[int, Any]
-) -> None:
+def test_restarted_actor_comes_back_to_the_newest(on_ray: Seen, fresh: Answers) -> None:
     seen = on_ray["restarted"]
     assert seen["polled"] is True
     assert seen["tokens"] == fresh[seen["seed"]]
 
 
 @in_soaks_alone
-def test_dead_actor_is_an_error(on_ray: dict[str, Any]) -> None:
+def test_dead_actor_is_an_error(on_ray: Seen) -> None:
     assert on_ray["dead"].startswith(("EngineEndedError: ", "EngineUnreachableError: "))
 
 
 @in_soaks_alone
-def test_weight_sync_vllm_double_buffer_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_weight_sync_vllm_double_buffer_ray(on_ray: Seen, fresh: Answers) -> None:
     seen = on_ray["double buffer, two actors"]
     assert seen["polled"] == [False, True]
     assert seen["tokens"] == [fresh[1]] * 2
 
 
 @in_soaks_alone
-def test_weight_sync_vllm_collective_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
+def test_weight_sync_vllm_collective_ray(on_ray: Seen, fresh: Answers) -> None:
     seen = on_ray["collective, two actors"]
     assert seen["tokens"] == [fresh[2]] * 2

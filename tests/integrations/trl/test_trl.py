@@ -177,7 +177,7 @@ def test_pairs_are_published_and_waited_for(store: Path) -> None:
     transfer.init_weight_transfer()
     transfer.pause()
     transfer.send_weights(pairs(1))
-    with pytest.raises(WaitTimeoutError, match="0 of 1 receivers"):
+    with pytest.raises(WaitTimeoutError, match="0 of 1"):
         transfer.resume()
     target = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
     with dbuffer.WeightReceiver(store) as receiver:
@@ -203,7 +203,7 @@ def test_a_second_run_goes_on_in_the_same_store(store: Path) -> None:
 
 def test_weights_before_the_store_is_open_are_refused(store: Path) -> None:
     transfer = StoreWeightTransfer(store)
-    with pytest.raises(NotReadyError, match=r"call init_weight_transfer\(\) first"):
+    with pytest.raises(NotReadyError, match="init_weight_transfer"):
         transfer.send_weights(pairs(1))
     with pytest.raises(NotReadyError):
         transfer.resume()
