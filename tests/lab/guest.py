@@ -72,7 +72,11 @@ class Guest:
         ``path`` is the scenario's directory there. The process has the client's host name, which
         is how dbuffer tells machines apart.
         """
-        return children.Child(_as_host, client, function, (self.path(client), *args), options)
+        # Importing torch takes the guest 10 s: children are forks of this process, which has done
+        # so, and not of a server that would do it again.
+        fork = multiprocessing.get_context("fork")
+        place = self.path(client)
+        return children.Child(_as_host, client, function, (place, *args), options, processes=fork)
 
     def cut(self, client: str) -> None:
         """Pull a client's cable. Its system calls on the mount hang until it is back."""
@@ -277,9 +281,6 @@ class Running:
         os.dup2(number, 1)
         os.dup2(number, 2)
         faulthandler.enable()
-        # The machine has one processor, and importing torch takes it 10 s: children are forked off
-        # a process that has done so, not off a server that would do it again.
-        children._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         outcome, detail = "passed", ""
         try:
             module = importlib.import_module(self.described["module"])
