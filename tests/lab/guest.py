@@ -355,5 +355,6 @@ if __name__ == "__main__":
         importlib.import_module(module)
     for name in dbuffer.__all__:
         getattr(dbuffer, name)
-    importlib.import_module("tests.support.frozen")
+    for module in ("torch._dynamo", "torch.distributed.tensor", "tests.support.frozen"):
+        importlib.import_module(module)
     run_all(queue)

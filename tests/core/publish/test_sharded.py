@@ -56,12 +56,12 @@ from tests.support.sharded import (
     tied,
     two_dimensions,
 )
-from tests.support.soak import numbers, patience_s
+from tests.support.soak import is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
 from tests.support.worlds import World, world_of
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=[4, 2] if is_soak() else [4], ids="{} ranks".format)
 def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
     with World(tmp_path_factory.mktemp("world"), request.param) as world:
         yield world

@@ -39,6 +39,7 @@ from tests.support.sharded import (
     two_dimensions,
     whole,
 )
+from tests.support.soak import is_soak
 from tests.support.stores import fill, small_disk
 from tests.support.worlds import Failure, World, world_of
 
@@ -159,14 +160,18 @@ def test_with_each_option(world, store, options, mount):
 
 
 ALL_WAYS = [*CASES, hsdp]
+STORES = [("local", False), ("local", True), ("network", True)]
 
 
-@pytest.mark.parametrize(
-    ("mount", "checksum"), [("local", False), ("local", True), ("network", True)]
-)
+@pytest.mark.parametrize("turn", range(len(STORES)) if is_soak() else [0])
 @pytest.mark.parametrize("case", ALL_WAYS, ids=lambda case: case.__name__)
-def test_ranks_that_were_restarted_go_on(world, store, case, mount, checksum):
-    """From a whole version, from one in a chain, from one that a restart has begun with."""
+def test_ranks_that_were_restarted_go_on(request, world, store, case, turn):
+    """From a whole version, from one in a chain, from one that a restart has begun with.
+
+    Outside of soaks, each way to hold weights has one kind of store, in turn.
+    """
+    index = request.node.callspec.indices["case"]
+    mount, checksum = STORES[(index + turn) % len(STORES)]
     options, restarts = {"checksum": checksum}, (2, 4, 5, 7)
     for found in world.run(follow, case, store, mount, [64] * 8, options, restarts):
         assert found[0] is None
