@@ -348,8 +348,20 @@ def rename_directory(directory: Path, path: Path) -> None:
 
 def link(path: Path, name: Path) -> None:
     """Give a file a second name, in a directory of the same filesystem."""
-    with os_errors("keep", path):
+    with os_errors("give a second name to", path):
         os.link(path, name, follow_symlinks=False)
+
+
+def require_second_names(scratch: Path) -> None:
+    """Raise a `StoreAccessError` where a file cannot have a second name."""
+    temporary, number = _open_temporary(scratch, Path("name"))
+    os.close(number)
+    second = _temporary_in(scratch, "name")
+    try:
+        link(temporary, second)
+    finally:
+        temporary.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)
 
 
 def rename_file(path: Path, name: Path) -> None:

@@ -120,6 +120,8 @@ class BufferWriter:
         self.store.check()
         require_no_other_weights(self.root, move_torchrl_aside=move_torchrl_aside)
         self._make_directories()
+        if keep:  # here, and not at a publish that needs it
+            filesystem.require_second_names(self.root / places.SCRATCH_DIRECTORY)
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
         self._open_records: dict[Path, Descriptor | None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import shutil
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dbuffer
 from dbuffer.store import kept
@@ -216,6 +218,35 @@ def test_ranks_keep_versions_too(store: Path, mount: str, tmp_path: Path) -> Non
     with dbuffer.WeightSender(store, keep=2) as sender:
         sender.republish(2)
     assert SMALL.version_of(received(store)) == 2
+
+
+def test_a_filesystem_without_second_names_is_refused_at_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    with pytest.raises(dbuffer.StoreAccessError):
+        dbuffer.WeightSender(store, keep=1)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    assert not list((store / "tmp").iterdir())
+
+
+def test_a_resident_model_spares_a_pinned_version(store: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    with dbuffer.ResidentModel(model, store) as resident:
+        for value in (1.0, 2.0, 3.0, 4.0, 5.0):
+            with torch.no_grad():
+                model.weight.fill_(value)
+            version = resident.publish().version
+            if version == 2:
+                kept.pin(DoubleBuffer(store), 2)
+    with dbuffer.WeightReceiver(store) as receiver:
+        for version, value in ((2, 2.0), (5, 5.0)):
+            with receiver.open(version=version) as snapshot:
+                assert set(snapshot.tensors["weight"].flatten().tolist()) == {value}
 
 
 def run(directory: Path, *arguments: object) -> tuple[int, str, str]:
