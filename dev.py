@@ -60,9 +60,9 @@ UV_SETTINGS = {
     "cert": "SSL_CERT_FILE",
 }
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of the tests
-# More than two processors can run: tests wait a lot. Each file is run by one process, in the
-# order that tests/conftest.py gives them.
-SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+# Twice as many as a small machine has processors: tests wait a lot. Each file is run by one
+# process, in the order that tests/conftest.py gives them.
+SIDE_BY_SIDE = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 # Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
 SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]
 FRAMEWORKS = ("atropos", "lightrft", "sglang", "torchrl", "trl", "verl", "vllm")
