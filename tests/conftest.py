@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the tests did, in numbers: see ``soak.Record``."""
+    """Print the numbers that tests recorded: see ``soak.Record``."""
     done: Counter[str] = Counter()
     for report in terminalreporter.getreports("passed"):
         for name, number in report.user_properties if report.when == "call" else ():

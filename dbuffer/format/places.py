@@ -67,6 +67,11 @@ def kept_buffer(identity: str) -> str:
     return f"{KEPT_DIRECTORY}/{identity}"
 
 
+def is_kept(buffer: str) -> bool:
+    """Whether a buffer is that of a kept version, and neither A nor B."""
+    return buffer not in BUFFERS
+
+
 def is_part_of(name: str, file: str) -> bool:
     """Whether ``name`` is that of a part of the weights file ``file``."""
     return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")

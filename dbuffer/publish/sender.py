@@ -298,9 +298,7 @@ class WeightSender(Publisher):
                     views = self._read_whole(held, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
-                self._is_behind = True
                 self._writer.republish(held, number, checked)
-        self._is_behind = False
         return self._count(Publication.of(number, layout, started, None))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -150,8 +150,9 @@ class DoubleBuffer:
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
         """Path of the weights file that a buffer's manifest names; a kept version has its own."""
-        is_kept = buffer not in places.BUFFERS
-        return self.root / (buffer if is_kept else manifest.anchor_buffer or buffer) / manifest.file
+        if manifest.anchor_buffer is not None and not places.is_kept(buffer):
+            buffer = manifest.anchor_buffer
+        return self.root / buffer / manifest.file
 
     def delta_path(self, identity: str) -> Path:
         return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)

@@ -61,8 +61,8 @@ class Held:
 
     def is_unchanged(self) -> bool:
         """Whether no writer has begun to rewrite the bytes that were held."""
-        is_kept = self.buffer not in places.BUFFERS
-        return self.manifest.is_final or is_kept or self.is_still_named()
+        is_rewritable = not (self.manifest.is_final or places.is_kept(self.buffer))
+        return not is_rewritable or self.is_still_named()
 
     def must_verify(self, verify: bool | Literal["auto"]) -> bool:
         """Whether a reader with this option compares checksums."""

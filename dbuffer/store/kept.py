@@ -65,7 +65,7 @@ def hold(store: DoubleBuffer, version: int, history: str | None, *, durable: boo
         VersionError: the store holds no such version, or drops it at this moment.
     """
     held = hold_version(store, version, history)
-    if held is not None and held.buffer in places.BUFFERS:
+    if held is not None and not places.is_kept(held.buffer):
         with held:
             buffer = keep(store, held.buffer, held.manifest, durable=durable)
             held = hold_buffer(store, buffer)
@@ -98,8 +98,8 @@ def unpin(store: DoubleBuffer, version: int) -> None:
     Raises:
         VersionError: it is not pinned.
     """
-    for buffer in kept_of(store, version):
-        if is_pinned(store, buffer):
+    for buffer, manifest in store.kept().items():
+        if manifest.version == version and is_pinned(store, buffer):
             (store.root / buffer / places.PIN_FILE).unlink(missing_ok=True)
             return
     raise VersionError(f"version {version} of {store.root} is not pinned")
@@ -108,11 +108,6 @@ def unpin(store: DoubleBuffer, version: int) -> None:
 def is_pinned(store: DoubleBuffer, buffer: str) -> bool:
     """Whether the version that is kept in this buffer is pinned."""
     return (store.root / buffer / places.PIN_FILE).exists()
-
-
-def kept_of(store: DoubleBuffer, version: int) -> list[str]:
-    """Buffers that versions of this number are kept in."""
-    return [buffer for buffer, manifest in store.kept().items() if manifest.version == version]
 
 
 def withdraw(store: DoubleBuffer, buffer: str) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.format.places import BUFFERS
+from dbuffer.format.places import is_kept
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import Examination
 from dbuffer.tools.doctor.probes import GUARANTEES
@@ -80,8 +80,7 @@ def status_tables(status: dict[str, Any]) -> RenderableType:
 
 def describe_check(check: BufferCheck) -> str:
     """Return the result of `verify` for one buffer."""
-    is_kept = check.buffer not in BUFFERS
-    which = "newest" if check.is_newest else "kept" if is_kept else "previous"
+    which = "kept" if is_kept(check.buffer) else "newest" if check.is_newest else "previous"
     head = f"buffer {check.buffer}, version {check.version} ({which}): "
     if check.problems:
         return printable(head + "\n  ".join(["damaged", *check.problems]))
@@ -168,7 +167,7 @@ def _describe_writer(status: dict[str, Any]) -> str:
 
 def _buffer_row(buffer: dict[str, Any]) -> tuple[str, ...]:
     return (
-        buffer["buffer"] if buffer["buffer"] in BUFFERS else "",
+        "" if is_kept(buffer["buffer"]) else buffer["buffer"],
         buffer["state"],
         _or_blank(buffer["version"]),
         str(buffer["num_tensors"]),

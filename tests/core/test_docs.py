@@ -1,4 +1,4 @@
-"""What README and docs/ show is run, what they name exists, and the site builds."""
+"""README and docs/: what they show is run, what they name exists, and the site builds."""
 
 from __future__ import annotations
 

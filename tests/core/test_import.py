@@ -99,7 +99,7 @@ def run(code: str, *arguments: str, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """What a fresh interpreter saw that imported dbuffer, and torch only when it had to."""
+    """Observations of a fresh interpreter that imported dbuffer, and torch only when it had to."""
     return json.loads(run(PROBE, cwd=tmp_path_factory.mktemp("cwd")))
 
 

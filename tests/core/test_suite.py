@@ -1,4 +1,4 @@
-"""What a run of the tests leaves out, how it measures itself, and what its code keeps to."""
+"""The suite itself: what a run leaves out, how it is measured, and the rules of its code."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def names_imported(module: ast.Module) -> Iterator[str]:
 
 
 def test_no_module_imports_a_test_module() -> None:
-    """What two need is in `tests/support/`."""
+    """Tests share code in `tests/support/`."""
     importing = [
         f"{path.relative_to(unchanged.ROOT)}: {name}"
         for path, module in modules().items()

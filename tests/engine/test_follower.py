@@ -740,7 +740,7 @@ def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleName
 
 @pytest.fixture
 def two_servers(client: SimpleNamespace) -> SimpleNamespace:
-    """The same client, of two API servers."""
+    """Client of two API servers."""
     client.vllm_config.parallel_config._api_process_count = 2
     return client
 

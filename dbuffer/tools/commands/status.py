@@ -9,7 +9,7 @@ import typer
 from rich.live import Live
 
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
-from dbuffer.format.places import BUFFERS
+from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.kept import is_pinned
 from dbuffer.tools.commands import shared
@@ -102,7 +102,7 @@ def _buffer_status(
     if manifest is None:
         return empty
     age = "newest" if name == newest else "previous"
-    if name not in BUFFERS:
+    if is_kept(name):
         age = "pinned" if is_pinned(store, name) else "kept"
     return empty | {
         "state": age if manifest.state == "complete" else manifest.state,

@@ -28,7 +28,7 @@ NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "
 
 
 class Engine(LightEngine):
-    """One that goes on when who follows it has gone."""
+    """Engine that goes on when its follower has gone."""
 
     when_waiting: Callable[[], None] | None = None
     """Done once, while its ranks are waited for."""

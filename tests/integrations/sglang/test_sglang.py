@@ -20,7 +20,7 @@ pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program saw."""
+    """Observations of the program."""
     return dict(observe(sglang_engine.__file__, tmp_path_factory.mktemp("offline")))
 
 

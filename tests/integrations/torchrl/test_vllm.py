@@ -585,7 +585,7 @@ def test_prepare_weights_knows_what_the_sender_was_given(
 
 
 Seen = dict[str, Any]
-"""What a program left."""
+"""Observations that a program left."""
 Answers = dict[int, list[list[int]]]
 """Of fresh engines, by the seed of the weights that they were started on."""
 
@@ -601,13 +601,13 @@ def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def local(directory: Path) -> Seen:
-    """What was seen of an `LLM` and an `AsyncLLM`, neither started with any option of ours."""
+    """Observations of an `LLM` and an `AsyncLLM`, neither started with any option of ours."""
     return observed_in(directory, "local")
 
 
 @pytest.fixture(scope="module")
 def on_ray(directory: Path) -> Seen:
-    """What was seen of engines in Ray actors."""
+    """Observations of engines in Ray actors."""
     # Ray's sockets lie below it, and may have no long names.
     with tempfile.TemporaryDirectory(prefix="dbuffer-ray-", ignore_cleanup_errors=True) as session:
         return observed_in(directory, "ray", session)
@@ -615,7 +615,7 @@ def on_ray(directory: Path) -> Seen:
 
 @pytest.fixture(scope="module")
 def fresh(local: Seen) -> Answers:
-    """What fresh engines answer, by the seed of the weights that they were started on."""
+    """Answers of fresh engines, by the seed of the weights that they were started on."""
     answers = {int(seed): tokens for seed, tokens in local["fresh"].items()}
     assert len({json.dumps(tokens[i]) for tokens in answers.values() for i in range(4)}) == 12
     return answers

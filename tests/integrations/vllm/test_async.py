@@ -32,7 +32,7 @@ pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
 @pytest.fixture(scope="module")
 def observed(directory: Path) -> dict[str, Any]:
-    """What the program below saw of an engine of one rank, which takes the backend's way."""
+    """Observations of an engine of one rank, which takes the backend's way."""
     # Functions are sent to workers, to make them fail. The fresh engines, which an `LLM` is, run
     # in the program itself; an `AsyncLLM` has its processes in any case.
     env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
@@ -44,7 +44,7 @@ def observed(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def observed_two(directory: Path) -> dict[str, Any]:
-    """The same of two ranks with a model of 100 MB, which take the extension's way."""
+    """Observations of two ranks with a model of 100 MB, which take the extension's way."""
     env = environment(processes=True, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     place = directory / "two"
     place.mkdir()

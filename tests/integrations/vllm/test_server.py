@@ -35,7 +35,7 @@ EXIT_TIMEOUT = 3
 
 @pytest.fixture(scope="module")
 def programs(directory: Path) -> dict[str, Any]:
-    """What the programs saw, two of them side by side; the last one in soaks alone.
+    """Observations of the programs, two of them side by side; the last one in soaks alone.
 
     In memory: what is written at full speed to a disk holds up all who write there, logs too.
     """
