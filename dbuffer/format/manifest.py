@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,6 +26,11 @@ UNDECODABLE = (StoreCorruptError, UnsupportedError)
 
 MAX_RECORD_BYTES = 1 << 20
 """No record is larger. Bounds what a damaged or hostile store can make a reader load."""
+
+MAX_APPLIED_METADATA_BYTES = 1024
+"""Size of the longest metadata, as JSON, that a receiver's record repeats in full. Each
+acknowledgement writes the record again, and a sender that waits reads the records of all
+receivers."""
 
 MAX_INTEGER = 2**63 - 1
 
@@ -256,6 +262,9 @@ class ReceiverRecord(Record):
     applied_version: int | None
     held_version: int | None
     updated_at: float
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Metadata of ``applied_version``, as :func:`metadata_for_record` returns it; empty: there is
+    no such version."""
     part_of: str | None = None
     """Id of the engine whose rank this is; the engine's receiver is the one that acknowledges."""
     staged_version: int | None = None
@@ -320,6 +329,25 @@ class ReceiverRecord(Record):
             return self.problem is not None  # of the store itself
         is_of_this_run = None in (history, self.history) or self.history == history
         return is_of_this_run and self.problem_version >= version
+
+
+def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a version's metadata for a receiver's record.
+
+    Of metadata above :data:`MAX_APPLIED_METADATA_BYTES` only the entry ``step`` is kept.
+    """
+    step = {name: value for name, value in metadata.items() if name == "step"}
+    for kept in (metadata, step):
+        text = json.dumps(kept, separators=(",", ":"))
+        if len(text) <= MAX_APPLIED_METADATA_BYTES:
+            return dict(json.loads(text))
+    return {}
+
+
+def step_in(metadata: Mapping[str, Any]) -> int | float | None:
+    """Return the trainer's step in a version's metadata; None: there is no number ``step``."""
+    step = metadata.get("step")
+    return step if type(step) in (int, float) else None
 
 
 def is_receiver_id(text: str) -> bool:

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from dbuffer import errors
-from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
+from dbuffer.format.manifest import (
+    Manifest,
+    Pointer,
+    host_in_id,
+    is_receiver_id,
+    metadata_for_record,
+)
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.receive.reader import VersionReader
@@ -106,6 +112,8 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.set(is_ephemeral=is_ephemeral)
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._seen: Pointer | None = None
+        self._held_last: tuple[int, str, dict[str, Any]] | None = None
+        """Version, history and metadata that it read last."""
         self._loaded: int | None = None
         self._matcher = Matcher()
         self._loaded_names = LoadedNames()
@@ -375,7 +383,11 @@ class WeightReceiver(Closing, ProcessBound):
                 return
 
     def acknowledge(self, version: int) -> None:
-        """Record in the store that this receiver has applied ``version``."""
+        """Record in the store that this receiver has applied ``version``.
+
+        The record repeats the version's metadata, if it is the version that was read last, or the
+        store still holds it.
+        """
         if self._seen is None:
             self._newest()  # its history
         self._set_applied(version, self.history)
@@ -395,6 +407,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._seen = self._loaded = None
         self.record.set(
             applied_version=None,
+            metadata={},
             held_version=None,
             history=None,
             problem=None,
@@ -455,12 +468,29 @@ class WeightReceiver(Closing, ProcessBound):
             )
         if held is not None:
             self._seen = pointer_to(held.buffer, held.manifest)
+            self._remember_metadata(held.manifest)
         return held
 
     def _set_applied(self, version: int, history: str | None) -> None:
         self.record.set(
-            applied_version=version, history=history, problem=None, problem_version=None
+            applied_version=version,
+            metadata=self._metadata_of(version, history),
+            history=history,
+            problem=None,
+            problem_version=None,
         )
+
+    def _remember_metadata(self, manifest: Manifest) -> None:
+        # A copy: the snapshot hands the manifest's own out, and its reader may add to it.
+        metadata = metadata_for_record(manifest.metadata)
+        self._held_last = manifest.version, manifest.history, metadata
+
+    def _metadata_of(self, version: int, history: str | None) -> dict[str, Any]:
+        """Return a version's metadata for the record; empty: the store no longer holds it."""
+        if self._held_last is not None and self._held_last[:2] == (version, history):
+            return self._held_last[2]
+        manifest = self._store.manifest_of(version, history)
+        return {} if manifest is None else metadata_for_record(manifest.metadata)
 
     def _announce(self, version: int) -> None:
         if self.record.current.held_version != version:
@@ -483,6 +513,7 @@ class WeightReceiver(Closing, ProcessBound):
                     f"version {version} is no longer in {self.store}: version "
                     f"{self.seen_version} and the one before it are"
                 )
+        self._remember_metadata(held.manifest)
         return held
 
     @contextlib.contextmanager

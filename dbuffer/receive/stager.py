@@ -70,6 +70,7 @@ class Staged:
     version: int
     history: str
     """Identity of the run of versions that it belongs to."""
+    metadata: Mapping[str, Any]
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
     """Tensors in main memory, valid until release. None: only ``prepared`` was staged."""
@@ -446,6 +447,7 @@ class Stager:
         staged = Staged(
             version=snapshot.version,
             history=snapshot.history,
+            metadata=snapshot.metadata,
             layout=snapshot.layout,
             tensors=tensors,
             prepared=prepared,

@@ -164,6 +164,16 @@ class DoubleBuffer:
         """Read the manifest of a buffer; None if the buffer never held anything."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
+    def manifest_of(self, version: int, history: str | None) -> Manifest | None:
+        """Read the manifest of a version; None if it is neither the newest nor the one before."""
+        for buffer in places.BUFFERS:
+            manifest = self.undamaged_manifest(buffer)
+            if manifest is None or manifest.state != "complete":
+                continue
+            if (manifest.version, manifest.history) == (version, history):
+                return manifest
+        return None
+
     def kept(self) -> dict[str, Manifest]:
         """Read the manifests of kept versions, by their buffers; lower versions first."""
         kept = {}

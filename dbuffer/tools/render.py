@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.manifest import step_in
 from dbuffer.format.places import is_kept
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import Examination
@@ -67,9 +68,12 @@ def status_tables(status: dict[str, Any]) -> RenderableType:
         buffers.add_row(*map(cell, _buffer_row(buffer)))
     if not status["receivers"]:
         return Group(cell(head), buffers, "no receiver yet")
-    receivers = Table("receiver", "host", "pid", "applied", "behind by", "staged", "updated")
-    for receiver in status["receivers"]:
-        receivers.add_row(*map(cell, _receiver_row(receiver)))
+    columns = [_receiver_columns(receiver) for receiver in status["receivers"]]
+    has_steps = any(each["step"] for each in columns)
+    names = [name for name in columns[0] if name != "step" or has_steps]
+    receivers = Table(*names)
+    for each in columns:
+        receivers.add_row(*(cell(each[name]) for name in names))
     problems = [
         cell(f"{receiver['receiver']} reports: {receiver['problem']}")
         for receiver in status["receivers"]
@@ -185,20 +189,21 @@ def _size_of(buffer: dict[str, Any]) -> str:
     return f"{buffer['num_deltas']} deltas, {format_bytes(buffer['delta_bytes'])}"
 
 
-def _receiver_row(receiver: dict[str, Any]) -> tuple[str, ...]:
+def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
     name = receiver["receiver"]
     if receiver["part_of"] is not None:
         name = f"  {name.removeprefix(receiver['part_of'] + '.')}"
-    return (
-        name if receiver["is_alive"] else f"{name} (ended)",
-        receiver["host"],
-        str(receiver["pid"]),
-        _or_blank(receiver["applied_version"]),
-        _or_blank(receiver["lag_versions"]),
-        _or_blank(receiver["staged_version"]),
-        format_age(receiver["updated_age_s"]),
-    )
+    return {
+        "receiver": name if receiver["is_alive"] else f"{name} (ended)",
+        "host": receiver["host"],
+        "pid": str(receiver["pid"]),
+        "applied": _or_blank(receiver["applied_version"]),
+        "step": _or_blank(step_in(receiver["metadata"])),
+        "behind by": _or_blank(receiver["lag_versions"]),
+        "staged": _or_blank(receiver["staged_version"]),
+        "updated": format_age(receiver["updated_age_s"]),
+    }
 
 
-def _or_blank(value: int | None) -> str:
+def _or_blank(value: float | None) -> str:
     return "" if value is None else str(value)

@@ -278,7 +278,7 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, s
     engine = scene.engine
     with scene.serving() as follower:
         lose(engine)
-        assert DoubleBuffer(scene.store).receiver(scene.engine_id).applied_version is None
+        assert scene.recorded == (None, {})
         labels = []
 
         def note(label: str) -> None:
@@ -288,6 +288,7 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, s
         engine.set_weight_version = note
         assert follower.sync().version == engine.version == 1
         assert labels == [UNKNOWN_VERSION, "1"]
+        assert scene.recorded == (1, {"step": 10})
         del engine.set_weight_version
         assert follower.sync() is None
         sender.wait_applied(1, receivers=[scene.engine_id], timeout_s=WAIT_S)
@@ -446,8 +447,37 @@ def test_failed_load_that_was_taken_back_leaves_the_label(scene):
         with pytest.raises(dbuffer.EngineUpdateError, match="version 1"):
             follower.sync()
         assert (scene.engine.serves, scene.engine.paused) == ((1, "1"), False)
+        assert (scene.recorded, follower.applied_metadata) == ((1, {"step": 10}), {"step": 10})
         assert follower.sync() is not None
         assert scene.engine.serves == (2, "2")
+        assert (scene.recorded, follower.applied_metadata) == ((2, {"step": 20}), {"step": 20})
+
+
+def test_metadata_of_another_store_is_not_that_of_this_one(scene, other_store):
+    with scene.serving() as follower:
+        follower.apply_once(other_store)
+        assert (scene.engine.version, scene.recorded) == (7, (None, {}))
+        assert (follower.applied, follower.applied_metadata) == (None, {})
+        follower.sync()
+        assert follower.applied_metadata == {"step": 10}
+
+
+def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
+    engines = [LightEngine(instance_id=name) for name in ("one", "two")]
+    followers = [Follower(each, options(store, each.instance_id)) for each in engines]
+    engines[1].error = lambda: dbuffer.EngineUnreachableError("away")
+    scene.publish(1)
+    with BackgroundFollower(*followers) as replicas:
+        until("one is switched", lambda: followers[0].applied == 1)
+        assert (replicas.applied, replicas.applied_metadata) == (None, {})
+        engines[1].error = None
+        replicas.wait_applied(1, WAIT_S)
+        assert replicas.applied_metadata == {"step": 10}
+        engines[1].error = lambda: dbuffer.EngineUnreachableError("away")
+        scene.publish(2)
+        until("one is switched", lambda: followers[0].applied == 2)
+        assert (replicas.applied, replicas.applied_metadata) == (1, {"step": 10})
+        engines[1].error = None
 
 
 def test_broken_engine_is_told_by_its_record(scene):
@@ -457,7 +487,9 @@ def test_broken_engine_is_told_by_its_record(scene):
             follower.sync()
         assert scene.engine.model.refuses is not None
         assert scene.engine.label == UNKNOWN_VERSION
+        assert scene.recorded == (1, {"step": 10})
         assert follower.sync() is not None
+        assert follower.applied_metadata == {"step": 20}
         assert (scene.engine.serves, scene.engine.model.refuses) == ((2, "2"), None)
 
 

@@ -125,9 +125,11 @@ def has_live_parameters(llm: Any) -> bool:
 
 
 def switch(follower: Any, sender: dbuffer.WeightSender, weights: Any) -> int:
-    version = sender.send(weights).version
+    metadata = {"step": sender.stats["versions"]}
+    version = sender.send(weights, metadata=metadata).version
     done = follower.sync()
     assert done is not None
+    assert follower.applied_metadata == metadata
     assert done.version == version
     assert done.pause_s >= done.load_s > 0
     assert follower.sync() is None

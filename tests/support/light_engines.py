@@ -30,6 +30,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 
 WAIT_S = 60.0
@@ -217,9 +218,17 @@ class Scene:
         self._sender, self._caplog = sender, caplog
 
     def publish(self, *versions: int) -> None:
+        """Publish each version with ten times its number as its step."""
         assert self._sender is not None
         for version in versions:
-            self._sender.send(SMALL.weights(version))
+            self._sender.send(SMALL.weights(version), metadata={"step": 10 * version})
+
+    @property
+    def recorded(self) -> tuple[int | None, dict[str, Any]]:
+        """Version in the engine's record, and its metadata there."""
+        record = DoubleBuffer(self.store).receiver(self.engine_id)
+        assert record is not None
+        return record.applied_version, record.metadata
 
     def follower(self, **more: Any) -> Follower:
         return Follower(self.engine, options(self.store, self.engine_id, **more))

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
 from dbuffer.integrations.engine.follower import Follower
@@ -67,6 +67,12 @@ class BackgroundFollower(Closing):
         """
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
+
+    @property
+    def applied_metadata(self) -> dict[str, Any]:
+        """Metadata of :attr:`applied`; empty where that is None."""
+        oldest = min(self.replicas, key=lambda follower: follower.applied or 0)
+        return oldest.applied_metadata
 
     @property
     def error(self) -> Exception | None:

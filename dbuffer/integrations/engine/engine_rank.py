@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dbuffer.errors import EngineBusyError
+from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -87,6 +88,8 @@ class ModelState:
 
     version: VersionId | None = None
     """Version of `store` that the weights are; None: they are no version."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Metadata of `version`, for the engine's record; empty where there is none."""
     store: str | None = None
     must_reload: bool = False
     """Whether something else than dbuffer wrote the weights, so that the next update reloads all of
@@ -101,13 +104,16 @@ class ModelState:
     is_updating: bool = False
     """Whether dbuffer is writing them."""
 
-    def note_loaded(self, version: VersionId | None, store: str) -> None:
+    def note_loaded(
+        self, version: VersionId | None, store: str, metadata: Mapping[str, Any]
+    ) -> None:
         """Record that dbuffer loaded a version of a store; None: what the engine started with."""
         self.version, self.store, self.must_reload = version, store, False
+        self.metadata = metadata_for_record(metadata)
 
     def note_foreign_load(self) -> None:
         """Record that something else wrote the weights."""
-        self.version, self.must_reload = None, True
+        self.version, self.must_reload, self.metadata = None, True, {}
 
     def version_of(self, store: str) -> VersionId | None:
         """Return the version of this store that the model has."""

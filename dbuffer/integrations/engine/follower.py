@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
@@ -62,6 +63,8 @@ class Follower(Closing):
         self._has_started = False
         self._applied: VersionId | None = None
         """Version that the engine's record named last; None: none of this store."""
+        self._applied_metadata: dict[str, Any] = {}
+        """Metadata in that record."""
         self._is_certain = False
         """Whether the engine's ranks follow the store, and it still has what its record says."""
         self._owes_resume = False
@@ -75,6 +78,14 @@ class Follower(Closing):
     def applied(self) -> int | None:
         """The version that the engine serves; None: weights that are no version of the store."""
         return None if self._applied is None else self._applied.version
+
+    @property
+    def applied_metadata(self) -> dict[str, Any]:
+        """Metadata of the version that the engine serves; empty: there is no such version.
+
+        Of metadata above 1,024 bytes only the entry ``step`` is here.
+        """
+        return {} if self._applied is None else self._applied_metadata
 
     @property
     def weights(self) -> str:
@@ -222,6 +233,7 @@ class Follower(Closing):
         if applied != self._applied:
             self._label(applied)
         self._applied = applied
+        self._applied_metadata = {} if record is None else record.metadata
 
     def has_restarted(self) -> bool:
         """Whether this is not the engine that was switched last, as only a server can be."""

@@ -352,7 +352,8 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        self._state.note_loaded(VersionId(staged.version, staged.history), self.options.store)
+        loaded = VersionId(staged.version, staged.history)
+        self._state.note_loaded(loaded, self.options.store, staged.metadata)
         self._problem = None, None
         self._model.serve_again()
         return {
@@ -405,7 +406,7 @@ class RankReceiver:
         if goal is not None:
             self._model.load(self._take_whole(goal.version, goal.history))
         else:
-            self._state.note_loaded(None, self.options.store)
+            self._state.note_loaded(None, self.options.store, {})
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
         """Do something on every rank; return the problem on each."""
@@ -449,6 +450,7 @@ class RankReceiver:
             problem, version = self._problem
             self._record.write(
                 applied_version=self._version,
+                metadata={} if self._applied is None else self._state.metadata,
                 history=self._history,
                 problem=problem,
                 problem_version=version,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
@@ -121,13 +120,8 @@ class StoreView:
 
     def age_s(self, goal: VersionId) -> float:
         """Return the age of a version; 0.0 if the store does not say."""
-        manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
-        published = [
-            manifest.published_at
-            for manifest in manifests
-            if manifest is not None and (manifest.version, manifest.history) == goal
-        ]
-        return max(0.0, time.time() - max(published, default=time.time()))
+        manifest = self._store.manifest_of(*goal)
+        return 0.0 if manifest is None else max(0.0, time.time() - manifest.published_at)
 
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event

@@ -132,6 +132,7 @@ def _receiver_status(
         "pid": record.pid,
         "is_alive": store.may_live(record),
         "applied_version": applied,
+        "metadata": record.metadata,
         "lag_versions": None if applied is None or newest is None else max(0, newest - applied),
         "updated_age_s": time.time() - record.updated_at,
         "part_of": record.part_of,

@@ -109,6 +109,7 @@ any_record = st.one_of(
         is_ephemeral=st.booleans(),
         is_relayed=st.booleans(),
         has_ended=st.booleans(),
+        metadata=st.dictionaries(texts, documents, max_size=4),
     ),
     st.builds(
         Manifest,

@@ -72,7 +72,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
         identities = set()
         for version in (1, 2, 3):
             if version > 1:
-                sender.send(SMALL.weights(version))
+                sender.send(SMALL.weights(version), metadata={"step": version})
                 with pytest.raises(dbuffer.WaitTimeoutError):
                     sender.wait_applied(version, receivers=["far"], timeout_s=0)
             for reader in readers.values():
@@ -81,6 +81,8 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
                 assert reader.receive() == version
             sender.wait_applied(version, receivers=["near", "far"], timeout_s=5)
             sender.wait_applied(version, receivers=2, timeout_s=5)
+            metadata = {"step": version} if version > 1 else {}
+            assert record_of(stores[0], "far").metadata == metadata
             assert newest(stores[3], verify=True) == version
             with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=["near", "far", "nobody"], timeout_s=0)

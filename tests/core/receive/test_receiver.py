@@ -390,6 +390,49 @@ class TestAcknowledging:
         receiver.load_into(weights_of(0))
         sender.wait_applied(1, timeout_s=0)
 
+    def test_with_the_metadata_of_the_version(self, sender, receiver, store):
+        def applied() -> tuple[int | None, dict[str, Any]]:
+            record = record_of(store)
+            return record["applied_version"], record["metadata"]
+
+        sender.send(weights_of(1), metadata={"step": 10})
+        with receiver.open() as snapshot:
+            assert applied() == (None, {})
+            snapshot.metadata["read by"] = object()  # the reader's own, and nothing JSON can hold
+        assert applied() == (1, {"step": 10})
+        sender.send(weights_of(2), metadata={"step": 20, "loss": [0.5, None]})
+        with pytest.raises(KeyError), receiver.open():
+            raise KeyError
+        assert applied() == (1, {"step": 10})
+        receiver.load_into(weights_of(0))
+        assert applied() == (2, {"step": 20, "loss": [0.5, None]})
+        sender.send(weights_of(3))
+        receiver.load_into(weights_of(0))
+        assert applied() == (3, {})
+        receiver.start_over()
+        receiver.record.write()
+        assert applied() == (None, {})
+
+    def test_with_the_metadata_of_what_was_read_or_is_still_there(self, sender, receiver, store):
+        for version in (1, 2):
+            sender.send(weights_of(version), metadata={"step": 10 * version})
+        with receiver.open(version=1, acknowledge=False):
+            pass
+        for version in (3, 4, 5):
+            sender.send(weights_of(version), metadata={"step": 10 * version})
+        expected = {1: {"step": 10}, 3: {}, 4: {"step": 40}, 5: {"step": 50}}
+        for version, metadata in expected.items():
+            receiver.acknowledge(version)
+            assert record_of(store)["metadata"] == metadata
+
+    def test_with_the_step_alone_of_long_metadata(self, sender, receiver, store):
+        for step, text_bytes in ((1, 980), (2, 1024), ("s" * 1024, 1)):
+            metadata = {"step": step, "text": "x" * text_bytes}
+            sender.send(weights_of(1), metadata=metadata)
+            receiver.load_into(weights_of(0))
+            told = record_of(store)["metadata"]
+            assert told == (metadata if step == 1 else {"step": 2} if step == 2 else {})
+
     def test_stays_after_closing(self, sender, store):
         sender.send(weights_of(1))
         with dbuffer.WeightReceiver(store) as receiver:

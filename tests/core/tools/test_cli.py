@@ -214,20 +214,27 @@ def test_version_option(capsys):
 def test_status_tells_versions_receivers_and_lag(capsys, store):
     target = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
-        receiver.load_into(target)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(target)
-        code, out, _ = call(capsys, "status", store, "--json")
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(target)
+            receiver.load_into(target)
+            assert " step " not in call(capsys, "status", store)[1]
+            sender.send(target, version=4, metadata={"step": 75, "loss": 0.5})
+            receiver.load_into(target)
+            sender.send(target, version=6, metadata={"step": "none"})
+            code, out, _ = call(capsys, "status", store, "--json")
     status = json.loads(out)
     assert code == 0
-    assert status["version"] == 3
+    assert status["version"] == 6
     assert status["writer"]["is_alive"] is True
     assert {buffer["state"] for buffer in status["buffers"]} == {"newest", "previous"}
     (seen,) = status["receivers"]
-    assert (seen["receiver"], seen["applied_version"], seen["lag_versions"]) == ("engine-0", 2, 1)
+    assert (seen["receiver"], seen["applied_version"], seen["lag_versions"]) == ("engine-0", 4, 2)
+    assert seen["metadata"] == {"step": 75, "loss": 0.5}
     code, out, _ = call(capsys, "status", store)
     assert code == 0
     assert "engine-0" in out
+    assert " step " in out
+    assert " 75 " in out
 
 
 def test_status_shows_who_holds_a_buffer(capsys, store):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.torchrl import (
     VLLMWeightReceiver,
     VLLMWeightSender,
@@ -84,8 +85,13 @@ def update(sender: VLLMWeightSender, name: str = "weight") -> None:
 
 def applied(store: Path) -> list[int | None]:
     """The versions of TorchRL's receivers that are in the store."""
-    records = DoubleBuffer(store).receivers()
-    return [r.applied_version for r in records if r.receiver.startswith("torchrl-vllm-")]
+    return [record.applied_version for record in records(store)]
+
+
+def records(store: Path) -> list[ReceiverRecord]:
+    """The records of TorchRL's receivers that are in the store."""
+    receivers = DoubleBuffer(store).receivers()
+    return [record for record in receivers if record.receiver.startswith("torchrl-vllm-")]
 
 
 def test_receivers_that_were_there_first_are_waited_for(
@@ -96,6 +102,10 @@ def test_receivers_that_were_there_first_are_waited_for(
         for version in (1, 2):
             update(sender)
             assert applied(store) == [version, version]
+            double = DoubleBuffer(store)
+            published = double.manifest_of(version, double.pointer().history).metadata
+            assert published
+            assert [record.metadata for record in records(store)] == [published] * 2
         one.send()
         assert one.receive() == "left"
         assert applied(store) == [2]
