@@ -13,7 +13,17 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
@@ -56,6 +66,16 @@ def _types_in(hint: Any) -> tuple[type, ...]:
     if get_origin(hint) is Literal:
         return tuple({type(choice) for choice in get_args(hint)})
     return (get_origin(hint) or hint,)
+
+
+class Lag(NamedTuple):
+    """Lag of a receiver behind the newest version: how stale its weights are."""
+
+    versions: int
+    """Difference of the two versions' numbers."""
+    steps: int | float | None
+    """Difference of their trainer's steps, the numbers ``step`` in their metadata; negative after
+    an earlier version was published again. None: one of them has no such number."""
 
 
 class Record:
@@ -315,6 +335,22 @@ class ReceiverRecord(Record):
         applied = self.applied_version if history in (None, self.history) else None
         return (applied or 0) >= version
 
+    def lag_behind(self, newest: Pointer, metadata: Mapping[str, Any]) -> Lag | None:
+        """Return its lag behind the newest version; None: it has applied no version.
+
+        A version of another history counts as version 0.
+
+        Args:
+            newest: the pointer to that version.
+            metadata: metadata of that version.
+        """
+        if self.applied_version is None:
+            return None
+        if self.history != newest.history:
+            return Lag(newest.version, None)
+        versions = max(0, newest.version - self.applied_version)
+        return Lag(versions, steps_between(self.metadata, metadata))
+
     def has_staged(self, version: int, history: str | None) -> bool:
         staged = self.staged_version if history in (None, self.history) else None
         return (staged or 0) >= version
@@ -348,6 +384,12 @@ def step_in(metadata: Mapping[str, Any]) -> int | float | None:
     """Return the trainer's step in a version's metadata; None: there is no number ``step``."""
     step = metadata.get("step")
     return step if type(step) in (int, float) else None
+
+
+def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
+    """Return the trainer's steps from one version to another, by their metadata."""
+    first, last = step_in(before), step_in(after)
+    return None if first is None or last is None else last - first
 
 
 def is_receiver_id(text: str) -> bool:

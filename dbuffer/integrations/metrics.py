@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -9,12 +10,15 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dbuffer.errors import DBufferError
+from dbuffer.format.manifest import Lag
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 
-Source: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel | Mirror
+Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
+Source: TypeAlias = Sender | Mirror
 
 _OF_SENDERS = {
     "versions": ("versions", "Versions published."),
@@ -32,12 +36,12 @@ _OF_MIRRORS = {
 
 
 def register(source: Source, registry: CollectorRegistry = REGISTRY) -> None:
-    """Show the counts of a sender or a mirror in a registry; of a sharded sender, on rank 0."""
+    """Show a sender, with its receivers' lags, or a mirror; of a sharded sender, on rank 0."""
     registry.register(_Collector(source))
 
 
 class _Collector(Collector):
-    """Collector that reads the counts whenever the registry is read."""
+    """Collector that reads counts and lags whenever the registry is read."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -52,5 +56,28 @@ class _Collector(Collector):
             yield GaugeMetricFamily(
                 "dbuffer_mirror_version", "Newest version copied.", source.version or 0
             )
+        else:
+            yield from _lags(source)
         for name, (key, text) in counters.items():
             yield CounterMetricFamily(f"dbuffer_{kind}_{name}", text, source.stats[key])
+
+
+def _lags(sender: Sender) -> Iterator[Metric]:
+    lags: dict[str, Lag] = {}
+    with contextlib.suppress(DBufferError):  # the next publish raises it
+        lags = sender.receiver_lags()
+    versions = GaugeMetricFamily(
+        "dbuffer_receiver_lag_versions",
+        "Versions published and not yet applied by a receiver.",
+        labels=["receiver"],
+    )
+    steps = GaugeMetricFamily(
+        "dbuffer_receiver_lag_steps",
+        "Trainer's steps from the version that a receiver applied to the newest.",
+        labels=["receiver"],
+    )
+    for receiver, lag in lags.items():
+        versions.add_metric([receiver], lag.versions)
+        if lag.steps is not None:
+            steps.add_metric([receiver], lag.steps)
+    yield from (versions, steps)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer.errors import ClosedError, StoreBusyError
-from dbuffer.format.manifest import Manifest, decode, encode
+from dbuffer.format.manifest import Lag, Manifest, decode, encode
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, is_worth_a_delta
@@ -26,6 +26,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
@@ -133,6 +134,17 @@ class Publisher(Closing, ProcessBound, ABC):
             "wait for receivers",
             lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
         )
+
+    def receiver_lags(self) -> dict[str, Lag]:
+        """Return the lag behind the newest version of each living receiver, by its id.
+
+        An engine of many ranks is one receiver. Of several receivers with one id, the longest lag
+        counts. A receiver that has applied no version is absent.
+
+        Raises:
+            StoreAccessError, StoreCorruptError: the store cannot be read.
+        """
+        return receiver_lags(self._buffers)
 
     def close(self) -> None:
         """Give the store up, after the publish under way. The last version stays published."""

@@ -1,4 +1,4 @@
-"""Waiting for receivers to have applied a version."""
+"""Receivers' acknowledgements: waiting for them, and how far each receiver is behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
-from dbuffer.format.manifest import ReceiverRecord, WriterRecord, is_receiver_id
+from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
@@ -85,6 +85,22 @@ def wait_applied(
             )
         time.sleep(min(pause_s, left))
         pause_s = min(2 * pause_s, TIMING.acknowledgements_max_s)
+
+
+def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
+    """Return the lag of each living receiver by its id; of several of one id, the longest."""
+    pointer = store.newest_pointer() if store.exists() else None
+    if pointer is None:
+        return {}
+    newest = store.manifest_of(pointer.version, pointer.history)
+    metadata = {} if newest is None else newest.metadata
+    lags: dict[str, Lag] = {}
+    for record in store.receivers():
+        lag = record.lag_behind(pointer, metadata)
+        if lag is None or record.part_of is not None or not store.may_live(record):
+            continue
+        lags[record.receiver] = max(lags.get(record.receiver, lag), lag, key=lambda one: one[0])
+    return lags
 
 
 def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[ReceiverRecord]:

@@ -13,7 +13,14 @@ from pathlib import Path
 from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts
-from dbuffer.format.manifest import Manifest, Pointer, ReceiverRecord, RecordT, WriterRecord
+from dbuffer.format.manifest import (
+    UNDECODABLE,
+    Manifest,
+    Pointer,
+    ReceiverRecord,
+    RecordT,
+    WriterRecord,
+)
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
@@ -165,9 +172,11 @@ class DoubleBuffer:
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: int, history: str | None) -> Manifest | None:
-        """Read the manifest of a version; None if it is neither the newest nor the one before."""
+        """Read the manifest of a version; None: it is damaged, or no longer in A or B."""
         for buffer in places.BUFFERS:
-            manifest = self.undamaged_manifest(buffer)
+            manifest = None
+            with contextlib.suppress(*UNDECODABLE):
+                manifest = self.manifest(buffer)
             if manifest is None or manifest.state != "complete":
                 continue
             if (manifest.version, manifest.history) == (version, history):

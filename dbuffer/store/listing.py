@@ -53,17 +53,18 @@ class RecordListing:
 
     def records(self, now: float) -> list[ReceiverRecord]:
         """Return all usable records; ``now`` is by the clock that files' times are of."""
-        known, self._known = self._known, {}
+        known: dict[str, tuple[_FileState | None, ReceiverRecord | None]] = {}
         for entry in self._entries():
             try:
                 state = _file_state(entry.stat(follow_symlinks=False), now)
             except OSError:  # it was removed just now
                 continue
-            known_state, record = known.get(entry.name, (None, None))
+            known_state, record = self._known.get(entry.name, (None, None))
             if state is None or state != known_state:
                 record = self._read_usable(entry.name)
-            self._known[entry.name] = state, record
-        return [record for _, record in self._known.values() if record is not None]
+            known[entry.name] = state, record
+        self._known = known  # at once: another thread may list the records, too
+        return [record for _, record in known.values() if record is not None]
 
     def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
         """Return the usable records of one receiver id, the one that was written last at the end.

@@ -199,10 +199,15 @@ def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
         "pid": str(receiver["pid"]),
         "applied": _or_blank(receiver["applied_version"]),
         "step": _or_blank(step_in(receiver["metadata"])),
-        "behind by": _or_blank(receiver["lag_versions"]),
+        "behind by": _lag_of(receiver),
         "staged": _or_blank(receiver["staged_version"]),
         "updated": format_age(receiver["updated_age_s"]),
     }
+
+
+def _lag_of(receiver: dict[str, Any]) -> str:
+    steps = receiver["lag_steps"]
+    return _or_blank(receiver["lag_versions"]) + ("" if steps is None else f" ({steps} steps)")
 
 
 def _or_blank(value: float | None) -> str:

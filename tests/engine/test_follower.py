@@ -480,6 +480,23 @@ def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
         engines[1].error = None
 
 
+def test_lag_in_steps_is_measured_where_versions_have_steps(scene, sender, caplog):
+    with scene.about_to_switch() as follower:
+        scene.engine.model.failing_loads = 1
+        with pytest.raises(dbuffer.EngineUpdateError):
+            follower.sync()
+        assert scene.metrics()["lag_steps"] == 10
+        follower.sync()
+        assert scene.metrics()["lag_steps"] == 0
+        sender.send(SMALL.weights(3))
+        follower.sync()
+        assert "lag_steps" not in scene.metrics()
+        scene.publish(4)
+        follower.sync()
+        assert scene.metrics()["lag_steps"] == 0
+    assert "lag_steps" not in scene.metrics()
+
+
 def test_broken_engine_is_told_by_its_record(scene):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 3

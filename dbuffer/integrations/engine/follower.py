@@ -303,7 +303,8 @@ class Follower(Closing):
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
         goal = view.newer_than(self._applied, at_least)
-        self._report.lag(self._applied, goal, 0.0 if goal is None else view.age_s(goal))
+        newest = None if goal is None else view.manifest_of(goal)
+        self._report.lag(self._applied, self.applied_metadata, goal, newest)
         return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:

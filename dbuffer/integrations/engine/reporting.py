@@ -10,11 +10,12 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.manifest import Manifest, ReceiverRecord, steps_between
 from dbuffer.integrations.engine.version_id import VersionId
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,12 @@ GAUGES = {
     "version_applied": "Version that the engine serves; 0: what it was started with.",
     "version_available": "Newest version in the store.",
     "lag_versions": "Versions published and not yet applied.",
+    "lag_steps": "Trainer's steps from the version applied to the newest.",
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
 """Gauges by name. A gauge whose value is unknown is absent."""
+
+_LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
@@ -77,9 +81,9 @@ class FollowerReport:
         self._add("failures", 1 if is_new_incident else 0)
         self._set("following", 0)
         if version is None:
-            self._forget("version_available", "lag_versions", "lag_seconds")
+            self._forget("version_available", *_LAGS)
         if not is_engine_known:
-            self._forget("version_applied", "lag_versions", "lag_seconds")
+            self._forget("version_applied", *_LAGS)
 
     def retried(self) -> None:
         self._add("retries")
@@ -87,7 +91,7 @@ class FollowerReport:
     def ended(self) -> None:
         """Report the end of following."""
         self._set("following", 0)
-        self._forget("version_available", "lag_versions", "lag_seconds")
+        self._forget("version_available", *_LAGS)
 
     def switched(self, switch: Switch) -> None:
         logger.info(
@@ -103,15 +107,37 @@ class FollowerReport:
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
 
-    def lag(self, applied: VersionId | None, goal: VersionId | None, age_s: float) -> None:
-        """Report how far the engine is behind the store, whose newest version it has if no goal."""
+    def lag(
+        self,
+        applied: VersionId | None,
+        metadata: Mapping[str, Any],
+        goal: VersionId | None,
+        goal_manifest: Manifest | None,
+    ) -> None:
+        """Report how far the engine is behind the store, whose newest version it has if no goal.
+
+        Args:
+            applied: the engine's version.
+            metadata: metadata of that version.
+            goal: the newest version; None: the engine has it.
+            goal_manifest: its manifest; None: the store does not have it yet, or no longer.
+        """
         version = 0 if applied is None else applied.version
         newest, history = (version, None) if goal is None else goal
         is_of_history = applied is None or not applied.is_of_another_history(history)
+        newest_metadata, age_s = metadata if goal is None else {}, 0.0
+        if goal_manifest is not None:
+            newest_metadata = goal_manifest.metadata if is_of_history else {}
+            age_s = max(0.0, time.time() - goal_manifest.published_at)
         self._set("version_available", newest)
         self._set("version_applied", version)
         self._set("lag_versions", newest - (version if is_of_history else 0))
         self._set("lag_seconds", age_s)
+        steps = steps_between(metadata, newest_metadata)
+        if steps is None:
+            self._forget("lag_steps")
+        else:
+            self._set("lag_steps", steps)
 
     def ranks(self, records: Iterable[ReceiverRecord]) -> None:
         """Add the counts of the ranks' records to this process's metrics."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dbuffer import errors
-from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
@@ -118,10 +118,9 @@ class StoreView:
             self._logged_history = newest.history
             logger.warning("%s, and it follows those now", what)
 
-    def age_s(self, goal: VersionId) -> float:
-        """Return the age of a version; 0.0 if the store does not say."""
-        manifest = self._store.manifest_of(*goal)
-        return 0.0 if manifest is None else max(0.0, time.time() - manifest.published_at)
+    def manifest_of(self, goal: VersionId) -> Manifest | None:
+        """Read the manifest of a version; None: it is not, or no longer, in this store."""
+        return self._store.manifest_of(*goal)
 
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event

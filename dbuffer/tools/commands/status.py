@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.live import Live
 
-from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
+from dbuffer.format.manifest import UNDECODABLE, Pointer, ReceiverRecord
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.kept import is_pinned
@@ -47,8 +47,11 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
     """
     store.check()
     pointer = store.newest_pointer()
-    version = None if pointer is None else pointer.version
-    newest = None if pointer is None else pointer.buffer
+    version = newest = manifest = None
+    if pointer is not None:
+        version, newest = pointer.version, pointer.buffer
+        manifest = store.manifest_of(pointer.version, pointer.history)
+    metadata = {} if manifest is None else manifest.metadata
     # Receivers of one id side by side, and an engine's ranks below it.
     receivers = sorted(
         store.receivers(),
@@ -75,7 +78,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
         "buffers": [
             _buffer_status(store, name, newest, receivers) for name in (*BUFFERS, *store.kept())
         ],
-        "receivers": [_receiver_status(store, record, version) for record in receivers],
+        "receivers": [_receiver_status(store, record, pointer, metadata) for record in receivers],
     }
 
 
@@ -123,17 +126,18 @@ def _buffer_status(
 
 
 def _receiver_status(
-    store: DoubleBuffer, record: ReceiverRecord, newest: int | None
+    store: DoubleBuffer, record: ReceiverRecord, newest: Pointer | None, metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    applied = record.applied_version
+    lag = None if newest is None else record.lag_behind(newest, metadata)
     return {
         "receiver": record.receiver,
         "host": record.host,
         "pid": record.pid,
         "is_alive": store.may_live(record),
-        "applied_version": applied,
+        "applied_version": record.applied_version,
         "metadata": record.metadata,
-        "lag_versions": None if applied is None or newest is None else max(0, newest - applied),
+        "lag_versions": None if lag is None else lag.versions,
+        "lag_steps": None if lag is None else lag.steps,
         "updated_age_s": time.time() - record.updated_at,
         "part_of": record.part_of,
         "staged_version": record.staged_version,

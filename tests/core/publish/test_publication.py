@@ -432,3 +432,42 @@ def test_metrics_count_versions_and_deltas(store):
         assert [value(name) for name in ("versions", "deltas", "bytes")] == [3, 2, 12_000]
         assert value("delta_bytes") == sender.stats["delta_bytes"] > published.delta_bytes
         assert value("seconds") > 0
+
+
+def test_metrics_show_how_far_each_receiver_is_behind(store):
+    registry = CollectorRegistry()
+
+    def lags() -> dict[str, list[float | None]]:
+        names = [f"dbuffer_receiver_lag_{unit}" for unit in ("versions", "steps")]
+        receivers = {"receiver": "fast"}, {"receiver": "slow"}
+        return {
+            labels["receiver"]: [registry.get_sample_value(name, labels) for name in names]
+            for labels in receivers
+        }
+
+    with (
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store, receiver_id="fast") as fast,
+        dbuffer.WeightReceiver(store, receiver_id="slow") as slow,
+    ):
+        metrics.register(sender, registry)
+        sender.send(WEIGHTS, metadata={"step": 100})
+        assert lags() == {"fast": [None, None], "slow": [None, None]}
+        for receiver in (fast, slow):
+            receiver.load_into({name: torch.empty_like(each) for name, each in WEIGHTS.items()})
+        assert lags() == {"fast": [0, 0], "slow": [0, 0]}
+        for step in (120, 150):
+            sender.send(WEIGHTS, metadata={"step": step})
+        with fast.open():
+            pass
+        assert lags() == {"fast": [0, 0], "slow": [2, 50]}
+        assert sender.receiver_lags() == {"fast": (0, 0), "slow": (2, 50)}
+        sender.send(WEIGHTS, metadata={"step": "151"})
+        assert lags() == {"fast": [1, None], "slow": [3, None]}
+        sender.republish(3)
+        assert lags() == {"fast": [2, 0], "slow": [4, 50]}
+        slow.close()
+        assert lags() == {"fast": [2, 0], "slow": [None, None]}
+        (store / "CURRENT").write_bytes(b"{")
+        assert lags() == {"fast": [None, None], "slow": [None, None]}
+        assert registry.get_sample_value("dbuffer_sender_versions_total") == 5

@@ -21,6 +21,8 @@ from tensordict import TensorDict
 
 import dbuffer
 from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import RecordFile
 from tests.support.children import Child, in_a_fork, open_files
 from tests.support.patterns import bits, checksum_of, random_bits, received
 from tests.support.waiting import until
@@ -500,6 +502,42 @@ def be_one(connection: Connection, store: Path, version: int | None = None) -> N
     receiver.record.write()
     if version is not None:
         receiver.acknowledge(version)
+
+
+class TestLagsOfReceivers:
+    def test_of_one_id_the_longest_counts(self, sender, store):
+        sender.send(WEIGHTS)
+        with (
+            dbuffer.WeightReceiver(store, receiver_id="one") as ahead,
+            dbuffer.WeightReceiver(store, receiver_id="one") as behind,
+        ):
+            for receiver in (behind, ahead):
+                with receiver.open():
+                    pass
+            sender.send(WEIGHTS)
+            with ahead.open():
+                pass
+            assert sender.receiver_lags() == {"one": (1, None)}
+            behind.close()
+            assert sender.receiver_lags() == {"one": (0, None)}
+
+    def test_ranks_of_an_engine_are_one_receiver(self, sender, store):
+        sender.send(WEIGHTS)
+        engine, rank = (RecordFile(store, name) for name in ("engine", "engine.rank-0"))
+        history = DoubleBuffer(store).pointer().history
+        engine.write(applied_version=1, history=history, metadata={"step": 5})
+        rank.write(applied_version=1, history=history, part_of="engine")
+        sender.send(WEIGHTS, metadata={"step": 7.5})
+        assert sender.receiver_lags() == {"engine": (1, 2.5)}
+
+    def test_version_of_another_history_counts_as_none(self, sender, store):
+        sender.send(WEIGHTS, version=7, metadata={"step": 5})
+        RecordFile(store, "one").write(applied_version=9, history="0" * 16, metadata={"step": 4})
+        assert sender.receiver_lags() == {"one": (7, None)}
+
+    def test_before_the_first_version_there_are_none(self, sender, store):
+        RecordFile(store, "one").write()
+        assert sender.receiver_lags() == {}
 
 
 class TestWaitingForReceiversByName:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,18 @@ def put(store: Path, **changes: Any) -> None:
     fields |= {"receiver": NAME, "token": TOKEN, "applied_version": None, "held_version": None}
     record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
     DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
+
+
+def test_two_threads_see_all_records_at_once(store):
+    """A trainer waits for receivers while its metrics are read."""
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    for number in range(100):
+        put(store, receiver=f"r-{number}")
+    view = DoubleBuffer(store)
+    with ThreadPoolExecutor(2) as threads:
+        seen = threads.map(lambda _: len(view.receivers()), range(50))
+        assert set(seen) == {100}
 
 
 @pytest.mark.parametrize("mount", ["network"])

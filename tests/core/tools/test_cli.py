@@ -220,7 +220,7 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
             assert " step " not in call(capsys, "status", store)[1]
             sender.send(target, version=4, metadata={"step": 75, "loss": 0.5})
             receiver.load_into(target)
-            sender.send(target, version=6, metadata={"step": "none"})
+            sender.send(target, version=6, metadata={"step": 80.5})
             code, out, _ = call(capsys, "status", store, "--json")
     status = json.loads(out)
     assert code == 0
@@ -230,11 +230,13 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     (seen,) = status["receivers"]
     assert (seen["receiver"], seen["applied_version"], seen["lag_versions"]) == ("engine-0", 4, 2)
     assert seen["metadata"] == {"step": 75, "loss": 0.5}
+    assert seen["lag_steps"] == 5.5
     code, out, _ = call(capsys, "status", store)
     assert code == 0
     assert "engine-0" in out
     assert " step " in out
     assert " 75 " in out
+    assert " 2 (5.5 " in out
 
 
 def test_status_shows_who_holds_a_buffer(capsys, store):
