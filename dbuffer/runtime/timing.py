@@ -116,6 +116,9 @@ class Timing:
     """Interval at which a follower that waits for vLLM looks whether vLLM's core is alive."""
     api_server_look_s: float = 0.2
     """Interval at which an API server of vLLM looks whether it is its turn to follow."""
+    admission_look_s: float = 0.02
+    """Interval at which an API server asks the engine for its version while requests wait for
+    one."""
     mapping_settle_s: float = 2.0
     """Time for which Atropos' mapping may be unreadable: its server does not write it
     atomically."""

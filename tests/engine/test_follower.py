@@ -37,7 +37,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm import FollowStore
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
@@ -281,8 +281,8 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, s
         assert scene.recorded == (None, {})
         labels = []
 
-        def note(label: str) -> None:
-            labels.append(label)
+        def note(label: WeightLabel) -> None:
+            labels.append(label.version)
             LightEngine.set_weight_version(engine, label)
 
         engine.set_weight_version = note
@@ -552,7 +552,7 @@ def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_ask
 
 
 def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(scene):
-    def fail(version: str) -> None:
+    def fail(label: WeightLabel) -> None:
         raise dbuffer.EngineUpdateError("no label")
 
     engine = scene.engine
@@ -781,7 +781,8 @@ def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleName
             parallel_config=SimpleNamespace(_api_process_count=1),
             load_config=SimpleNamespace(load_format="auto"),
             additional_config={"dbuffer": settings},
-        )
+        ),
+        generate=None,  # nobody asks it
     )
     monkeypatch.undo()
     scene.engine.close()

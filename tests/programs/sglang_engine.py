@@ -19,6 +19,7 @@ from tests.support.engines.sglang_engines import (
     outcome,
     prefork,
     start_engine,
+    version_told,
 )
 from tests.support.engines.tiny_models import make_model, save_model, transformers_greedy
 
@@ -42,6 +43,7 @@ def main(directory: str) -> None:
     seen: dict[str, Any] = {
         "fresh A": greedy(engine),
         "reported": [label(engine)],
+        "told": [version_told(engine)],
         "transformers A": transformers_greedy(models[0], PROMPTS, 12),
         "transformers B": transformers_greedy(models[1], PROMPTS, 12),
     }
@@ -125,6 +127,7 @@ def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]
             follower.sync()
             seen[name] = greedy(engine)
             seen["reported"].append(label(engine))
+            seen["told"].append(version_told(engine))
         seen["receivers"] = {
             record.receiver: [record.part_of, record.applied_version]
             for record in DoubleBuffer(store).receivers()

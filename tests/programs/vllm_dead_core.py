@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dbuffer
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm import follow
 from tests.support.engines.tiny_models import revealing_weights, save_revealing
 from tests.support.engines.vllm_engines import greedy, leave, start_llm
@@ -88,7 +89,7 @@ def kill_in_calls(llm: Any) -> dict[str, Any]:
         "check": lambda: engine.call(RankRequest("check")),
         "pause": lambda: engine.pause("keep"),
         "weight_version": engine.weight_version,
-        "set_weight_version": lambda: engine.set_weight_version("3"),
+        "set_weight_version": lambda: engine.set_weight_version(WeightLabel("3")),
     }
     bad = llm.collective_rpc("dbuffer_call", args=({"call": "begin"},))
     client = llm.llm_engine.engine_core

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import dbuffer
-from dbuffer.integrations.vllm import follow
+from dbuffer.integrations.vllm import follow, versions_of
 from tests.support.engines.misfits import BIAS, MISFITS, layer_too_many
 from tests.support.engines.patch_trainers import observe_trainers_without_source, observe_versions
-from tests.support.engines.tiny_models import make_model, save_model
+from tests.support.engines.tiny_models import make_model, save_model, version_of
 from tests.support.engines.vllm_engines import (
     PROMPTS,
     counted_reloads,
@@ -58,7 +58,7 @@ def run(directory: Path) -> dict[str, Any]:
     engines = {swap: observe_swap(directory, swap, seen) for swap in SWAPS}
     set_packing(packed=False)
     store = directory / "patches"
-    seen["patches"] = observe_versions(store, engines[PATCHED], lambda llm: versions_of(llm)[0])
+    seen["patches"] = observe_versions(store, engines[PATCHED], lambda llm: str(told_by(llm)[0]))
     seen["after patches"] = greedy(engines[PATCHED])
     set_packing(packed=True)
     llm, base = engines[MANY], directory / "qwen3-0"
@@ -87,7 +87,7 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any]) -> Any:
         for checkpoint, how in zip(checkpoints, ways, strict=True)
     ]
     found: dict[str, Any] = {"parameters are live": has_live_parameters(pair[0])}
-    reported = [versions_of(pair[0])]
+    reported = [told_by(pair[0])]
     for llm, how in zip(pair, ways, strict=True):
         found[f"{how}, fresh"] = greedy(llm)
     store = directory / swap / "store"
@@ -96,10 +96,10 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any]) -> Any:
         with follow(pair[0], store, verify=True) as follower:
             sender.wait_applied(switch(follower, sender, checkpoints[1]), timeout_s=10)
             found["backend, switched"] = greedy(pair[0])
-            reported.append(versions_of(pair[0]))
+            reported.append(told_by(pair[0]))
             switch(follower, sender, make_model(family, 0))
             found["backend, switched back"] = greedy(pair[0])
-            reported.append(versions_of(pair[0]))
+            reported.append(told_by(pair[0]))
             for checkpoint in reversed(checkpoints):  # of another layout than a module's
                 switch(follower, sender, checkpoint)
             with counted_reloads(pair[0]) as reloads:
@@ -136,12 +136,15 @@ def switch(follower: Any, sender: dbuffer.WeightSender, weights: Any) -> int:
     return version
 
 
-def versions_of(llm: Any) -> list[str]:
-    outputs = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
-    answer = outputs[0].outputs[0]
-    if hasattr(answer, "weight_versions"):
-        return [span.version for span in answer.weight_versions]
-    return [llm.llm_engine.get_weight_version()]  # before 0.32, answers do not tell
+def told_by(llm: Any) -> list[Any]:
+    """The version, and what it was published with, that an answer tells."""
+    [output] = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
+    if hasattr(output.outputs[0], "weight_versions"):
+        [span] = versions_of(output)
+        assert (span.start, span.end, span.is_exact) == (0, 4, True)
+        return [span.version, span.metadata, span.history is not None]
+    label = llm.llm_engine.get_weight_version()  # before 0.32, answers do not tell
+    return [version_of(label) or None, None, None]
 
 
 def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:

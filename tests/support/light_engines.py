@@ -30,6 +30,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 
@@ -181,9 +182,9 @@ class LightEngine(Engine):
         self._call()
         return self.label
 
-    def set_weight_version(self, version: str) -> None:
+    def set_weight_version(self, label: WeightLabel) -> None:
         self._call()
-        self.label = version
+        self.label = label.version
 
     @property
     def version(self) -> int | None:

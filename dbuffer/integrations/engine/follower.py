@@ -29,7 +29,7 @@ from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
 from dbuffer.integrations.engine.store_view import StoreView
-from dbuffer.integrations.engine.version_id import VersionId, describe_weights, label_of
+from dbuffer.integrations.engine.version_id import VersionId, WeightLabel, describe_weights
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING
@@ -69,6 +69,8 @@ class Follower(Closing):
         """Whether the engine's ranks follow the store, and it still has what its record says."""
         self._owes_resume = False
         """Whether a pause that this follower began has not ended."""
+        self._set_label: WeightLabel | None = None
+        """Label that this follower set last."""
         self._is_failing = False
         self._failed_version: int | None = None
         self.follower_id = secrets.token_hex(8)
@@ -231,7 +233,7 @@ class Follower(Closing):
         """Believe the engine's record, and label the engine with the version that it names."""
         applied = VersionId.of(record)
         if applied != self._applied:
-            self._label(applied)
+            self._label(WeightLabel.of(applied, record.metadata if record else {}))
         self._applied = applied
         self._applied_metadata = {} if record is None else record.metadata
 
@@ -420,15 +422,16 @@ class Follower(Closing):
         If the label cannot be set, the engine stays paused: it must not answer under another one.
         """
         if not self._is_certain:
-            self._label(None)
+            self._label(WeightLabel())
         if self._owes_resume:
             self._engine.resume()
             self._owes_resume = False
 
-    def _label(self, version: VersionId | None) -> None:
-        label = label_of(version)
-        if self._engine.weight_version() != label:
+    def _label(self, label: WeightLabel) -> None:
+        # Two histories have versions of one number.
+        if label != self._set_label or self._engine.weight_version() != label.version:
             self._engine.set_weight_version(label)
+            self._set_label = label
 
     def _translating(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
@@ -471,7 +474,7 @@ class Follower(Closing):
             self._owes_resume = self._owes_resume or other._owes_resume
             self.start()
         if self._applied is None:
-            self._label(None)
+            self._label(WeightLabel())
 
     # Between two attempts
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.version_id import WeightLabel
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches
@@ -79,9 +80,9 @@ class Engine:
         """Let it go on."""
 
     def weight_version(self) -> str:
-        """Return the label that it reports with its responses."""
+        """Return the version in the label that it reports with its responses."""
         raise NotImplementedError
 
-    def set_weight_version(self, version: str) -> None:
-        """Set the label that it reports with its responses."""
+    def set_weight_version(self, label: WeightLabel) -> None:
+        """Set the label that it reports with its responses; some engines report all of it."""
         raise NotImplementedError

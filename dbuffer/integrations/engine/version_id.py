@@ -1,4 +1,4 @@
-"""`VersionId`: the version that an engine has, with its label and its words.
+"""`VersionId` and `WeightLabel`: the version that an engine has, and how its responses tell it.
 
 An engine without a version has weights that are no version of its store, or may be none. Its record
 then names no version, and it answers under the label :data:`UNKNOWN_VERSION`.
@@ -6,7 +6,10 @@ then names no version, and it answers under the label :data:`UNKNOWN_VERSION`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 from dbuffer.format.manifest import ReceiverRecord
 
@@ -33,9 +36,53 @@ class VersionId(NamedTuple):
         return None not in (self.history, history) and self.history != history
 
 
-def label_of(version: VersionId | None) -> str:
-    """Return the label that an engine with this version reports with its responses."""
-    return UNKNOWN_VERSION if version is None else str(version.version)
+@dataclass(frozen=True, slots=True)
+class WeightLabel:
+    """Label under which an engine answers: a version, and what its publisher said of it."""
+
+    version: str = UNKNOWN_VERSION
+    """Number of the version; or another text, of weights that are no version of the store."""
+    history: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata that the version was published with, a trainer's ``step`` for instance."""
+
+    @classmethod
+    def of(cls, version: VersionId | None, metadata: Mapping[str, Any]) -> Self:
+        """Make the label of an engine that has this version, published with this metadata."""
+        return cls() if version is None else cls(str(version.version), version.history, metadata)
+
+    @property
+    def number(self) -> int | None:
+        """The version's number; None: the weights are no version of a store."""
+        is_number = self.version.isascii() and self.version.isdecimal()
+        return int(self.version) if is_number else None
+
+    @property
+    def step(self) -> float | None:
+        """The number ``step`` of the metadata, if it has one."""
+        step = self.metadata.get("step")
+        return step if isinstance(step, int | float) and not isinstance(step, bool) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as responses have it, without what is not known."""
+        values = {"version": self.version, "history": self.history, "metadata": self.metadata}
+        return {name: value for name, value in values.items() if value}
+
+    def encode(self) -> str:
+        """Return it as one text: the version, and JSON of the rest if there is any."""
+        rest = self.as_json()
+        del rest["version"]
+        return " ".join([self.version, *([json.dumps(rest)] if rest else [])])
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """Read what :meth:`encode` wrote; any other text is a version's label by itself."""
+        version, _, rest = text.partition(" ")
+        try:
+            values = json.loads(rest) if rest else {}
+            return cls(version, values.get("history"), values.get("metadata", {}))
+        except (ValueError, AttributeError):
+            return cls(text)
 
 
 def describe_weights(version: VersionId | None) -> str:

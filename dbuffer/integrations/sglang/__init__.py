@@ -1,6 +1,7 @@
 """A dbuffer store as SGLang's source of weights: offline and as a server, any TP size.
 
 * :func:`follow`, for an ``sglang.Engine`` or a server's URL (:mod:`.follow_sglang`);
+* :func:`versions_of`: which tokens of an output came from which version;
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     )
     from dbuffer.integrations.sglang.follow_sglang import follow as follow
     from dbuffer.integrations.sglang.loader import load_from_store as load_from_store
+    from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
+    from dbuffer.integrations.version_spans import versions_of as versions_of
 
     OfflineEngine, ServerEngine = OfflineSglang, SglangServer
 else:
@@ -40,7 +43,9 @@ else:
             "LOADER": ".sglang_engine",
             "OfflineEngine": ".sglang_engine:OfflineSglang",
             "ServerEngine": ".sglang_engine:SglangServer",
+            "VersionSpan": "dbuffer.integrations.version_spans",
             "follow": ".follow_sglang",
             "load_from_store": ".loader",
+            "versions_of": "dbuffer.integrations.version_spans",
         },
     )

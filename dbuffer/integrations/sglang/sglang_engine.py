@@ -20,6 +20,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, record_tok
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.names import NameMap
@@ -132,10 +133,10 @@ class OfflineSglang(_Sglang):
     def weight_version(self) -> str:
         return str(self._engine.get_model_info()["weight_version"])
 
-    def set_weight_version(self, version: str) -> None:
+    def set_weight_version(self, label: WeightLabel) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        request = UpdateWeightVersionReqInput(new_version=label.version, abort_all_requests=False)
         manager = self._engine.tokenizer_manager
         self._engine.loop.run_until_complete(manager.update_weight_version(request))
 
@@ -222,8 +223,8 @@ class SglangServer(_Sglang, EngineServer):
     def weight_version(self) -> str:
         return str(self._get("/model_info", "weight_version"))
 
-    def set_weight_version(self, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
+    def set_weight_version(self, label: WeightLabel) -> None:
+        body = {"new_version": label.version, "abort_all_requests": False}
         self._request("POST", "/update_weight_version", json=body)
 
 

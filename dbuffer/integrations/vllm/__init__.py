@@ -5,11 +5,13 @@
 * :class:`WorkerExtension`, through which workers are reached (:mod:`.extension`);
 * :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follow_vllm`);
 * :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`);
+* :func:`versions_of`: which tokens of an output came from which version;
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
 `rank`, `model` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
-weights.
+weights. `core_labels` lets the engine core tell with each token which weights it came from;
+`exchanges`, `admission` and `responses` pass that on to a server's clients.
 `vllm_engine`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
 engine; `config` reads dbuffer's part of vLLM's configuration.
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from dbuffer.integrations.vllm.follow_vllm import follow as follow
     from dbuffer.integrations.vllm.middleware import FollowStore as FollowStore
     from dbuffer.integrations.vllm.trainer import DBufferTrainerInitInfo as DBufferTrainerInitInfo
+    from dbuffer.integrations.version_spans import VersionSpan as VersionSpan
+    from dbuffer.integrations.version_spans import versions_of as versions_of
 else:
     __getattr__, __all__ = lazily(
         __name__,
@@ -41,8 +45,10 @@ else:
             "EngineOptions": "dbuffer.integrations.engine.engine_options",
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",
+            "VersionSpan": "dbuffer.integrations.version_spans",
             "WorkerExtension": ".extension",
             "adapter_request": ".adapters",
             "follow": ".follow_vllm",
+            "versions_of": "dbuffer.integrations.version_spans",
         },
     )

@@ -27,6 +27,7 @@ from dbuffer.integrations.engine.messages import (
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
@@ -146,8 +147,8 @@ class _AllRanks(OfflineVllm):
     def pause(self, mode: PauseMode) -> None:
         self._order("pause", mode)
 
-    def set_weight_version(self, version: str) -> None:
-        self._order("set_weight_version", version)
+    def set_weight_version(self, label: WeightLabel) -> None:
+        self._order("set_weight_version", label.encode())
 
     def _order(self, call: str, argument: Any) -> list[Any]:
         """Let every rank make a call of its part; return each one's value."""
@@ -172,8 +173,8 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[A
                     return [encode_answer(answer) for answer in answers]
                 case "pause", mode:
                     return mine.pause(mode)
-                case _, version:
-                    return mine.set_weight_version(version)
+                case _, label:
+                    return mine.set_weight_version(WeightLabel.decode(label))
         except DBufferError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ start. Of several API servers with one engine, one follows, and all are ready wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from dbuffer.errors import (
@@ -27,40 +27,48 @@ from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
+from dbuffer.integrations.vllm.exchanges import Outlook, observe
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
+from dbuffer.integrations.vllm.responses import App, Receive, Scope, Send, serve
 from dbuffer.runtime.trouble import message_of
 
 logger = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 
 class FollowStore:
-    """Follows from the server's start to its end; requests pass through untouched."""
+    """Follows from the server's start to its end, and tells requests which weights they get.
+
+    See :mod:`.responses` for what it adds to requests and responses.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._outlook: Outlook | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection; or the lifespan, which is where following begins and ends."""
-        if scope["type"] != "lifespan":
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+        elif scope["type"] == "http" and self._outlook is not None:
+            await serve(self._app, self._outlook, scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as_vllm()
         try:
-            follower = await _start(scope)
+            engine = _engine_of(scope)
+            follower = await _start(engine)
         # Servers take an exception here for an application without a lifespan, and serve. This
         # message of the protocol ends the server.
         except Exception as error:  # noqa: BLE001
             await receive()
             await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
             return
-
+        self._outlook = Outlook(engine)
+        observe(engine, self._outlook)
         is_following = True
 
         async def receive_after_us() -> MutableMapping[str, Any]:
@@ -94,11 +102,15 @@ async def _end(follower: BackgroundFollower | SharedFollower) -> None:
         logger.warning("this server did not stop following properly: %s", error)
 
 
-async def _start(scope: Scope) -> BackgroundFollower | SharedFollower:
-    """Begin to follow, and wait until the engine serves the newest version."""
+def _engine_of(scope: Scope) -> Any:
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
         raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
+    return engine
+
+
+async def _start(engine: Any) -> BackgroundFollower | SharedFollower:
+    """Begin to follow, and wait until the engine serves the newest version."""
     config = engine.vllm_config
     options = options_of(config.additional_config)
     if options is None:

@@ -45,6 +45,21 @@ def register() -> None:
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
+    _tell_versions(EngineCore)
+
+
+def _tell_versions(core: type) -> None:
+    """Let outputs tell which weights they came from, and requests which they take."""
+    try:
+        from vllm.v1.engine.core import EngineCoreProc
+        from vllm.v1.engine.output_processor import RequestState
+    except ImportError as error:
+        logger.warning("outputs of this vLLM tell no versions to clients (%s)", error)
+        return
+    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
+
+    label_cores(core, EngineCoreProc)
+    tell_labels(RequestState)
 
 
 def log_as_vllm() -> None:

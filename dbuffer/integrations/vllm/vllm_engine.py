@@ -27,7 +27,9 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
+from dbuffer.integrations.vllm.core_labels import as_core_takes
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -82,9 +84,9 @@ class OfflineVllm(Engine):
         with self._ending_with_the_engine():
             return str(self._engine.get_weight_version())
 
-    def set_weight_version(self, version: str) -> None:
+    def set_weight_version(self, label: WeightLabel) -> None:
         with self._ending_with_the_engine():
-            self._engine.set_weight_version(version)
+            self._engine.set_weight_version(as_core_takes(label))
 
 
 @contextlib.contextmanager
@@ -181,8 +183,8 @@ class AsyncVllm(Engine):
     def weight_version(self) -> str:
         return str(self._call(self._engine.get_weight_version()))
 
-    def set_weight_version(self, version: str) -> None:
-        self._call(self._engine.update_weight_version(version))
+    def set_weight_version(self, label: WeightLabel) -> None:
+        self._call(self._engine.update_weight_version(as_core_takes(label)))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         if _is_in_loop(self._loop):
@@ -242,8 +244,8 @@ class AsyncReplica(AsyncVllm):
     def weight_version(self) -> str:
         return str(self._call(self._ask_core("get_weight_version")))
 
-    def set_weight_version(self, version: str) -> None:
-        self._call(self._ask_core("set_weight_version", version))
+    def set_weight_version(self, label: WeightLabel) -> None:
+        self._call(self._ask_core("set_weight_version", as_core_takes(label)))
 
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
         # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
@@ -303,8 +305,8 @@ class VllmServer(EngineServer):
     def weight_version(self) -> str:
         return str(self._get("/weight_info", "weight_version"))
 
-    def set_weight_version(self, version: str) -> None:
-        self._request("POST", "/update_weight_version", json={"new_version": version})
+    def set_weight_version(self, label: WeightLabel) -> None:
+        self._request("POST", "/update_weight_version", json={"new_version": label.version})
 
 
 def is_one_of_several(target: Any) -> bool:

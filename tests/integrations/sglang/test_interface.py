@@ -24,6 +24,7 @@ import dbuffer
 from dbuffer import NameMap
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest
+from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import from_tensors, to_tensors
 from tests.support import ROOT
@@ -156,7 +157,7 @@ def test_server_is_switched_in_calls_that_are_on_record(
     server.asked.clear()
     engine.pause("keep")
     engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
-    engine.set_weight_version("1")
+    engine.set_weight_version(WeightLabel("1"))
     engine.resume()
     assert engine.weight_version() == "1"
     assert [path for path, _ in server.asked] == [
@@ -195,7 +196,7 @@ def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: Serv
 
 
 def test_label_is_changed_without_ending_requests(server: Recorded, engine: ServerEngine) -> None:
-    engine.set_weight_version("3")
+    engine.set_weight_version(WeightLabel("3"))
     assert server.asked[-1][1] == {"new_version": "3", "abort_all_requests": False}
 
 

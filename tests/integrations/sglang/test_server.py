@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.sglang import ServerEngine, follow
+from dbuffer.integrations.sglang import ServerEngine, follow, versions_of
 from tests.support import ROOT
 from tests.support.children import free_port
 from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, Server
@@ -105,13 +105,12 @@ def test_tokens_of_requests_in_flight_are_of_the_version_that_is_said(world: Wor
         stop.set()
         for future in asking:
             future.result(WAIT_S)
-    spans = [span for answer in answers for span in answer["meta_info"]["weight_versions"]]
-    assert len({span["version"] for span in spans}) > 5
-    assert any(len(answer["meta_info"]["weight_versions"]) > 1 for answer in answers)
+    spans = [span for answer in answers for span in versions_of(answer)]
+    assert len({span.version for span in spans}) > 5
+    assert any(len(versions_of(answer)) > 1 for answer in answers)
     for answer in answers:
-        for span in answer["meta_info"]["weight_versions"]:
-            tokens = answer["output_ids"][span["start"] : span["end"]]
-            assert set(tokens) == {token_of(int(span["version"]))}
+        for span in versions_of(answer):
+            assert set(answer["output_ids"][span.start : span.end]) == {token_of(span.version)}
 
 
 def test_aborted_requests_have_tokens_of_one_version(world: World) -> None:

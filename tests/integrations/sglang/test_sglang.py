@@ -43,6 +43,7 @@ def test_bfloat16_weights_are_loaded(seen: dict[str, Any]) -> None:
 
 def test_engine_reports_the_version(seen: dict[str, Any]) -> None:
     assert seen["reported"] == ["default", "1", "2"]
+    assert seen["told"] == [None, 1, 2]
 
 
 def test_engine_acknowledges_and_its_ranks_do_not(seen: dict[str, Any]) -> None:

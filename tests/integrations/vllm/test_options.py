@@ -394,6 +394,7 @@ def test_vllm_finds_the_plugin() -> None:
 FACTORY = "vllm.distributed.weight_transfer.factory"
 WORKERS = "vllm.v1.worker.worker_base"
 CORE = "vllm.v1.engine.core"
+OUTPUTS = "vllm.v1.engine.output_processor"
 
 
 class Factory:
@@ -417,7 +418,7 @@ class Wrapper:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     """Let there be a vLLM with these factories, and nothing else."""
-    for path in (FACTORY, WORKERS, CORE):
+    for path in (FACTORY, WORKERS, CORE, OUTPUTS):
         names = path.split(".")
         for end in range(1, len(names) + 1):
             monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
@@ -425,6 +426,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     monkeypatch.setattr(sys.modules[WORKERS], "WorkerWrapperBase", wrapper, raising=False)
     core = type("EngineCore", (), {"sleep": None, "collective_rpc": None})
     monkeypatch.setattr(sys.modules[CORE], "EngineCore", core, raising=False)
+    process = type("EngineCoreProc", (core,), {})
+    monkeypatch.setattr(sys.modules[CORE], "EngineCoreProc", process, raising=False)
+    states = type("RequestState", (), {})
+    monkeypatch.setattr(sys.modules[OUTPUTS], "RequestState", states, raising=False)
     for name, factory in factories.items():
         monkeypatch.setattr(sys.modules[FACTORY], name, factory, raising=False)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.integrations.sglang import versions_of
 from tests.support import ROOT
 from tests.support.engines import preforked
 from tests.support.waiting import until
@@ -129,6 +130,15 @@ def outcome(follower: Any) -> list[str]:
         return ["switched", str(follower.sync())]
     except dbuffer.DBufferError as error:
         return [type(error).__name__, str(error)]
+
+
+def version_told(engine: Any) -> int | None:
+    """The version that all tokens of an answer came from, as the answer says."""
+    parameters = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    [answer] = engine.generate(input_ids=[PROMPTS[0]], sampling_params=parameters)
+    [span] = versions_of(answer)
+    assert (span.start, span.end, span.is_exact) == (0, 4, True)
+    return span.version
 
 
 def label(engine: Any) -> str:

@@ -1,0 +1,97 @@
+"""`versions_of`: which tokens of an engine's output came from which version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbuffer.errors import OptionError
+from dbuffer.integrations.engine.version_id import WeightLabel
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Range of an output's tokens, and the version that they came from."""
+
+    version: int | None
+    """None: weights that are no version of a store."""
+    start: int
+    """Index of the first token."""
+    end: int | None
+    """Index after the last token; None: the output does not tell how many there are."""
+    history: str | None = None
+    """History that the version belongs to; None: the engine does not tell."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Metadata that the version was published with; empty if the engine does not tell."""
+    is_exact: bool = True
+    """Whether all of the tokens came from this version. False: the engine tells only the version
+    before the first token and the one after the last."""
+
+
+def versions_of(output: Any) -> list[VersionSpan]:
+    """Return which tokens of one finished output came from which version, in their order.
+
+    Args:
+        output: of vLLM, a ``CompletionOutput``, or a ``RequestOutput`` of one; of SGLang, the
+            dictionary that ``generate`` returns; of a server of either, one of the response's
+            ``choices``, or a response with one choice, as JSON or as OpenAI's client returns it.
+
+    Raises:
+        OptionError: (a ``ValueError``) the output does not tell: it is not finished, its engine
+            has no versions, or (a server that follows) the request did not ask for them.
+    """
+    fields = _fields_of(output)
+    spans = fields.get("weight_versions")
+    if spans is not None:
+        return [_span(_values_of(span)) for span in spans]
+    ends = [fields.get(f"weight_version_{end}") for end in ("start", "end")]
+    if any(ends):
+        num_tokens = len(fields["token_ids"]) if fields.get("token_ids") else None
+        return [
+            VersionSpan(_number(version), 0, num_tokens, is_exact=False)
+            for version in dict.fromkeys(ends)
+        ]
+    raise OptionError(
+        f"{output!r:.200} does not tell its versions: give a finished output of vLLM 0.32 or "
+        "SGLang, or a choice of a response whose request had the header X-Weight-Versions: true"
+    )
+
+
+def _fields_of(output: Any) -> Mapping[str, Any]:
+    """Find the fields about versions, whichever engine or server the output is from."""
+    fields = _values_of(output)
+    for inner in ("outputs", "choices"):
+        several = fields.get(inner)
+        if isinstance(several, Sequence) and len(several) == 1:
+            fields = {**fields, **_values_of(several[0])}
+        elif several is not None:
+            raise OptionError(f"{len(several)} outputs: give one of its {inner}")
+    for inner in ("meta_info", "metadata"):  # SGLang's own routes; its OpenAI routes
+        if isinstance(fields.get(inner), Mapping):
+            fields = {**fields, **fields[inner]}
+    return fields
+
+
+def _values_of(thing: Any) -> Mapping[str, Any]:
+    if isinstance(thing, Mapping):
+        return thing
+    if hasattr(thing, "model_dump"):  # of OpenAI's client, which keeps fields that it does not know
+        values: Mapping[str, Any] = thing.model_dump()
+        return values
+    return getattr(thing, "__dict__", {})
+
+
+def _span(values: Mapping[str, Any]) -> VersionSpan:
+    label = WeightLabel.decode(values["version"])
+    return VersionSpan(
+        label.number,
+        values["start"],
+        values["end"],
+        values.get("history", label.history),
+        values.get("metadata", label.metadata),
+    )
+
+
+def _number(version: str | None) -> int | None:
+    return None if version is None else WeightLabel(version).number

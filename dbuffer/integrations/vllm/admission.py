@@ -1,0 +1,171 @@
+"""`Admission`: the weights that a request to a server takes, from its headers.
+
+A request says so in ``X-Weight-…`` headers, which any client can add and any route can have. The
+server waits for such weights as long as the request allows. vLLM's engine core, where requests and
+switches meet in one queue, has the last word: see :mod:`.core_labels`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
+
+from dbuffer.errors import OptionError
+from dbuffer.format.manifest import MAX_INTEGER, is_history
+from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.runtime import options as checks
+
+PREFIX = "x-weight-"
+SPANS_HEADER = "X-Weight-Versions"
+"""Header of a request that asks for the versions of each token."""
+_FIELDS = {
+    "X-Weight-Min-Version": "min_version",
+    "X-Weight-Exact-Version": "exact_version",
+    "X-Weight-Min-Step": "min_step",
+    "X-Weight-History": "history",
+    "X-Weight-Wait-S": "wait_s",
+}
+MAX_WAIT_S = 3600.0
+
+
+class Refusal(NamedTuple):
+    """Reason why a request is not admitted."""
+
+    reason: str
+    is_final: bool
+    """Whether waiting cannot help: the engine is past these weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Requirements of a request. Made from text, so every value is checked.
+
+    Raises:
+        OptionError: (a ``ValueError``) a value is invalid; the message names its header.
+    """
+
+    min_version: int | None = None
+    exact_version: int | None = None
+    min_step: float | None = None
+    """Least number ``step`` of the metadata that the version was published with."""
+    history: str | None = None
+    """History of the version. Default: any."""
+    wait_s: float = 0.0
+    """Seconds that the server waits for such weights before it refuses."""
+
+    @classmethod
+    def parse(cls, headers: Mapping[str, str], source: Mapping[str, str] = _FIELDS) -> Self | None:
+        """Read the requirements of a request; None: it has none.
+
+        Args:
+            headers: names in lower case, and values.
+            source: fields by the names that they have in ``headers``.
+        """
+        names = {name.lower(): name for name in source}
+        given = {names[name]: text for name, text in headers.items() if name in names}
+        values = {source[name]: _PARSERS[source[name]](name, text) for name, text in given.items()}
+        if not values:
+            return None
+        if values.keys() == {"wait_s"}:
+            [name] = given
+            raise OptionError(f"{name} without weights to wait for: add {_LISTED}")
+        return cls(**values)
+
+    @classmethod
+    def parse_query(cls, query: Mapping[str, str]) -> Self | None:
+        """Read them from the query of an address, where each has the name of its field.
+
+        Raises:
+            OptionError: a value is invalid, or a name is none of these.
+        """
+        fields = {field: field for field in _FIELDS.values()}
+        if unknown := query.keys() - fields:
+            raise OptionError(f"unknown {', '.join(sorted(unknown))}: use {', '.join(fields)}")
+        return cls.parse(query, fields)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a later version would not do either, once the request runs."""
+        return self.exact_version is not None
+
+    def refusal(self, label: WeightLabel) -> Refusal | None:
+        """Return why an engine with this label is not to serve the request; None: it may."""
+        if self.history not in (None, label.history):
+            return Refusal(f"history {label.history}, and not {self.history}", is_final=False)
+        number, step = label.number, label.step
+        if self.exact_version not in (None, number):
+            is_past = number is not None and number > self.exact_version
+            return Refusal(f"version {label.version}, and not {self.exact_version}", is_past)
+        if self.min_version is not None and (number is None or number < self.min_version):
+            return Refusal(f"version {label.version}, and not yet {self.min_version}", False)
+        if self.min_step is not None and (step is None or step < self.min_step):
+            has = "no step" if step is None else f"step {step:g}"
+            return Refusal(f"{has}, and not yet step {self.min_step:g}", False)
+        return None
+
+    def refusal_by(self, labels: Iterable[WeightLabel]) -> Refusal | None:
+        """Return why some replica, to which a request may come, is not to serve it."""
+        refusals = filter(None, map(self.refusal, labels))
+        return max(refusals, key=lambda refusal: refusal.is_final, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Refuse headers that begin as those of this module, and are none of them.
+
+    Raises:
+        OptionError: for example, one is misspelt, and would be ignored.
+    """
+    known = {name.lower() for name in (*_FIELDS, SPANS_HEADER)}
+    for name in names:
+        if name.startswith(PREFIX) and name not in known:
+            raise OptionError(f"unknown header {name}: use {', '.join((*_FIELDS, SPANS_HEADER))}")
+
+
+def flag_of(name: str, text: str | None) -> bool:
+    """Read a header that is ``true`` or ``false``, or absent."""
+    if text not in (None, "true", "false"):
+        checks.refuse(name, text, "true or false")
+    return text == "true"
+
+
+def _version(name: str, text: str) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_INTEGER))
+    return checks.whole_number(name, int(text) if is_number else text, at_most=MAX_INTEGER)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        checks.refuse(name, text, "a number")
+    return number
+
+
+def _wait_s(name: str, text: str) -> float:
+    seconds = _number(name, text)
+    if not 0 <= seconds <= MAX_WAIT_S:
+        checks.refuse(name, text, f"seconds from 0 to {MAX_WAIT_S:.0f}")
+    return seconds
+
+
+def _history(name: str, text: str) -> str:
+    if not is_history(text):
+        checks.refuse(name, text, "16 hexadecimal digits, as responses have them")
+    return text
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = {
+    "min_version": _version,
+    "exact_version": _version,
+    "min_step": _number,
+    "history": _history,
+    "wait_s": _wait_s,
+}
+_LISTED = "a version, a step or a history"

@@ -1,0 +1,150 @@
+"""Let vLLM's engine core tell with each token which weights it came from, and admit by them.
+
+vLLM's core attaches its label to each step's outputs, and its front ends make spans of tokens from
+them. With dbuffer the label that travels is a whole :class:`WeightLabel`; front ends take it apart
+again, so that vLLM's own routes and fields show the version alone.
+
+Requests and switches meet in the core's queue, so a requirement that is compared there, when a
+request comes and whenever the label changes, holds for each token that the request gets.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.vllm.admission import Admission
+from dbuffer.integrations.vllm.config import BACKEND
+
+LABEL = "dbuffer_label"
+"""Method of the core that returns its label, encoded."""
+
+STOP_REASON = "weight_version"
+"""``stop_reason`` of a request that was ended because of the weights."""
+
+ADMITTED = "dbuffer_label"
+"""Attribute of an output of vLLM: encoded label of the weights of its first token."""
+
+_ENCODED = "dbuffer_encoded_label"
+
+
+def as_core_takes(label: WeightLabel) -> str:
+    """Return a label for the core of an engine that this process, or one of its children, runs."""
+    from vllm.v1.engine.core import EngineCore
+
+    # An engine's processes load the plugins that this one has.
+    return label.encode() if hasattr(EngineCore, LABEL) else label.version
+
+
+def extra_args_with(extra_args: dict[str, Any] | None, admission: Admission) -> dict[str, Any]:
+    """Return sampling parameters' ``extra_args`` that carry a requirement to the core."""
+    return {**(extra_args or {}), BACKEND: admission.as_json()}
+
+
+def label_cores(core: type, process: type) -> None:
+    """Let cores (``EngineCore``, ``EngineCoreProc``) keep whole labels, and admit by them."""
+    if hasattr(core, LABEL) or not hasattr(core, "set_weight_version"):  # not in vLLM 0.23
+        return
+    set_version, attach = core.set_weight_version, getattr(core, "_attach_weight_version", None)
+
+    def set_weight_version(core: Any, weight_version: str) -> None:
+        label = WeightLabel.decode(weight_version)
+        set_version(core, label.version)
+        setattr(core, _ENCODED, weight_version)
+        _end_unmet(core, label)
+
+    def get_label(core: Any) -> str:
+        return str(getattr(core, _ENCODED, core.get_weight_version()))
+
+    def attach_label(core: Any, outputs: dict[int, Any]) -> None:
+        encoded = get_label(core)
+        for output in outputs.values():
+            output.weight_version = encoded
+
+    _replace(core, "set_weight_version", set_weight_version)
+    setattr(core, LABEL, get_label)
+    if attach is not None:
+        _replace(core, "_attach_weight_version", attach_label)
+    _replace(process, "add_request", _admitting(process.add_request))  # type: ignore[attr-defined]
+
+
+def tell_labels(request_state: type) -> None:
+    """Let a front end's outputs (of ``RequestState``) tell the weights of their tokens."""
+    make_output = getattr(request_state, "_new_completion_output", None)
+    has_spans = hasattr(request_state, "track_weight_version")  # vLLM 0.32
+    if make_output is None or not has_spans or hasattr(make_output, ADMITTED):
+        return
+
+    def make_labeled_output(state: Any, *args: Any, **kwargs: Any) -> Any:
+        output = make_output(state, *args, **kwargs)
+        if state.weight_version_starts:
+            setattr(output, ADMITTED, state.weight_version_starts[0][0])
+        for span in output.weight_versions or ():
+            label = WeightLabel.decode(span.version)
+            span.version, span.history, span.metadata = (
+                label.version,
+                label.history,
+                label.metadata,
+            )
+        return output
+
+    setattr(make_labeled_output, ADMITTED, True)
+    _replace(request_state, "_new_completion_output", make_labeled_output)
+
+
+def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
+    setattr(owner, name, function)
+
+
+def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
+    def add_admitted_request(core: Any, request: Any, request_wave: int = 0) -> None:
+        admission = _admission_of(request)
+        label = WeightLabel.decode(getattr(core, LABEL)())
+        if admission is not None and admission.refusal(label) is not None:
+            _tell_ended(core, [request])
+        else:
+            add_request(core, request, request_wave)
+
+    return add_admitted_request
+
+
+def _admission_of(request: Any) -> Admission | None:
+    parameters = request.sampling_params
+    extra_args = None if parameters is None else parameters.extra_args
+    values = (extra_args or {}).get(BACKEND)
+    return None if values is None else Admission(**values)
+
+
+def _end_unmet(core: Any, label: WeightLabel) -> None:
+    """End requests that take one version alone, before a token of another one is computed."""
+    if not hasattr(core, "output_queue"):  # in the caller's own process, where nobody asks so
+        return
+    unmet = []
+    for request in core.scheduler.requests.values():
+        admission = _admission_of(request)
+        if admission is not None and admission.is_pinned and admission.refusal(label) is not None:
+            unmet.append(request)
+    if unmet:
+        from vllm.v1.request import RequestStatus
+
+        ids = [request.request_id for request in unmet]
+        core.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        _tell_ended(core, unmet)
+
+
+def _tell_ended(core: Any, requests: Iterable[Any]) -> None:
+    """Tell the front ends that these requests have ended because of the weights."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    by_client = defaultdict(list)
+    for request in requests:
+        by_client[request.client_index].append(request.request_id)
+    for client, ids in by_client.items():
+        outputs = [
+            EngineCoreOutput(one, [], finish_reason=FinishReason.ABORT, stop_reason=STOP_REASON)
+            for one in ids
+        ]
+        told = EngineCoreOutputs(outputs=outputs, finished_requests=set(ids))
+        core.output_queue.put_nowait((client, told))

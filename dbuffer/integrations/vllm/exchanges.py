@@ -1,0 +1,222 @@
+"""`Exchange`: one HTTP request to a vLLM server, and the weights that its answer comes from.
+
+The middleware makes an exchange its own for the time of a request; the engine's front end, below
+all routes, tells it about each output. So no route of vLLM has to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.vllm.admission import Admission, Refusal
+from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with
+from dbuffer.integrations.vllm.facts import replicas_of
+from dbuffer.runtime.timing import TIMING
+
+CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
+"""The exchange that the running task serves."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One prompt of an exchange, as the engine has it."""
+
+    num_choices: int
+    spans: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Fields about the weights of each choice that is complete, by its index."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Knowledge of the weights behind one response, as outputs come."""
+
+    admission: Admission | None = None
+    wants_spans: bool = False
+    admitted: WeightLabel | None = None
+    """Label of the weights that the response begins with; None: nothing was generated."""
+    calls: list[Call] = field(default_factory=list)
+    num_tokens: int = 0
+    is_ended: bool = False
+    """Whether the engine ended it because of the weights."""
+    calls_are_prompts: bool = True
+    """Whether calls of the engine are the prompts, in order; those of a beam search are not."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the engine ended it before anything was generated."""
+        return self.is_ended and self.num_tokens == 0
+
+    @property
+    def tells_spans(self) -> bool:
+        """Whether the response is to have fields about its choices' weights."""
+        return self.wants_spans and bool(self.calls)
+
+    def fields_of(self, index: int) -> dict[str, Any]:
+        """Return the fields about the weights of a response's choice.
+
+        Choices are numbered through all prompts.
+        """
+        for call in self.calls if self.calls_are_prompts else ():
+            if index < call.num_choices:
+                return call.spans.get(index, _UNKNOWN)
+            index -= call.num_choices
+        return _UNKNOWN
+
+
+_UNKNOWN = {"weight_versions": None}
+"""Fields of a choice of which the engine does not tell the spans."""
+
+
+class Outlook:
+    """The labels of an engine's cores, for requests that wait for weights."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._labels: list[WeightLabel] = []
+        self._looked_at = 0.0
+
+    async def labels(self) -> list[WeightLabel]:
+        """Ask the engine's cores; return the label of each."""
+        client = self._engine.engine_core
+        replicas = replicas_of(self._engine.vllm_config)
+        if len(replicas) == 1:
+            return [WeightLabel.decode(await client.call_utility_async(LABEL))]
+        calls = (
+            client._call_utility_async(LABEL, engine=one.to_bytes(2, "little"))  # noqa: SLF001
+            for one in replicas
+        )
+        return [WeightLabel.decode(text) for text in await asyncio.gather(*calls)]
+
+    async def refusal(self, admission: Admission) -> Refusal | None:
+        """Wait for weights that a request takes; return why there are none, else None."""
+        deadline = time.monotonic() + admission.wait_s
+        while True:
+            refusal = admission.refusal_by(await self._recent_labels())
+            left_s = deadline - time.monotonic()
+            if refusal is None or refusal.is_final or left_s <= 0:
+                return refusal
+            await asyncio.sleep(min(TIMING.admission_look_s, left_s))
+
+    async def _recent_labels(self) -> list[WeightLabel]:
+        """Ask, together with all requests that come while a question is under way."""
+        asked_at = time.monotonic()
+        async with self._lock:
+            # An older answer would refuse a request that was sent because a switch is done.
+            if self._looked_at < asked_at:
+                looked_at = time.monotonic()
+                self._labels = await self.labels()
+                self._looked_at = looked_at
+            return self._labels
+
+
+def observe(engine: Any, outlook: Outlook) -> None:
+    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs."""
+    generate = engine.generate
+
+    def generate_observed(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = CURRENT.get()
+        if exchange is None:
+            return generate(prompt, sampling_params, *args, **kwargs)
+        call = Call(sampling_params.n)
+        exchange.calls_are_prompts &= exchange.num_tokens == 0
+        exchange.calls.append(call)
+        if exchange.admission is not None:
+            sampling_params = sampling_params.clone()
+            sampling_params.extra_args = extra_args_with(
+                sampling_params.extra_args, exchange.admission
+            )
+        outputs = generate(prompt, sampling_params, *args, **kwargs)
+        if _has_spans():
+            return _with_spans(exchange, call, outputs)
+        return _between_labels(exchange, call, outputs, outlook.labels)
+
+    engine.generate = generate_observed
+
+
+@functools.cache
+def _has_spans() -> bool:
+    """Whether this vLLM's outputs tell which tokens came from which version."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
+
+
+async def _with_spans(exchange: Exchange, call: Call, outputs: AsyncGenerator[Any, None]) -> Any:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            for choice in output.outputs:
+                _note(exchange, choice)
+                if exchange.admitted is None and (encoded := getattr(choice, ADMITTED, None)):
+                    exchange.admitted = WeightLabel.decode(encoded)
+                if exchange.wants_spans and choice.weight_versions is not None:
+                    spans = [_as_json(span) for span in choice.weight_versions]
+                    call.spans[choice.index] = {"weight_versions": spans}
+            yield output
+
+
+def _note(exchange: Exchange, choice: Any) -> None:
+    exchange.num_tokens += len(choice.token_ids)
+    exchange.is_ended |= choice.stop_reason == STOP_REASON
+
+
+def _as_json(span: Any) -> dict[str, Any]:
+    label = WeightLabel(span.version, span.history, span.metadata)
+    return {**label.as_json(), "start": span.start, "end": span.end}
+
+
+async def _between_labels(
+    exchange: Exchange,
+    call: Call,
+    outputs: AsyncGenerator[Any, None],
+    labels: Callable[[], Coroutine[Any, Any, list[WeightLabel]]],
+) -> Any:
+    """Pass outputs on, and note the label before the first and after the last (before 0.32)."""
+    before = asyncio.create_task(labels())
+    try:
+        await asyncio.sleep(0)  # the question goes into the core's queue, and then the request
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                exchange.admitted = exchange.admitted or _common(await before)
+                for choice in output.outputs:
+                    _note(exchange, choice)
+                    if exchange.wants_spans and choice.finish_reason is not None:
+                        call.spans[choice.index] = {
+                            "weight_version_start": _text(exchange.admitted),
+                            "weight_version_end": _text(_common(await labels())),
+                        }
+                yield output
+    finally:
+        before.cancel()
+
+
+def _common(labels: list[WeightLabel]) -> WeightLabel | None:
+    """Return the label of all replicas; None: they differ, and which one answers is not known."""
+    first, *others = labels
+    return first if all(label == first for label in others) else None
+
+
+def _text(label: WeightLabel | None) -> str | None:
+    return None if label is None else label.version
+
+
+def with_fields(body: Any, exchange: Exchange, *, is_chunk: bool) -> Any:
+    """Return a response, or a chunk of a stream, with the fields about each choice's weights."""
+    choices = body.get("choices") if isinstance(body, Mapping) else None
+    if not isinstance(choices, list):
+        return body
+    told = [
+        choice | exchange.fields_of(choice.get("index", 0))
+        if not is_chunk or choice.get("finish_reason") is not None
+        else choice
+        for choice in choices
+    ]
+    return {**body, "choices": told}

@@ -1,0 +1,124 @@
+"""`Admission`: which weights a request takes, as read from its headers and compared with labels."""
+
+from __future__ import annotations
+
+import pytest
+
+import dbuffer
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, VersionId, WeightLabel
+from dbuffer.integrations.vllm.admission import Admission, require_known
+
+HISTORY = "0123456789abcdef"
+SERVED = WeightLabel("7", HISTORY, {"step": 70})
+
+
+def refusal(headers: dict[str, str], label: WeightLabel = SERVED) -> object:
+    admission = Admission.parse({name.lower(): value for name, value in headers.items()})
+    assert admission is not None
+    return admission.refusal(label)
+
+
+def test_request_without_these_headers_takes_anything() -> None:
+    assert Admission.parse({"content-type": "application/json"}) is None
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Weight-Min-Version": "7"},
+        {"X-Weight-Min-Version": "1"},
+        {"X-Weight-Exact-Version": "7"},
+        {"X-Weight-Min-Step": "70"},
+        {"X-Weight-Min-Step": "-3.5"},
+        {"X-Weight-History": HISTORY},
+        {"X-Weight-History": HISTORY, "X-Weight-Exact-Version": "7", "X-Weight-Wait-S": "3"},
+    ],
+)
+def test_weights_that_meet_all_of_it_are_taken(headers: dict[str, str]) -> None:
+    assert refusal(headers) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_final"),
+    [
+        ({"X-Weight-Min-Version": "8"}, False),
+        ({"X-Weight-Exact-Version": "8"}, False),
+        ({"X-Weight-Exact-Version": "6"}, True),
+        ({"X-Weight-Min-Step": "70.5"}, False),
+        ({"X-Weight-History": "f" * 16}, False),
+        # Of another history, numbers say nothing.
+        ({"X-Weight-History": "f" * 16, "X-Weight-Exact-Version": "6"}, False),
+    ],
+)
+def test_weights_that_miss_any_of_it_are_refused(headers: dict[str, str], is_final: bool) -> None:
+    found = refusal(headers)
+    assert found is not None
+    assert found[1] is is_final
+
+
+@pytest.mark.parametrize("label", [WeightLabel(), WeightLabel("default"), WeightLabel("7.5")])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Weight-Min-Version": "1"},
+        {"X-Weight-Exact-Version": "7"},
+        {"X-Weight-Min-Step": "0"},
+        {"X-Weight-History": HISTORY},
+    ],
+)
+def test_weights_of_no_version_meet_nothing(headers: dict[str, str], label: WeightLabel) -> None:
+    found = refusal(headers, label)
+    assert found is not None
+    assert found[1] is False
+
+
+@pytest.mark.parametrize("step", ["70", None, True, [70]])
+def test_step_that_is_no_number_meets_nothing(step: object) -> None:
+    assert refusal({"X-Weight-Min-Step": "1"}, WeightLabel("7", HISTORY, {"step": step}))
+
+
+def test_replica_that_is_past_decides_for_all() -> None:
+    admission = Admission(exact_version=6)
+    behind, past = WeightLabel("5"), WeightLabel("7")
+    assert admission.refusal_by([WeightLabel("6")]) is None
+    for labels in ([behind, past], [past, behind]):
+        found = admission.refusal_by(labels)
+        assert found is not None
+        assert found.is_final
+
+
+@pytest.mark.parametrize("text", ["", " 7", "+7", "7.0", "0", "-1", "٣", "1" * 30])
+def test_version_that_is_no_whole_number_is_refused_by_name(text: str) -> None:
+    with pytest.raises(dbuffer.OptionError, match="X-Weight-Min-Version"):
+        Admission.parse({"x-weight-min-version": text})
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-0.1", "3601"])
+def test_wait_that_no_request_may_take_is_refused_by_name(text: str) -> None:
+    with pytest.raises(dbuffer.OptionError, match="X-Weight-Wait-S"):
+        Admission.parse({"x-weight-min-version": "1", "x-weight-wait-s": text})
+
+
+def test_misspelt_header_is_not_ignored() -> None:
+    require_known(["x-weight-min-version", "x-weight-versions", "x-request-id"])
+    with pytest.raises(dbuffer.OptionError, match="x-weight-minversion"):
+        require_known(["x-weight-minversion"])
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        WeightLabel(),
+        WeightLabel("default"),
+        SERVED,
+        WeightLabel("3", None, {"note": "ü\n"}),
+        WeightLabel.of(VersionId(5, HISTORY), {}),
+    ],
+)
+def test_label_is_read_as_it_was_written(label: WeightLabel) -> None:
+    assert WeightLabel.decode(label.encode()) == label
+
+
+@pytest.mark.parametrize("text", ["my weights", "7 [1]", "7 {", UNKNOWN_VERSION, ""])
+def test_label_of_other_software_is_a_version_by_itself(text: str) -> None:
+    assert WeightLabel.decode(text) == WeightLabel(text)

@@ -1,0 +1,212 @@
+"""The middleware's part in a response, with an application in the place of vLLM's.
+
+How vLLM's routes, outputs and cores behave is what `test_versions.py` shows with the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.vllm.admission import Admission
+from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook
+from dbuffer.integrations.vllm.responses import serve
+
+HISTORY = "0123456789abcdef"
+SERVED = WeightLabel("7", HISTORY, {"step": 70})
+SPANS = [{"version": "7", "start": 0, "end": 3}]
+START = {"type": "http.response.start", "status": 200}
+JSON = (b"content-type", b"application/json")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class Core:
+    """vLLM's client of an engine's core, which knows nothing but labels."""
+
+    def __init__(self, *labels: WeightLabel) -> None:
+        self.labels = list(labels)
+        self.num_questions = 0
+
+    async def call_utility_async(self, method: str) -> str:
+        assert method == "dbuffer_label"
+        self.num_questions += 1
+        await asyncio.sleep(0)
+        label = self.labels[0] if len(self.labels) == 1 else self.labels.pop(0)
+        return label.encode()
+
+
+def outlook_on(core: Core) -> Outlook:
+    parallel = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, is_moe_model=False)
+    config = SimpleNamespace(parallel_config=parallel)
+    return Outlook(SimpleNamespace(engine_core=core, vllm_config=config))
+
+
+Note = Callable[[Exchange], None]
+
+
+def answering(
+    headers: Iterable[tuple[bytes, bytes]], *parts: bytes, note: Note
+) -> Callable[..., Coroutine[Any, Any, None]]:
+    """An application that generates, and answers in parts."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        await send({**START, "headers": list(headers)})
+        note(exchange)
+        for number, part in enumerate(parts, 1):
+            more = number < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    return app
+
+
+def has_generated(exchange: Exchange) -> None:
+    exchange.admitted, exchange.num_tokens = SERVED, 3
+    exchange.calls = [Call(1, {0: {"weight_versions": SPANS}})]
+
+
+def has_been_ended(exchange: Exchange) -> None:
+    exchange.is_ended = True
+    exchange.calls = [Call(1)]
+
+
+def ask(app: Any, core: Core | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an answer."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "path": "/v1/completions",
+        "headers": [
+            (name.replace("_", "-").lower().encode(), value.encode())
+            for name, value in headers.items()
+        ],
+    }
+    asyncio.run(serve(app, outlook_on(core or Core(SERVED)), scope, None, send))  # type: ignore[arg-type]
+    start, *bodies = sent
+    assert start["type"] == "http.response.start"
+    assert all(one["type"] == "http.response.body" for one in bodies)
+    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], told, b"".join(one["body"] for one in bodies)
+
+
+def test_headers_tell_the_weights_of_the_first_token() -> None:
+    _, headers, body = ask(answering([JSON], b"{}", note=has_generated))
+    assert headers["x-weight-version"] == "7"
+    assert headers["x-weight-history"] == HISTORY
+    assert json.loads(headers["x-weight-metadata"]) == {"step": 70}
+    assert body == b"{}"
+
+
+def test_response_without_an_output_is_passed_on_as_it_is() -> None:
+    _, headers, body = ask(answering([JSON], b"a", b"b", note=lambda _: None))
+    assert headers == {"content-type": "application/json"}
+    assert body == b"ab"
+
+
+def test_metadata_that_no_header_holds_is_left_out() -> None:
+    def note(exchange: Exchange) -> None:
+        exchange.admitted = WeightLabel("7", HISTORY, {"note": "x" * 5000})
+
+    _, headers, _ = ask(answering([JSON], b"{}", note=note))
+    assert headers["x-weight-version"] == "7"
+    assert "x-weight-metadata" not in headers
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_fields_are_added_to_json_that_comes_in_parts(step: int) -> None:
+    whole = json.dumps({"choices": [{"index": 0, "text": "ü"}, {"index": 1}]}).encode()
+    parts = [whole[start : start + step] for start in range(0, len(whole), step)]
+    length = (b"content-length", str(len(whole)).encode())
+    app = answering([JSON, length], *parts, note=has_generated)
+    _, headers, body = ask(app, X_Weight_Versions="true")
+    first, second = json.loads(body)["choices"]
+    assert first == {"index": 0, "text": "ü", "weight_versions": SPANS}
+    assert second == {"index": 1, "weight_versions": None}
+    assert int(headers["content-length"]) == len(body)
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_fields_are_added_to_the_last_chunk_of_a_choice(step: int) -> None:
+    chunks: list[Any] = [
+        {"choices": [{"index": 0, "text": "a", "finish_reason": None}]},
+        {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]},
+        {"choices": [], "usage": {}},
+    ]
+    events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    whole = "".join([*events, "data: [DONE]\n\n"]).encode()
+    parts = [whole[start : start + step] for start in range(0, len(whole), step)]
+    _, _, body = ask(answering([EVENTS], *parts, note=has_generated), X_Weight_Versions="true")
+    *told, end = body.removesuffix(b"\n\n").split(b"\n\n")
+    assert end == b"data: [DONE]"
+    chunks[1]["choices"][0]["weight_versions"] = SPANS
+    assert [json.loads(event.removeprefix(b"data: ")) for event in told] == chunks
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b'{"error": "x"}', b'{"choices": null}'])
+def test_json_without_choices_stays_as_it_is(body: bytes) -> None:
+    app = answering([JSON], body, note=has_generated)
+    assert json.loads(ask(app, X_Weight_Versions="true")[2]) == json.loads(body)
+
+
+def test_request_that_the_engine_ended_before_a_token_is_refused() -> None:
+    """A switch came between the look at the engine and the request's way there."""
+    core = Core(WeightLabel("7"), WeightLabel("8"))
+    app = answering([EVENTS], b"data: {}\n\n", b"data: [DONE]\n\n", note=has_been_ended)
+    status, headers, body = ask(app, core, X_Weight_Exact_Version="7")
+    assert (status, headers["x-weight-version"]) == (409, "8")
+    assert "retry-after" not in headers
+    assert json.loads(body)["weights"]["version"] == "8"
+
+
+def test_choices_that_the_engine_ended_are_told_if_others_go_on() -> None:
+    """Their chunks are held back until it is known that the request is not refused."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        exchange = CURRENT.get()
+        assert exchange is not None
+        await send({**START, "headers": [EVENTS]})
+        exchange.is_ended = True
+        await send({"type": "http.response.body", "body": b"ended ", "more_body": True})
+        exchange.num_tokens = 1
+        await send({"type": "http.response.body", "body": b"generated", "more_body": False})
+
+    status, _, body = ask(app, X_Weight_Exact_Version="7")
+    assert (status, body) == (200, b"ended generated")
+
+
+def test_requests_that_wait_ask_the_engine_together() -> None:
+    core = Core(*[WeightLabel("1")] * 5, WeightLabel("2"))
+    outlook = outlook_on(core)
+
+    async def wait() -> list[Any]:
+        admission = Admission(min_version=2, wait_s=60)
+        return await asyncio.gather(*(outlook.refusal(admission) for _ in range(50)))
+
+    assert asyncio.run(wait()) == [None] * 50
+    assert core.num_questions < 20
+
+
+def test_label_that_is_looked_at_is_not_older_than_the_request() -> None:
+    """A request that comes after an acknowledged switch is not refused for what was before it."""
+    core = Core(WeightLabel("1"))
+    outlook = outlook_on(core)
+
+    async def look() -> tuple[Any, Any]:
+        before = await outlook.refusal(Admission(min_version=2))
+        core.labels = [WeightLabel("2")]
+        return before, await outlook.refusal(Admission(min_version=2))
+
+    before, after = asyncio.run(look())
+    assert before is not None
+    assert after is None
