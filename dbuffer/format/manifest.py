@@ -302,6 +302,8 @@ class ReceiverRecord(Record):
     state: Literal["serving", "broken"] | None = None
     """State of an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and
     it refuses to serve. None: it is not known, or this is no engine."""
+    only_version: int | None = None
+    """Version that an engine is to serve and stay on. None: it follows the newest."""
     attempt: str | None = None
     """Last attempt to switch an engine, whose outcome this record tells."""
     boot: str = ""
@@ -336,7 +338,7 @@ class ReceiverRecord(Record):
         return (applied or 0) >= version
 
     def lag_behind(self, newest: Pointer, metadata: Mapping[str, Any]) -> Lag | None:
-        """Return its lag behind the newest version; None: it has applied no version.
+        """Return its lag behind the newest version; None: it has no version, or stays on one.
 
         A version of another history counts as version 0.
 
@@ -344,7 +346,7 @@ class ReceiverRecord(Record):
             newest: the pointer to that version.
             metadata: metadata of that version.
         """
-        if self.applied_version is None:
+        if self.applied_version is None or self.only_version is not None:
             return None
         if self.history != newest.history:
             return Lag(newest.version, None)
@@ -365,6 +367,10 @@ class ReceiverRecord(Record):
             return self.problem is not None  # of the store itself
         is_of_this_run = None in (history, self.history) or self.history == history
         return is_of_this_run and self.problem_version >= version
+
+    def stays_below(self, version: int) -> bool:
+        """Whether it will never apply ``version``, nor a later one."""
+        return self.only_version is not None and self.only_version < version
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:

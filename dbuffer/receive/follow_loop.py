@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from dbuffer import errors
+from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.runtime.trouble import RetryLoop, message_of
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -176,7 +177,8 @@ class FollowLoop(RetryLoop):
     ) -> int | None:
         """Wait out the backoff; end early, and return it, if a newer version than failed comes."""
         if failure.version is not None:
-            above = max(failure.version, newer_than or 0)
+            # Nothing newer stands in for a version that is waited for exactly.
+            above = MAX_INTEGER if self._is_exact else max(failure.version, newer_than or 0)
             return self._receiver.wait_for_version(above, left_s, interrupt)
         if not interrupt.wait(left_s):
             # There may be nothing new: a look shows whether the store can be read again.

@@ -31,6 +31,7 @@ from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.timing import TIMING
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.hold import Held, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
@@ -160,7 +161,7 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             OptionError: an argument is invalid.
             WaitTimeoutError: no such version came in time.
-            VersionError: ``version`` is no longer in the store.
+            VersionError: ``version`` is not in the store, neither in a buffer nor kept.
             VersionRegressedError: the store was emptied, or replaced. On leaving, too: what was
                 read in the block must not be used.
             SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
@@ -509,10 +510,7 @@ class WeightReceiver(Closing, ProcessBound):
         with self._cleared_on_error():
             held = hold_version(self._store, version, self.history, self._announce)
             if held is None:
-                raise errors.VersionError(
-                    f"version {version} is no longer in {self.store}: version "
-                    f"{self.seen_version} and the one before it are"
-                )
+                raise kept.missing(self._store, version)
         self._remember_metadata(held.manifest)
         return held
 

@@ -1,9 +1,9 @@
-"""`Stager`: keeps the newest version ready in the background; applying it is all that is left.
+"""`Stager`: keeps a version ready in the background; applying it is all that is left.
 
-A thread follows the store. It opens each newest version, checks it, and keeps it held and mapped;
-or, where a mapping would read a network at the wrong moment or a device copies faster out of
-pinned memory, it copies the version into memory of its own. Whoever applies the version takes it
-with :meth:`Stager.take`, and releases it afterwards.
+A thread follows the store. It opens each newest version, or only one that it was told, checks it,
+and keeps it held and mapped; or, where a mapping would read a network at the wrong moment or a
+device copies faster out of pinned memory, it copies the version into memory of its own. Whoever
+applies the version takes it with :meth:`Stager.take`, and releases it afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Pointer
+from dbuffer.format.manifest import MAX_INTEGER, Pointer
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
 from dbuffer.receive.receiver import WeightReceiver
@@ -156,6 +156,7 @@ class Stager:
             not have less to copy. On a network mount a version is read into memory of its own in
             any case.
         pin_memory: that memory is page-locked, for a device to copy from.
+        version: keep this version ready, and no other, until it was applied; it is waited for.
         new_history: ``"follow"``: where the store was started over, stage what it holds now.
             ``"refuse"``: that is a problem with every version, until this stager is closed.
 
@@ -171,16 +172,20 @@ class Stager:
         prepare: Prepare | None = None,
         copy: bool | Literal["auto"] = "auto",
         pin_memory: bool = False,
+        version: int | None = None,
         new_history: NewHistory = "refuse",
     ) -> None:
         options.choice("copy", copy, (True, False, "auto"))
         options.flag("pin_memory", pin_memory)
+        if version is not None:
+            options.whole_number("version", version)
         self._receiver = receiver
         self._check = check
         self._checked: Layout | None = None
         self._prepare = prepare
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
+        self._version = version
         self._loop = FollowLoop(receiver, "staging", logger, new_history=new_history)
         self._pid = os.getpid()
         self._interrupt = threading.Event()
@@ -237,8 +242,8 @@ class Stager:
 
         Args:
             version: exactly this one.
-            at_least: this one or a later one, whichever is ready. Default: the one that is the
-                newest now, or was the newest when the store could last be read.
+            at_least: this one or a later one, whichever is ready. Default: the stager's version, or
+                the one that is the newest now, or was when the store could last be read.
             history: of this run of versions. Default: of the run that the store holds now.
             whole: with all its tensors.
             timeout_s: how long to wait.
@@ -329,6 +334,8 @@ class Stager:
         self, version: int | None, at_least: int | None, history: str | None, *, is_whole: bool
     ) -> _Request:
         newest = self.newest()
+        if at_least is None:
+            version = version or self._version
         if newest is not None:
             history = history or newest.history
             at_least = at_least or newest.version
@@ -364,7 +371,10 @@ class Stager:
     def _may_stage(self) -> bool:
         """Whether another version may take the place of the one that is ready."""
         # A version that answers a request is about to be taken.
-        return not (self._is_closed or self._is_taken or self._is_answered())
+        if self._is_closed or self._is_taken or self._is_answered():
+            return False
+        is_done = self._version is not None and self._skip_up_to == self._version
+        return self._request is not None or not is_done
 
     # In the stager's thread
 
@@ -372,9 +382,8 @@ class Stager:
         while self._wait_until_free():
             with self._condition:
                 request = self._request
-                newer_than = self._newer_than()
+                newer_than, exactly = self._aim()
             with self._loop.attempt():
-                exactly = None if request is None else request.exactly
                 version = self._loop.wait(newer_than, exactly=exactly, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
                     try:
@@ -392,11 +401,19 @@ class Stager:
             self._interrupt.clear()
             return not self._is_closed
 
-    def _newer_than(self) -> int | None:
+    def _aim(self) -> tuple[int | None, int | None]:
+        """Return the version above which to stage the newest, or else the one to stage."""
+        if self._request is not None and self._request.exactly is not None:
+            return None, self._request.exactly
         # A version of the run before says nothing of those that are there now.
-        if self._staged is not None and self._staged.history == self._receiver.history:
-            return self._staged.version
-        return self._skip_up_to
+        staged = self._staged
+        if staged is not None and staged.history != self._receiver.history:
+            staged = None
+        if self._version is None:
+            return (self._skip_up_to if staged is None else staged.version), None
+        if staged is not None and staged.version == self._version:
+            return MAX_INTEGER, None  # nothing, unless the store is started over
+        return None, self._version
 
     def _make_room(self, version: int) -> bool:
         """Let go of what was staged before, unless it, or another version, is to be taken."""

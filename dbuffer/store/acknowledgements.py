@@ -66,6 +66,11 @@ def wait_applied(
                     for rank in everything
                     if (rank.part_of, rank.token) == (record.receiver, record.token)
                 ]
+                if record.stays_below(version):
+                    raise ReceiverFailedError(
+                        f"{_who(record)} stays on version {record.only_version}, and will not "
+                        f"apply version {version}"
+                    )
                 for each in (record, *ranks):
                     if each.updated_at >= writer.started_at:
                         _require_able(each, version, writer.history, noted_at)
@@ -113,7 +118,8 @@ def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[Receive
 
 def _state(store: DoubleBuffer, record: ReceiverRecord, version: int, history: str) -> str:
     """The state of a receiver in a few words, with what keeps it from the version."""
-    verb = "is" if store.may_live(record) else "has ended"
+    verb = "stays" if record.stays_below(version) else "is"
+    verb = verb if store.may_live(record) else "has ended"
     state = f"{record.receiver} {verb} at {record.applied_version}"
     if record.has_problem_with(version, history):
         return f"{state}, because of: {record.problem}"

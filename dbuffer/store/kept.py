@@ -70,10 +70,26 @@ def hold(store: DoubleBuffer, version: int, history: str | None, *, durable: boo
             buffer = keep(store, held.buffer, held.manifest, durable=durable)
             held = hold_buffer(store, buffer)
     if held is None:
-        raise VersionError(
-            f"version {version} is not in {store.root}, which holds {_versions_in(store)}"
-        )
+        raise missing(store, version)
     return held
+
+
+def require(store: DoubleBuffer, version: int, history: str | None) -> None:
+    """Raise unless a version of this history is in A, in B or kept.
+
+    Raises:
+        VersionError: it is not; the message names those that are.
+    """
+    if (version, history) not in {(each.version, each.history) for each in _manifests(store)}:
+        raise missing(store, version)
+
+
+def missing(store: DoubleBuffer, version: int) -> VersionError:
+    """Return the error for a version that a store does not hold."""
+    versions = ", ".join(map(str, sorted({each.version for each in _manifests(store)})))
+    return VersionError(
+        f"version {version} is not in {store.root}, which holds {versions or 'none'}"
+    )
 
 
 def pin(store: DoubleBuffer, version: int) -> None:
@@ -123,8 +139,8 @@ def withdraw(store: DoubleBuffer, buffer: str) -> bool:
     return True
 
 
-def _versions_in(store: DoubleBuffer) -> str:
-    """Name the versions that a store holds, for messages."""
+def _manifests(store: DoubleBuffer) -> list[Manifest]:
+    """Read the manifests of all versions that a store holds."""
+    # Kept ones last: a version is kept before it leaves its buffer.
     manifests = [*map(store.undamaged_manifest, places.BUFFERS), *store.kept().values()]
-    versions = {each.version for each in manifests if each and each.state == "complete"}
-    return ", ".join(map(str, sorted(versions))) or "none"
+    return [each for each in manifests if each is not None and each.state == "complete"]

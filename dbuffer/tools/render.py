@@ -206,6 +206,8 @@ def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
 
 
 def _lag_of(receiver: dict[str, Any]) -> str:
+    if receiver["only_version"] is not None:
+        return "stays"
     steps = receiver["lag_steps"]
     return _or_blank(receiver["lag_versions"]) + ("" if steps is None else f" ({steps} steps)")
 

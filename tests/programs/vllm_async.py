@@ -118,8 +118,8 @@ class Program(Asking):
         self.pauses.append(mode)
         await self._pause(mode=mode, clear_cache=clear_cache)
 
-    def follow(self, pause: str = "keep") -> Any:
-        return follow(self.engine, self.store, pause=pause)
+    def follow(self, pause: str = "keep", **options: Any) -> Any:
+        return follow(self.engine, self.store, pause=pause, **options)
 
     @contextlib.asynccontextmanager
     async def following(self, pause: str = "keep") -> AsyncIterator[Any]:
@@ -316,6 +316,23 @@ async def pause_as_a_user(program: Program) -> dict[str, Any]:
         return seen | {"response": request.result()}
 
 
+async def stay_on_a_version(program: Program) -> dict[str, Any]:
+    """Wait for a version, and stay on it while others are published."""
+    version = await program.trainer.publish("reveal") + 1
+    async with program.follow(version=version) as follower:
+        await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
+        before = await program.label()
+        await program.trainer.publish("reveal")
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        responses = []
+        for _ in range(3):
+            last = await program.trainer.publish("reveal", 3)
+            responses.append(await program.respond(PROMPTS[0], 4, version))
+    async with program.following():
+        responses.append(await program.respond(PROMPTS[0], 4, last))
+    return {"version": version, "last": last, "before": before, "responses": responses}
+
+
 async def lose_the_weights(program: Program) -> dict[str, Any]:
     """Put it to sleep while a version comes, wake it, and load past dbuffer."""
     seen: dict[str, Any] = {}
@@ -426,6 +443,7 @@ async def run_one_rank(directory: Path) -> dict[str, Any]:
             seen[f"failing {what}"] = await fail_in_a_pause(program, what)
         seen["closed"] = await close_in_a_switch(program, directory)
         seen["paused by the user"] = await pause_as_a_user(program)
+        seen["stays"] = await stay_on_a_version(program)
         seen["lost weights"] = await lose_the_weights(program)
         kept = await switch_kept_requests(program)
         seen["no store"] = error_of(lambda: follow(program.engine))

@@ -360,6 +360,7 @@ class Outside:
         self.observe_killed_follower("backend: no resume")
         self.observe_ended_follower()
         self.observe_bad_moments()
+        self.observe_only_version()
         self.seen["trained"] = self.train()
         self.seen["exit code"], self.seen["left over"] = self.server.terminate()
 
@@ -482,6 +483,19 @@ class Outside:
         ended = self.server.client.post("/finish_weight_update", json={})
         self.seen["session"] = {"begun": begun.status_code, "ended": ended.status_code}
         self.follower.end()
+
+    def observe_only_version(self) -> None:
+        """Keep the server on a version while newer ones come."""
+        version = self.publish()
+        self.publish()
+        self.follower = self.follow("--version", str(version))
+        self.follower.wait_line(version)
+        self.publish()
+        gone = self.follow("--version", "1")
+        self.seen["gone"] = gone.process.wait(WAIT_S), gone.errors()
+        lines = [line["version"] for line in self.follower.lines()]
+        self.follower.end()
+        self.seen["only version"] = {"lines": lines, "stayed": self.recover(version)}
 
     def train(self) -> Any:
         """vLLM's trainer interface, in a process of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
@@ -47,6 +47,9 @@ class EngineOptions:
     local_store: str | None = None
     """Directory in shared memory, to which one process of the node copies each version once, and
     from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
+    version: int | None = None
+    """Version to serve and stay on, whatever is published later. Default: the newest, each time.
+    It must be in the store, kept or not yet published; with ``local_store`` there is no choice."""
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from what
     the engine calls itself, or from its address."""
@@ -93,6 +96,9 @@ class EngineOptions:
                 path = checks.directory(name, place)
                 # It need not exist yet. Not Path.is_file(), which raises what a mount may answer.
                 _require(self, name, not os.path.isfile(path))  # noqa: PTH113
+        if self.version is not None:
+            checks.whole_number("version", self.version, at_most=MAX_INTEGER)
+            _require(self, "version", self.local_store is None)
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
         checks.choice("staging", self.staging, ("auto", "map", "copy"))
@@ -123,6 +129,20 @@ class EngineOptions:
             poll_interval_s=self.poll_interval_s,
             num_threads=self.num_threads,
             allow_shared_store=self.allow_shared_store,
+        )
+
+    def admit(self, request: UpdateRequest) -> UpdateRequest | OptionError:
+        """Return a request as it is to be served; an error, if the engine stays on another version.
+
+        It is returned, because all ranks must know of it.
+        """
+        if self.version is None:
+            return request
+        if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
+            return replace(request, version=self.version, at_least=None)
+        return OptionError(
+            f"this engine was told to stay on version {self.version} of {self.store}, and not to "
+            f"load version {request.version or request.at_least}: let it follow without version"
         )
 
     @classmethod
@@ -200,6 +220,7 @@ def _require(options: Any, name: str, is_right: bool) -> None:
 _RULES = {
     "store": "the path of the store's directory",
     "local_store": "the path of a directory",
+    "version": "given without local_store, which gets the newest versions only: follow the store",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
     "history": "16 hexadecimal digits, as a pointer has them",

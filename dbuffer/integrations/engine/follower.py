@@ -95,8 +95,13 @@ class Follower(Closing):
         return describe_weights(self._applied)
 
     def has_applied(self, version: int) -> bool:
-        """Whether the engine serves this version, or a later one, of what the store holds now."""
+        """Whether the engine serves this version, or a later one, of what the store holds now.
+
+        An engine that is to stay on a version must serve that one.
+        """
         if self._view is None or self._applied is None or self._applied.version < version:
+            return False
+        if self._view.options.version not in (None, self._applied.version):
             return False
         return not self._applied.is_of_another_history(self._view.history_now())
 
@@ -117,11 +122,16 @@ class Follower(Closing):
         """Raise errors that a retry cannot fix. A server that does not answer may do so later.
 
         Raises:
-            OptionError, UnsupportedError, StoreBusyError: see :meth:`start`.
+            OptionError, UnsupportedError, StoreBusyError, VersionError: see :meth:`start`.
         """
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             facts = self._engine.facts()
-            self._require_alone(facts, self._options_for(facts))
+            options = self._options_for(facts)
+            self._require_alone(facts, options)
+            if options.version is not None:
+                view = StoreView(facts, options, _engine_id(facts, options))
+                with contextlib.closing(view):
+                    view.require_version()
 
     def start(self) -> None:
         """Let the engine's ranks follow; again, after the engine has been restarted.
@@ -130,6 +140,7 @@ class Follower(Closing):
             OptionError: (a ``ValueError``) neither this nor the engine names a store.
             UnsupportedError: the engine was not started in a way that lets it follow.
             StoreBusyError: another follower in this process has it follow this store.
+            VersionError: it is to stay on a version that is no longer in the store.
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
@@ -140,6 +151,7 @@ class Follower(Closing):
         self._require_alone(facts, options)
         _followers[_key_of(facts)] = self
         view = self._open_view(facts, options)
+        view.require_version()
         # Ranks that follow since the engine's start need not begin again, but restarted ones must.
         if_idle = not self._has_started and options == facts.configured
         with self._paused_if(facts.begins_paused and not was_paused):
@@ -257,6 +269,8 @@ class Follower(Closing):
     ) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
+        An engine that stays on a version is switched to that one.
+
         Args:
             force: load the newest version also if the engine has it, whole and through its own
                 reload: after something wrote to its weights that dbuffer cannot notice.
@@ -266,6 +280,8 @@ class Follower(Closing):
             stop_event: set it to stop waiting for that.
 
         Raises:
+            OptionError: ``at_least`` is above the version that the engine stays on.
+            VersionError: the version that it is to stay on is no longer in the store.
             EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
                 was not touched.
             EngineUpdateError: it serves on with the weights that it had; or, if these were no
@@ -383,7 +399,7 @@ class Follower(Closing):
             record = self._outcome_of(view, attempt)
             if record is None:
                 raise
-            if not record.has_applied(*goal):
+            if not view.has_applied(record, goal):
                 if record.is_broken and isinstance(error, errors.EngineUpdateError):
                     raise errors.EngineBrokenError(str(error)) from error
                 raise
@@ -397,7 +413,7 @@ class Follower(Closing):
                 f"{view.options.store}: do its workers see the same directory, and may they write "
                 "there?"
             )
-        if record.is_broken or not record.has_applied(*goal):
+        if record.is_broken or not view.has_applied(record, goal):
             # On a rank whose errors the engine does not pass on.
             kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
             raise kind(record.problem or f"{view.engine_id} has not switched, and does not say why")
@@ -464,7 +480,8 @@ class Follower(Closing):
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`sync`.
         """
-        options = replace(self._ensure_started().options, store=store, local_store=None)
+        following = self._ensure_started().options
+        options = replace(following, store=store, local_store=None, version=None)
         other = Follower(self._engine, options, pause=self._pause_mode)
         try:
             other.sync()

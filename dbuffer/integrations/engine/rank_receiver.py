@@ -101,11 +101,15 @@ class RankReceiver:
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             new_history=options.new_history,
+            version=options.version,
         )
+        if options.version is not None and options.version == self._version:
+            self._stager.release(applied=self._version)  # it need not be staged
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
         self._record.set(token=token, is_ephemeral=instance_id in engine_id)
+        self._record.set(only_version=options.version)
         self._write_record()
 
     # Loads that are not dbuffer's
@@ -150,7 +154,10 @@ class RankReceiver:
         return None if self._applied is None else self._applied.history
 
     def catch_up(self) -> None:
-        """Switch to the newest version, if there is one; for an engine that is just starting."""
+        """Switch to the newest version, if there is one; for an engine that is just starting.
+
+        To the one to stay on, if that was published.
+        """
         mirror, timeout_s = self._mirror, self.options.timeout_s
         if mirror is not None:
             problems = self._on_all_ranks(lambda: mirror.wait_until_current(timeout_s))
@@ -161,8 +168,9 @@ class RankReceiver:
             pointer = self._stager.newest()
             newest = 0 if pointer is None else pointer.version
         newest = max(self.ranks.gather(newest))
-        if newest:
-            self.update(UpdateRequest(at_least=newest))
+        version = self.options.version or newest
+        if newest and newest >= version:
+            self.update(UpdateRequest(at_least=version))
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -177,6 +185,8 @@ class RankReceiver:
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
+        if isinstance(request, UpdateRequest):
+            request = self.options.admit(request)
         self._state.is_updating = True
         try:
             staged = self._take_on_all_ranks(request)
@@ -320,6 +330,8 @@ class RankReceiver:
         if self._is_replaced(request.history or history):
             return False
         if self._version is None or goal > self._version:
+            return False
+        if goal < self._version and self.options.version is not None:
             return False
         if goal < self._version and request.version is not None:
             raise VersionError(

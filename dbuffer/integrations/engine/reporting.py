@@ -131,7 +131,7 @@ class FollowerReport:
             age_s = max(0.0, time.time() - goal_manifest.published_at)
         self._set("version_available", newest)
         self._set("version_applied", version)
-        self._set("lag_versions", newest - (version if is_of_history else 0))
+        self._set("lag_versions", max(0, newest - (version if is_of_history else 0)))
         self._set("lag_seconds", age_s)
         steps = steps_between(metadata, newest_metadata)
         if steps is None:

@@ -18,6 +18,7 @@ from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,25 @@ class StoreView:
         held = {_history_in(self._store), _history_in(self._origin)} - {None}
         return history is None or not held or history in held
 
+    def require_version(self) -> None:
+        """Refuse to stay on a version that is gone from the store, unless the engine has it.
+
+        Raises:
+            VersionError: the store holds later versions, and not this one.
+        """
+        if self.options.version is not None:
+            self.newer_than(VersionId.of(self.engine_record()))
+
     def newer_than(self, served: VersionId | None, at_least: int | None = None) -> VersionId | None:
-        """Return the newest version, or ``at_least``, if the engine does not have it."""
+        """Return the newest version, or ``at_least``, if the engine does not have it.
+
+        For an engine that stays on a version, that one, once it is published.
+        """
+        only = self.options.version
+        if only is not None and at_least is not None and at_least > only:
+            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+        if only is not None and served is not None and served.version == only:
+            return None
         if self._store.exists():
             self._store.check()
         elif served is None:
@@ -100,7 +118,11 @@ class StoreView:
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
         version = max(newest, at_least or 0)
-        return VersionId(version, history) if version > has else None
+        if only is None:
+            return VersionId(version, history) if version > has else None
+        if newest >= only:
+            kept.require(store, only, history)
+        return VersionId(only, history) if version >= only else None
 
     def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
         what = (
@@ -127,8 +149,15 @@ class StoreView:
     ) -> int | None:
         """Wait until the store holds a version above this one, or another history.
 
-        :meth:`newer_than` decides whether that is followed.
+        :meth:`newer_than` decides whether that is followed. For an engine that stays on a version,
+        nothing is newer than that, and everything before it is not worth a look.
         """
+        only = self.options.version
+        if only is not None:
+            if newer_than == only:
+                stop_event.wait(timeout_s)
+                return None
+            newer_than = only - 1
         try:
             return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
         except errors.VersionRegressedError as error:
@@ -137,7 +166,13 @@ class StoreView:
             self._receiver.start_over()
             return self._receiver.wait_for_version(None, 0.0)
 
-    # Whether the ranks are ready
+    # Whether the ranks are ready, and the engine has switched
+
+    def has_applied(self, record: ReceiverRecord, goal: VersionId) -> bool:
+        """Whether a record says that the engine has this version, or a later one if any will do."""
+        if self.options.version is not None and record.applied_version != goal.version:
+            return False
+        return record.has_applied(*goal)
 
     def wait_ready(
         self,
@@ -173,7 +208,7 @@ class StoreView:
                 if record is None or not record.has_staged(goal.version, goal.history)
             ]
             engine = self.engine_record()
-            if not behind or (engine is not None and engine.has_applied(*goal)):
+            if not behind or (engine is not None and self.has_applied(engine, goal)):
                 return [record for record in records.values() if record is not None]
             self._require_possible(goal, records, at_start, serves_on)
             gone = sorted(rank for rank in self._seen if records[rank] is None)

@@ -69,10 +69,12 @@ def follow(
         rename: from the store's names to those in the engine's checkpoint: a map, or a mapping
             file.
         api_key: for a server.
-        **options: more of :class:`EngineOptions`.
+        **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
+            and stays on it.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
+        VersionError: ``version`` is no longer in the store.
         UnsupportedError: the engine was not started in a way that lets it follow.
             A server that does not answer (yet) is waited for, in the background.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import EngineUpdateError, UnsupportedError, VersionError
+from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
@@ -79,6 +79,7 @@ class CallbackLoader:
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=options.allow_shared_store,
         )
+        self._receiver.record.set(only_version=options.version)
 
     def load(self, request: UpdateRequest, load_weights: LoadWeights) -> None:
         """Hand a version's tensors over, one by one, each under all of its names.
@@ -129,6 +130,10 @@ class CallbackLoader:
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
+        admitted = self._options.admit(request)
+        if isinstance(admitted, OptionError):
+            raise admitted
+        request = admitted
         least = request.version or request.at_least or 0
         wait_s = self._options.timeout_s if least else 0.0
         newest = self._receiver.wait_for_version(least - 1 if least else None, wait_s)

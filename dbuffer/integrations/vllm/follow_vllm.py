@@ -80,10 +80,12 @@ def follow(
         pause: treatment of requests in flight during a switch: ``"keep"``, ``"wait"`` or
             ``"abort"``. An ``LLM`` has none.
         api_key: for a server.
-        **options: more of :class:`EngineOptions`.
+        **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
+            and stays on it.
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or there is no store.
+        VersionError: ``version`` is no longer in the store.
         UnsupportedError: the engine was not started in a way that lets it follow.
             A server that does not answer (yet) is waited for, in the background.
     """

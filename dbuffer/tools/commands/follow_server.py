@@ -49,6 +49,10 @@ def follow_server(
             "their end (vLLM only).",
         ),
     ] = "keep",
+    version: Annotated[
+        int | None,
+        typer.Option(help="Serve this version and stay on it, instead of each newest one."),
+    ] = None,
     partial: Annotated[
         bool,
         typer.Option(
@@ -68,8 +72,9 @@ def follow_server(
 ) -> None:
     """Keep an inference server on the newest version, and print each switch and how long it took.
 
-    The server must see the store under the same path. It is resumed after each switch; a server
-    that was restarted is switched again.
+    With --version, the server is switched to that version and stays on it. The server must see the
+    store under the same path. It is resumed after each switch; a server that was restarted is
+    switched again.
     """
     count, timeout_s = follow_options.count, follow_options.timeout_s
     options.choice("engine", engine, ("vllm", "sglang"))
@@ -82,6 +87,7 @@ def follow_server(
 
         engine_options = EngineOptions(
             store=str(store.absolute()),
+            version=version,
             engine_id=follow_options.receiver_id,
             verify=follow_options.verify or "auto",
             allow_shared_store=follow_options.allow_shared_store,

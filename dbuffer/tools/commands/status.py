@@ -141,5 +141,6 @@ def _receiver_status(
         "updated_age_s": time.time() - record.updated_at,
         "part_of": record.part_of,
         "staged_version": record.staged_version,
+        "only_version": record.only_version,
         "problem": record.problem,
     }

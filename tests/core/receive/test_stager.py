@@ -1024,6 +1024,7 @@ def test_a_store_that_cannot_be_entered_for_a_while(shm_path):
         {"poll_interval_s": 0},
         {"verify": "sometimes"},
         {"num_threads": 0},
+        {"version": 0},
     ],
     ids=str,
 )
@@ -1040,6 +1041,75 @@ def test_the_record_says_whose_it_is(store, sender):
         record = record_in(store)
         assert (record.receiver, record.pid) == ("rank", os.getpid())
         assert record.applied_version is None
+
+
+# One version, and no other
+
+
+@both_modes
+def test_only_the_version_is_staged_and_only_once(store, copy):
+    with dbuffer.WeightSender(store, keep=2) as sender:
+        publish(sender, 1, 2, 3)
+        with staging(store, copy=copy, version=1) as stager:
+            assert_whole(stager.take(timeout_s=SOON_S), 1)
+            publish(sender, 4)
+            stager.release()
+            assert_whole(stager.take(at_least=1, timeout_s=SOON_S), 1)
+            stager.release(applied=1)
+            publish(sender, 5, 6)
+            time.sleep(NOT_IN_VAIN_S)
+            assert record_in(store).staged_version is None
+            assert stager.stats["staged"] == 1
+            stager.stage_again()
+            with pytest.raises(dbuffer.VersionError, match=r"version 1 .* holds 3, 4, 5, 6$"):
+                stager.take(timeout_s=SOON_S)
+
+
+@both_modes
+def test_another_version_on_request_and_then_that_one_again(store, copy):
+    with dbuffer.WeightSender(store, keep=2) as sender:
+        publish(sender, 1, 2, 3, 4)
+    with staging(store, copy=copy, version=2) as stager:
+        wait_until_staged(store, 2)
+        assert_whole(stager.take(4, timeout_s=SOON_S), 4)
+        stager.release(applied=4)
+        wait_until_staged(store, 2)
+        assert_whole(stager.take(timeout_s=SOON_S), 2)
+
+
+def test_version_that_is_not_published_yet_is_waited_for(store, sender):
+    with staging(store, version=3) as stager:
+        publish(sender, 1, 2)
+        time.sleep(NOT_IN_VAIN_S)
+        assert stager.stats["staged"] == 0
+        publish(sender, 3, 4)
+        assert_whole(stager.take(timeout_s=SOON_S), 3)
+
+
+def test_version_of_a_store_that_was_started_over_is_staged(store):
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2)
+    with staging(store, version=2, new_history="follow") as stager:
+        wait_until_staged(store, 2)
+        history = record_in(store).history
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            publish(sender, 1)
+            publish(sender, 2)
+            until("it is staged", lambda: (r := record_in(store)) and r.history != history)
+            assert_whole(stager.take(timeout_s=SOON_S), 2)
+
+
+@pytest.mark.timing(retry_min_s=0.1)
+def test_version_that_is_gone_is_tried_at_growing_intervals(store, sender, caplog):
+    publish(sender, 1, 2, 3, 4)
+    with staging(store, version=1) as stager:
+        wait_for_problem(store)
+        publish(sender, 5)
+        time.sleep(1)
+        assert 2 <= stager.stats["failures"] <= 5
+    assert len(caplog.records) == 1
+    assert "version 1" in caplog.text
 
 
 # Any order of all that

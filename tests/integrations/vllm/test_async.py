@@ -191,6 +191,14 @@ def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: Any) -> Non
     ]
 
 
+def test_engine_stays_on_the_version_that_it_was_told(observed: Any) -> None:
+    seen = observed["stays"]
+    check_attribution(seen["responses"])
+    versions = [[span[0] for span in response["spans"]] for response in seen["responses"]]
+    assert versions == [[str(seen["version"])]] * 3 + [[str(seen["last"])]]
+    assert version_of(seen["before"]) < seen["version"]
+
+
 def test_sleeping_engine_is_left_asleep_and_gets_its_version_when_it_wakes(observed: Any) -> None:
     seen = observed["lost weights"]
     assert seen["label"] == "unknown"

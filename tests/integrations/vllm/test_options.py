@@ -37,6 +37,7 @@ TOO_LONG_S = 2 * threading.TIMEOUT_MAX
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "store": ["", None, 1, True, b"/store", Path("/store"), ["/store"], {}],
     "local_store": ["", 1, True, b"/store", Path("/store"), ["/store"], {}],
+    "version": [0, -1, 1.0, "1", True, [1], MAX_INTEGER + 1],
     "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
     "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
     "verify": ["", "yes", "Auto", None, 0, 1, 2, 0.0, 0.5, 1.0, [True], {}],
@@ -55,6 +56,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 RIGHT_OPTIONS: dict[str, list[Any]] = {
     "store": ["a", "/dev/shm/größe policy", "s" * 500],
     "local_store": [None, "a", "/dev/shm/größe copy"],
+    "version": [None, 1, MAX_INTEGER],
     "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
     "staging": ["auto", "map", "copy"],
     "verify": ["auto", True, False],
@@ -123,7 +125,7 @@ def test_every_field_is_tested_here() -> None:
         {"store": STORE, "": 1},
         {"store": STORE, 1: 1},
         {"store": STORE, None: 1},
-        {"store": STORE, "version": 1},
+        {"store": STORE, "versions": 1},
         None,
         STORE,
         [("store", STORE)],

@@ -254,6 +254,18 @@ def test_server_that_would_not_resume_is_told_again(outside: Any) -> None:
     assert_serves_newest(outside["an error for resume"])
 
 
+def test_server_stays_on_the_version_that_it_was_told(outside: Any) -> None:
+    seen = outside["only version"]
+    assert_serves_newest(seen["stayed"])
+    assert seen["lines"] == [seen["stayed"]["newest"]]
+
+
+def test_version_that_is_gone_is_refused_by_name(outside: Any) -> None:
+    code, errors = outside["gone"]
+    assert code == EXIT_FAILED
+    assert "version 1 is not in" in errors
+
+
 def test_nobody_there_is_a_timeout(outside: Any) -> None:
     code, errors = outside["no server"]
     assert code == EXIT_TIMEOUT

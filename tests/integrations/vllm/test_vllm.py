@@ -124,7 +124,7 @@ def test_stock_calls_take_newest_exact_and_nothing_twice(observed: Any) -> None:
     assert observed["stock again"] == fresh["none, fresh"]
     assert observed["stock exact"] == fresh["backend, fresh"]
     assert "versions never go back" in observed["stock back"]
-    assert "is no longer in" in observed["stock gone"]
+    assert "version 3 is not in" in observed["stock gone"]
 
 
 def test_each_version_by_patches_is_the_trainers_state(observed: Any) -> None:
