@@ -21,6 +21,7 @@ from torch import nn
 
 from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.format.delta import require_compression
+from dbuffer.format.layout import ALIGNMENT_BYTES, Layout
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
@@ -33,6 +34,7 @@ from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.medium import medium_of
 from dbuffer.store.writer import BufferWriter
+from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
 
@@ -59,6 +61,8 @@ class ResidentModel(Publisher):
         delta: tell receivers what changed since the version before, where that is little: engines
             then write nothing else. A publish compares both buffers. Needs ``dbuffer[delta]``.
         rename: a mapping of names, or a function from name to name.
+        as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
+            publish its own names and tensors, with experts fused as transformers fuses them.
         num_threads: threads that copy and hash. Default: the machine's cores, at most 8.
         reader_timeout_s: how long a publish waits, after its flip, for readers that still hold
             the version before, until they are evicted.
@@ -89,6 +93,7 @@ class ResidentModel(Publisher):
         checksum: bool = False,
         delta: bool = False,
         rename: Rename | None = None,
+        as_checkpoint: bool = True,
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
@@ -106,7 +111,7 @@ class ResidentModel(Publisher):
         options.flag("checksum", checksum)
         if options.flag("delta", delta):
             require_compression()
-        self._describer = Describer(rename=rename)
+        self._describer = Describer(rename=rename, as_checkpoint=as_checkpoint)
         self._home: MappedTensors | None = None
         """File in which the parameters live; None: they are in ordinary memory."""
         source = self._describe_movable()
@@ -185,31 +190,47 @@ class ResidentModel(Publisher):
 
     def _describe_movable(self) -> Source:
         source = self._describer.describe(self.module)
-        if source.is_lazy:
+        for spec, lazy in zip(source.specs, source.tensors, strict=True):
+            if not isinstance(lazy, LazyTensor):
+                continue
+            if lazy.sharded is not None:
+                raise UnsupportedError(
+                    "a rank holds only a part of the module: use ShardedWeightSender"
+                )
             raise UnsupportedError(
-                "a rank holds only a part of the module: use ShardedWeightSender"
+                f"transformers computes {spec.name!r} when it saves the module, so it is none of "
+                "the module's tensors: publish with a WeightSender, or the module's own tensors "
+                "(as_checkpoint=False)"
             )
-        places = set()
-        own = {tensor.data_ptr() for tensor in own_tensors(self.module)}
-        for spec, tensor in zip(source.specs, source.eager, strict=True):
+        own = list(own_tensors(self.module))
+        wholes = {one.untyped_storage().data_ptr(): one for one in own if one.device.type == "cpu"}
+        places: set[int] = set()
+        parts: dict[int, list[int]] = {}
+        for index, (spec, tensor) in enumerate(zip(source.specs, source.eager, strict=True)):
             if tensor.device.type != "cpu":
                 raise UnsupportedError(
                     f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
                     "publish with a WeightSender, which copies it"
                 )
-            if tensor.numel() and tensor.data_ptr() not in own:
+            if not tensor.numel():
+                continue
+            storage = tensor.untyped_storage()
+            if (whole := wholes.get(storage.data_ptr())) is None:
                 raise UnsupportedError(
                     f"tensor {spec.name!r} is none of the module's parameters and buffers, but "
                     "made by its state_dict(): publish with a WeightSender, which copies it"
                 )
             # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
-            is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
-            if tensor.numel() and (is_part or tensor.data_ptr() in places):
+            if storage.nbytes() != whole.nbytes or tensor.data_ptr() in places:
                 raise UnsupportedError(
                     f"tensor {spec.name!r} is a part of something larger, or another view of it, "
                     "from which moving it would cut it off: publish with a WeightSender"
                 )
             places.add(tensor.data_ptr())
+            if tensor.nbytes != whole.nbytes:
+                parts.setdefault(storage.data_ptr(), []).append(index)
+        for address, indices in parts.items():
+            _check_parts(source, indices, wholes[address])
         return source
 
     def _move_in(self, source: Source, *, is_published: bool = False) -> None:
@@ -228,8 +249,17 @@ class ResidentModel(Publisher):
             chain.abandon()
             raise
         self._home = mapped
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        self._point(dict(zip(addresses, _separate_tensors(mapped), strict=True)))
+        offset_of = dict(
+            zip([tensor.data_ptr() for tensor in tensors], mapped.layout.offsets, strict=True)
+        )
+        own = [tensor for tensor in own_tensors(self.module) if tensor.data_ptr() in offset_of]
+        self._point(
+            {
+                tensor.data_ptr(): _tensor_at(mapped, offset_of[tensor.data_ptr()], tensor)
+                for tensor in own
+                if tensor.numel()
+            }
+        )
 
     def _is_caught_up(self, draft: Draft) -> bool:
         """Write the last changes into the draft's file, if it holds the version before the last."""
@@ -299,16 +329,30 @@ def _is_at(home: MappedTensors, source: Source) -> bool:
     return all(is_same_memory(tensor, view) for tensor, view in pairs if view.numel())
 
 
-def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
-    """Return the tensors of a file, each with a storage of its own.
+def _check_parts(source: Source, indices: list[int], whole: torch.Tensor) -> None:
+    """Refuse a tensor that cannot live in the file because its published parts lie otherwise."""
+    specs = [source.specs[index] for index in indices]
+    tensors = [source.eager[index] for index in indices]
+    starts = [tensor.data_ptr() - whole.data_ptr() for tensor in tensors]
+    if (
+        list(Layout.of(specs).offsets) != starts
+        or sum(tensor.nbytes for tensor in tensors) != whole.nbytes
+        or not all(tensor.is_contiguous() for tensor in tensors)
+        or indices != list(range(indices[0], indices[-1] + 1))
+    ):
+        raise UnsupportedError(
+            f"{specs[0].name!r} and {len(specs) - 1} more are parts of one tensor of the module, "
+            "but do not lie in it as in a store, one after another and each at a multiple of "
+            f"{ALIGNMENT_BYTES} bytes: publish with a WeightSender, or the module's own tensors "
+            "(as_checkpoint=False)"
+        )
+
+
+def _tensor_at(mapped: MappedTensors, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a file, with a storage of its own.
 
     Programs that save checkpoints take views of one storage for tied tensors. And
     ``share_memory()`` moves a storage, under all tensors that share it.
     """
-    tensors = []
-    for view, start in zip(mapped.views, mapped.layout.offsets, strict=True):
-        if view.numel():
-            data = torch.frombuffer(mapped.raw, dtype=torch.uint8, count=view.nbytes, offset=start)
-            view = data.view(view.dtype).view(view.shape)
-        tensors.append(view)
-    return tensors
+    data = torch.frombuffer(mapped.raw, dtype=torch.uint8, count=like.nbytes, offset=offset)
+    return data.view(like.dtype).view(like.shape)

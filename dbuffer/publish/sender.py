@@ -55,6 +55,8 @@ class WeightSender(Publisher):
             for one more copy of them.
         dtype: publish floating-point tensors in this dtype, cast while copying.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
+        as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
+            publish its own names and tensors, with experts fused as transformers fuses them.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
             before they are evicted. On network mounts a sender does not wait; there it is how long
@@ -87,6 +89,7 @@ class WeightSender(Publisher):
         delta: bool = False,
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
+        as_checkpoint: bool = True,
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
@@ -97,7 +100,7 @@ class WeightSender(Publisher):
         options.choice("checksum", checksum, (True, False, "auto"))
         if options.flag("delta", delta):
             require_compression()
-        self._describer = Describer(dtype=dtype, rename=rename)
+        self._describer = Describer(dtype=dtype, rename=rename, as_checkpoint=as_checkpoint)
         copier = Copier(num_threads)
         self._writer = BufferWriter(
             store,

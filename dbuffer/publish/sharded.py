@@ -63,6 +63,8 @@ class ShardedWeightSender(Publisher):
             ``dbuffer[delta]``, and on each rank memory for a copy of what it writes.
         dtype: publish floating-point tensors in this dtype, cast while copying.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
+        as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
+            publish its own names and tensors, with experts fused as transformers fuses them.
         num_threads: threads of each rank that copy. Default: its share of the machine's cores, at
             most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
@@ -103,6 +105,7 @@ class ShardedWeightSender(Publisher):
         delta: bool = False,
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
+        as_checkpoint: bool = True,
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
@@ -122,7 +125,9 @@ class ShardedWeightSender(Publisher):
                 options.choice("checksum", checksum, (True, False, "auto"))
                 if options.flag("delta", delta):
                     require_compression()
-                self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
+                self._describer = Describer(
+                    dtype=dtype, rename=rename, sharded=True, as_checkpoint=as_checkpoint
+                )
                 self._buffers = DoubleBuffer(store, allow_shared_store=allow_shared_store)
                 threads = _share_of_cores(ranks) if num_threads is None else num_threads
                 self._copier = Copier(threads)

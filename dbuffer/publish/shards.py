@@ -8,19 +8,18 @@ Where they do not, the tensor is gathered by all ranks, written by one of them, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
-from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.checkpoint import LazyTensor, View
 from dbuffer.weights.sources import fetch
 
 if TYPE_CHECKING:  # its import takes half as long as torch's
@@ -82,7 +81,46 @@ def _held_box(index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
         return whole_box(index, tensor.shape)
     from torch.distributed.tensor import DTensor
 
-    return _box_of_dtensor(index, sharded) if isinstance(sharded, DTensor) else None
+    if not isinstance(sharded, DTensor):
+        return None
+    box = _box_of_dtensor(index, sharded)
+    view = tensor.view if isinstance(tensor, LazyTensor) else None
+    if box is None or view is None:
+        return box
+    # Boxes of strided shares overlap, which shows in the whole tensor, and not in a part of it.
+    return None if any(map(_is_strided, sharded.placements)) else _overlap(box, view)[0]
+
+
+def _is_strided(placement: object) -> bool:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def _overlap(box: Box, view: View) -> tuple[Box, View]:
+    """Return the part of a view that a box of the same tensor has, and its place in the box."""
+    index: list[int | slice] = []
+    starts, shape = [], []
+    for start, extent, place in zip(box.start, box.shape, view.index, strict=True):
+        first, end = (place.start, place.stop) if isinstance(place, slice) else (place, place + 1)
+        begin, stop = max(start, first), min(start + extent, end)
+        if begin >= stop:
+            none = (0,) * len(view.shape)
+            return Box(box.tensor, none, none), view
+        if isinstance(place, slice):
+            index.append(slice(begin - start, stop - start))
+            starts.append(begin - first)
+            shape.append(stop - begin)
+        else:
+            index.append(begin - start)
+    long = iter(view.order)
+    dimensions = [None if size == 1 else next(long) for size in view.shape]
+    part = Box(
+        box.tensor,
+        tuple(0 if dimension is None else starts[dimension] for dimension in dimensions),
+        tuple(1 if dimension is None else shape[dimension] for dimension in dimensions),
+    )
+    return part, View(tuple(index), view.order, part.shape)
 
 
 def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
@@ -104,14 +142,18 @@ def local_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> to
         return tensor
     if tensor.sharded is None:
         return fetch(tensor)
+    held = _box_of_dtensor(box.tensor, tensor.sharded)
+    assert held is not None  # noqa: S101 - else it is gathered
     with torch.no_grad():
         local: torch.Tensor = tensor.sharded.to_local()
-    if tuple(local.shape) != box.shape:
+    if tuple(local.shape) != held.shape:
         raise InvalidWeightsError(
             f"of {name!r} this rank holds {list(local.shape)}, and its placements "
-            f"{tensor.sharded.placements} give it {list(box.shape)}"
+            f"{tensor.sharded.placements} give it {list(held.shape)}"
         )
-    return local
+    if tensor.view is None:
+        return local
+    return _overlap(held, tensor.view)[1].of(local)
 
 
 @contextlib.contextmanager
@@ -122,6 +164,9 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
         with deepspeed.zero.GatheredParameters([tensor.sharded]):
             yield tensor.sharded.data
+        return
+    if isinstance(tensor, LazyTensor) and tensor.sharded is not None:
+        yield tensor.sharded.detach().full_tensor()
         return
     yield fetch(tensor)
 
@@ -142,18 +187,33 @@ def each_gathered(
     """
     total = 0
     problem: Exception | None = None
-    for index, writer in assignment.gathered:
-        with gathered(tensors[index]) as whole:
-            if writer != rank or problem is not None:
-                continue
-            try:
-                total += action(index, whole)
-            except Exception as error:  # noqa: BLE001 - raised when all are through
-                problem = error
+
+    def whole_of(pair: tuple[int, int]) -> int:
+        tensor = tensors[pair[0]]
+        sharded = tensor.sharded if isinstance(tensor, LazyTensor) else None
+        return id(tensor if sharded is None else sharded)
+
+    # A tensor of which several views are published is gathered once.
+    for _, pairs in itertools.groupby(assignment.gathered, whole_of):
+        views = list(pairs)
+        with gathered(tensors[views[0][0]]) as whole:
+            for index, writer in views:
+                if writer != rank or problem is not None:
+                    continue
+                try:
+                    total += action(index, _viewed(tensors[index], whole))
+                except Exception as error:  # noqa: BLE001 - raised when all are through
+                    problem = error
         del whole  # before the next is gathered
     if problem is not None:
         raise problem
     return total
+
+
+def _viewed(tensor: torch.Tensor | LazyTensor, whole: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, LazyTensor) and tensor.view is not None:
+        return tensor.view.of(whole)
+    return whole
 
 
 def assign_writes(
@@ -225,7 +285,7 @@ def layout_in_parts(layout: Layout, assignment: WriteAssignment) -> Layout:
             num_bytes, place = _num_bytes(box, spec), align(part_bytes[rank])
             pieces.append(Piece(box.tensor, offset, num_bytes, rank, place))
             part_bytes[rank] = place + num_bytes
-    return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
+    return replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
 
 
 def whole_box(index: int, shape: tuple[int, ...]) -> Box:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -39,6 +39,61 @@ SAFETENSORS_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """Place of a tensor in a larger one: a box of it, with dimensions reordered or left out."""
+
+    index: tuple[int | slice, ...]
+    """Index of the box in the whole; of a dimension that is left out, a number."""
+    order: tuple[int, ...]
+    """Dimensions of the box in the order in which the view has them."""
+    shape: tuple[int, ...]
+    """Shape of the view, which may have more dimensions of size 1."""
+    is_whole: bool = False
+    """Whether the view is the whole tensor, unchanged."""
+
+    @classmethod
+    def of_all(cls, shape: tuple[int, ...]) -> Self:
+        index = tuple(slice(0, extent) for extent in shape)
+        return cls(index, tuple(range(len(shape))), shape, is_whole=True)
+
+    @classmethod
+    def find(cls, part: torch.Tensor, whole: torch.Tensor) -> Self | None:
+        """Return the place of ``part`` in a contiguous tensor of which it is a view.
+
+        None: it is no box of it, for instance because dimensions were joined.
+        """
+        shape, rest = tuple(part.shape), int(part.storage_offset())
+        if shape == whole.shape and part.stride() == whole.stride():
+            return cls.of_all(shape)
+        index: list[int | slice] = []
+        dimension_at = {}
+        for dimension, (stride, size) in enumerate(zip(whole.stride(), whole.shape, strict=True)):
+            start, rest = divmod(rest, stride) if size > 1 else (0, rest)
+            index.append(start)
+            if size > 1:
+                dimension_at[stride] = dimension
+        dimensions = []
+        for stride, size in zip(part.stride(), shape, strict=True):
+            if size == 1:
+                continue
+            dimension = dimension_at.pop(stride, -1)
+            first = index[dimension]
+            if dimension < 0 or isinstance(first, slice) or first + size > whole.shape[dimension]:
+                return None
+            index[dimension] = slice(first, first + size)
+            dimensions.append(dimension)
+        ascending = sorted(dimensions)
+        return cls(tuple(index), tuple(map(ascending.index, dimensions)), shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of a tensor; nothing is copied."""
+        part = whole[self.index]
+        if self.order != tuple(range(part.ndim)):
+            part = part.permute(self.order)
+        return part if part.shape == self.shape else part.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class LazyTensor:
     """A tensor that is fetched when its turn comes to be published, and dropped after.
 
@@ -53,6 +108,8 @@ class LazyTensor:
     """A negative number shared by all names of one tensor; 0 if unknown."""
     sharded: Any = None
     """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it."""
+    view: View | None = None
+    """Place of the tensor in ``sharded``; None: it is all of it."""
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:

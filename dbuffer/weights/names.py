@@ -16,6 +16,15 @@ MAX_FILE_BYTES = 64 << 20
 """A mapping file of 100,000 tensors, with all that other programs write into theirs, is smaller."""
 
 
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
+
+_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
+
+WRAPPER_PREFIX = "module."
+"""The prefix that DDP, DataParallel and DeepSpeed add to every name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     r"""Rule that gives some names a new one.
@@ -164,6 +173,19 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"cannot read names from {file}: {error}") from None
+
+
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers insert."""
+    return _wrapper_parts.sub("", name)
+
+
+def clean_names(names: Iterable[str]) -> list[str]:
+    """Return names without wrappers' parts, and without a ``module.`` that all of them have."""
+    names = [without_wrappers(name) for name in names]
+    while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
+        names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
+    return names
 
 
 def renamed(name: str, rename: Rename | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,18 +27,11 @@ from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
-from dbuffer.weights.names import Rename, renamed
+from dbuffer.weights.names import Rename, clean_names, renamed, without_wrappers
+from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
 if TYPE_CHECKING:  # its import takes as long as torch's
     from tensordict import TensorDictBase
-
-WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
-
-_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
-
-WRAPPER_PREFIX = "module."
-"""The prefix that DDP, DataParallel and DeepSpeed add to every name."""
 
 TORCH_EXTRA_STATE = "_extra_state"
 """Last part of a state dict's key for a module's extra state."""
@@ -120,6 +112,7 @@ class Describer:
             before.
         sharded: accept tensors of which each rank of a trainer holds a part. To gather them, all
             ranks must take part: a sender of one rank would wait forever.
+        as_checkpoint: take a transformers module for what its checkpoint would be.
 
     Raises:
         OptionError: an option is not what it may be.
@@ -131,6 +124,7 @@ class Describer:
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         sharded: bool = False,
+        as_checkpoint: bool = True,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast_to(dtype)):
             options.refuse("dtype", dtype, "a floating-point dtype that weights can be cast to")
@@ -139,6 +133,7 @@ class Describer:
         self.dtype = dtype
         self.rename = rename
         self.sharded = sharded
+        self.as_checkpoint = options.flag("as_checkpoint", as_checkpoint)
         self._known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = None
         """Spec of one version's weights, to check the next version's faster."""
 
@@ -146,9 +141,12 @@ class Describer:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
         if is_stream(weights):
             return Source((), [], {}, is_lazy=False, stream=self._stream(weights))
-        named = _as_mapping(weights)
+        named: Mapping[str, Any] | None = _as_mapping(weights)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
+        if self.as_checkpoint and is_module(weights) and has_model(weights):
+            checked = dict(zip(*self._checked_pairs(named.items()), strict=True))
+            named = as_checkpoint(weights, checked)
         if self._known is not None and self._known[0].fits(named):
             tensors = list(named.values())
             addresses = set(map(torch.Tensor.data_ptr, tensors))
@@ -235,14 +233,6 @@ def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     return fetched
 
 
-def clean_names(names: Iterable[str]) -> list[str]:
-    """Names without wrappers' parts; a leading ``module.`` is stripped only if all have it."""
-    names = [without_wrappers(name) for name in names]
-    while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
-        names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
-    return names
-
-
 def module_state(module: nn.Module) -> dict[str, Any]:
     """All that the module would save, by clean name, non-tensors included."""
     state = module.state_dict(keep_vars=True)
@@ -271,6 +261,11 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by clean name, tied ones under each of their names."""
     return only_tensors(module_state(module))
+
+
+def is_module(weights: object) -> TypeGuard[nn.Module]:
+    """Whether weights are a module; a TensorDictParams is a TensorDict first."""
+    return isinstance(weights, nn.Module) and not is_tensordict(weights)
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -440,11 +435,6 @@ def _fetch_zero3() -> torch.Tensor:
 def _is_whole(tensor: Any) -> bool:
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 for placement, size in pairs)
-
-
-def without_wrappers(name: str) -> str:
-    """A tensor's name without the parts that wrappers insert."""
-    return _wrapper_parts.sub("", name)
 
 
 def _without_ties(

@@ -21,7 +21,10 @@ from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchErro
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
 from dbuffer.weights import sources
+from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.comparison import Comparison, compare
+from dbuffer.weights.names import clean_names
+from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -99,6 +102,8 @@ class Matcher:
                 differences are listed.
         """
         named = dict(_named_in(target))
+        if sources.is_module(target):
+            named = _as_published(target, named, layout)
         if (targets := self._match_like_before(target, named, layout, partial)) is not None:
             return Match(targets, [])
         match, order = _match_each(target, named, layout, partial=partial)
@@ -168,7 +173,7 @@ def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
     """The match, and for each of its tensors its index in the target."""
-    tensors = dict(zip(sources.clean_names(named), named.values(), strict=True))
+    tensors = dict(zip(clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
     specs = [sources.spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
     comparison = compare(layout, specs)
@@ -311,6 +316,17 @@ def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
     return named
 
 
+def _as_published(
+    target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module under the names of its checkpoint, if the store has those."""
+    if layout.all_names <= named.keys() or not has_model(target):
+        return named
+    if any(not isinstance(one, torch.Tensor) or has_no_shape(one) for one in named.values()):
+        return named
+    return dict(as_checkpoint(target, named))
+
+
 def _named_in(target: Any) -> Mapping[str, Any]:
     if sources.is_tensordict(target):
         try:
@@ -380,6 +396,11 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 def _reason_not_to_fill(name: str, tensor: Any) -> str:
+    if isinstance(tensor, LazyTensor):
+        return (
+            f"{name!r} is computed from tensors of the target, and cannot be loaded into them: "
+            "publish the trainer's own tensors (as_checkpoint=False)"
+        )
     if not isinstance(tensor, torch.Tensor):
         return f"{name!r} of the target is a {type(tensor).__name__}"
     if has_no_shape(tensor):

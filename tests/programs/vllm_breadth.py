@@ -17,9 +17,14 @@ import dbuffer
 from dbuffer.integrations.vllm import follow
 from tests.programs.vllm_drafts import bigrams, eagle
 from tests.support.engines.async_engines import Asking
-from tests.support.engines.families import CONFIGURATIONS, save_family
+from tests.support.engines.families import CONFIGURATIONS, make_family, save_family
 from tests.support.engines.media_models import MEDIA, media_prompts, save_media_model
-from tests.support.engines.tiny_models import compressed_tensors, save_model, weights_in
+from tests.support.engines.tiny_models import (
+    compressed_tensors,
+    make_model,
+    save_model,
+    weights_in,
+)
 from tests.support.engines.vllm_engines import (
     PROMPTS,
     TIMEOUT_S,
@@ -35,6 +40,9 @@ from tests.support.engines.vllm_engines import (
 ORDER = (1, 0) * 5
 """Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
 
+MODULE_ORDER = (1, 0, 1)
+"""Of the two modules, which are published after the checkpoints."""
+
 NUM_STREAMS = 3
 STREAM_TOKENS = 60
 """Of an answer in the background: enough for several versions to come before it ends."""
@@ -46,6 +54,8 @@ class Case:
 
     make: Callable[[Path, int], Path]
     """Save the checkpoint of a seed below a directory."""
+    module: Callable[[int], Any] | None = None
+    """Makes the transformers module of which the checkpoint is."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     draft: Callable[[Path, int], Path] | None = None
@@ -61,13 +71,21 @@ class Case:
     """What the engine says of each version, where it can have none."""
 
 
-def family(model_type: str, *, embeds: bool = False) -> Callable[[Path, int], Path]:
-    return lambda directory, seed: save_family(model_type, directory, seed, embeds=embeds)
+def family(model_type: str, *, embeds: bool = False, **more: Any) -> Case:
+    return Case(
+        lambda directory, seed: save_family(model_type, directory, seed, embeds=embeds),
+        lambda seed: make_family(model_type, seed, embeds=embeds),
+        **more,
+    )
 
 
-def saved(name: str) -> Callable[[Path, int], Path]:
+def saved(name: str, **more: Any) -> Case:
     """A family that other tests have, too."""
-    return lambda directory, seed: save_model(name, seed, directory)
+    return Case(
+        lambda directory, seed: save_model(name, seed, directory),
+        lambda seed: make_model(name, seed),
+        **more,
+    )
 
 
 GROUP = 32
@@ -80,7 +98,7 @@ def int4(method: str) -> Callable[[Path, int], Path]:
     def make(directory: Path, seed: int) -> Path:
         from safetensors.torch import save_file
 
-        path = DENSE(directory, seed)
+        path = DENSE.make(directory, seed)
         config = json.loads((path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, **INT4[method]}
         config["dtype"] = "bfloat16"
@@ -144,28 +162,28 @@ OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
 ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 FAMILIES = {
-    **{name: Case(family(name)) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
-    "qwen3_next": Case(family("qwen3_next"), {"dtype": "bfloat16"}),
-    "gpt oss": Case(
-        saved("gpt-oss"),
+    **{name: family(name) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
+    "qwen3_next": family("qwen3_next", arguments={"dtype": "bfloat16"}),
+    "gpt oss": saved(
+        "gpt-oss",
         refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
     ),
-    "mamba 2": Case(saved("mamba2")),
+    "mamba 2": saved("mamba2"),
     # Its checkpoint has a pooler that vLLM's embedding model has no place for.
-    "bert": Case(
-        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, unused_tensors="warn"
+    "bert": family(
+        "bert", embeds=True, arguments=AS_EMBEDDING, is_embedding=True, unused_tensors="warn"
     ),
-    "bert, pooler refused": Case(
-        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, refused="pooler.dense"
+    "bert, pooler refused": family(
+        "bert", embeds=True, arguments=AS_EMBEDDING, is_embedding=True, refused="pooler.dense"
     ),
-    "qwen 3 embedding": Case(family("qwen3", embeds=True), AS_EMBEDDING, is_embedding=True),
+    "qwen 3 embedding": family("qwen3", embeds=True, arguments=AS_EMBEDDING, is_embedding=True),
 }
-ONLINE = {"fp8 per channel, online": Case(DENSE, ONLINE_FLOAT8)}
+ONLINE = {"fp8 per channel, online": saved("qwen3", arguments=ONLINE_FLOAT8)}
 FEATURES = {
-    "compiled": Case(DENSE, {"enforce_eager": False}),
-    "ngram speculation": Case(
-        DENSE,
-        {
+    "compiled": saved("qwen3", arguments={"enforce_eager": False}),
+    "ngram speculation": saved(
+        "qwen3",
+        arguments={
             "speculative_config": {
                 "method": "ngram",
                 "num_speculative_tokens": 3,
@@ -174,15 +192,15 @@ FEATURES = {
         },
         other={},
     ),
-    "draft model": Case(
-        DENSE,
-        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
-        draft=DENSE,
+    "draft model": saved(
+        "qwen3",
+        arguments={"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+        draft=DENSE.make,
         other={},
     ),
     "eagle, two ranks": Case(
         bigrams,
-        {
+        arguments={
             "speculative_config": {"method": "eagle", "num_speculative_tokens": 2},
             "tensor_parallel_size": 2,
         },
@@ -201,9 +219,9 @@ BFLOAT16["mamba 2, bfloat16"] = replace(
 )
 # On a CPU vLLM fails to keep states of Mamba in its prefix cache, with or without dbuffer.
 HYBRID = {
-    f"mamba beside attention, {dtype}": Case(
-        family("granitemoehybrid"),
-        {"dtype": dtype, "enable_prefix_caching": False},
+    f"mamba beside attention, {dtype}": family(
+        "granitemoehybrid",
+        arguments={"dtype": dtype, "enable_prefix_caching": False},
         refused=refused,
     )
     for dtype, refused in {
@@ -220,12 +238,12 @@ SEES_OR_HEARS = {
         lambda directory, seed, model_type=model_type: save_media_model(
             model_type, directory, seed
         ),
-        {"skip_tokenizer_init": False},
+        arguments={"skip_tokenizer_init": False},
         media=model_type,
     )
     for model_type in MEDIA
 }
-QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
+QUANTISED = {method: Case(int4(method), arguments={"dtype": "bfloat16"}) for method in INT4}
 CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
 
 
@@ -245,7 +263,11 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     seen: dict[str, Any] = {"fresh": [ask(llm), ask(measure)]}
     try:
         with following(llm, store, ask, unused_tensors=case.unused_tensors) as switch:
-            return seen | {"switched": [switch(pair[number]) for number in ORDER]}
+            seen["switched"] = [switch(pair[number]) for number in ORDER]
+            if case.module is not None:
+                modules = [case.module(seed) for seed in (0, 1)]
+                seen["switched to modules"] = [switch(modules[number]) for number in MODULE_ORDER]
+            return seen
     except dbuffer.UnsupportedError as error:
         return seen | {"switched": [[str(error), ask(llm)]]}
 

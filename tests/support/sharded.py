@@ -137,6 +137,37 @@ def made_when_sent(size: int) -> Case:
     return full | {"made": lazy, "tied": lazy}, full
 
 
+def experts(size: int, *, columns: bool = False) -> Case:
+    """A transformers model, whose checkpoint has each of its experts by itself."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 30}
+    config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1)
+    model = MixtralForCausalLM(config)
+    full = revert_weight_conversion(model, state_of(model))
+    for part in (*model.model.layers, model):
+        fully_shard(part, shard_placement_fn=lambda p: Shard(int(columns and p.ndim == 3)))
+    return model, full
+
+
+def experts_by_columns(size: int) -> Case:
+    """Each rank holds a part of each expert."""
+    return experts(size, columns=True)
+
+
+def strided_experts(size: int) -> Case:
+    """What a rank holds are no neighbouring experts."""
+    model, full = experts(size)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.model.layers:
+        for name, parameter in list(layer.mlp.experts.named_parameters(recurse=False)):
+            whole = parameter.full_tensor().detach()
+            cut = distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2)])
+            setattr(layer.mlp.experts, name, nn.Parameter(cut))
+    return model, full
+
+
 ROWS = [
     made_when_sent,
     fsdp,
@@ -148,6 +179,8 @@ ROWS = [
     hsdp,
     two_dimensions,
     placements,
+    experts,
+    experts_by_columns,
 ]
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from dbuffer.errors import OptionError
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.sources import clean_names, is_same_memory
+from dbuffer.weights.names import clean_names
+from dbuffer.weights.sources import is_same_memory
 
 
 def take_over(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -39,6 +39,7 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.rendezvous import join
 from dbuffer.runtime import options as checks
 from dbuffer.weights.sources import Describer, module_tensors
+from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -441,7 +442,10 @@ def _default_store(config: BridgeConfig) -> Path:
 
 
 def _named(weights: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return module_tensors(weights) if isinstance(weights, nn.Module) else weights
+    """Return the tensors to publish, by the names that the mapping knows."""
+    if not isinstance(weights, nn.Module):
+        return weights
+    return as_checkpoint(weights, module_tensors(weights))
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:

@@ -20,18 +20,23 @@ from torch import nn
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import described
+from dbuffer.weights import transformers_modules
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.sources import only_tensors, own_tensors
 
 
 def merged_weights(
-    peft_model: PeftModel, adapters: Collection[str] | None = None
+    peft_model: PeftModel,
+    adapters: Collection[str] | None = None,
+    *,
+    as_checkpoint: bool = True,
 ) -> dict[str, torch.Tensor | LazyTensor]:
     """Return the weights that ``merge_and_unload()`` would give, for `WeightSender.send`.
 
     The values equal those of ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, under
-    the same names. The peft model is left as it is, and no more of it is copied at a time than one
-    layer (tied ones count as one). What adapters do not reach is published from where it lies.
+    the same names; those of a transformers model are the ones that its ``save_pretrained`` writes.
+    The peft model is left as it is, and no more of it is copied at a time than one layer (tied ones
+    count as one). What adapters do not reach is published from where it lies.
 
     The tensors are merged again whenever they are sent, so the same dictionary may be sent after
     each step of training. Nothing may train meanwhile.
@@ -39,6 +44,7 @@ def merged_weights(
     Args:
         peft_model: in main memory or on a device, whole.
         adapters: names of those to merge, in this order. Default: the active ones.
+        as_checkpoint: False: names and tensors of a transformers model's own ``state_dict()``.
 
     Raises:
         InvalidWeightsError: peft cannot merge them, the base model is quantised, sharded or has
@@ -52,9 +58,10 @@ def merged_weights(
     state = only_tensors(merged.state_dict(keep_vars=True))
     published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
     groups = _Groups(peft_model.get_base_model(), published, names)
-    return {
+    weights = {
         name: groups.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
     }
+    return dict(transformers_modules.as_checkpoint(merged, weights)) if as_checkpoint else weights
 
 
 def _check(peft_model: Any, adapters: Collection[str] | None) -> None:

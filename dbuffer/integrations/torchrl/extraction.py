@@ -19,12 +19,10 @@ from torch import nn
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.sources import (
-    is_extra_state,
-    own_tensors,
-    tensordict_tensors,
-    without_wrappers,
-)
+from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.names import without_wrappers
+from dbuffer.weights.sources import is_extra_state, own_tensors, tensordict_tensors
+from dbuffer.weights.transformers_modules import as_checkpoint
 
 EXTRA_STATE = "__extra_state__"
 """TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
@@ -39,7 +37,7 @@ Structure = dict[str, Any]
 class Extracted:
     """One model's weights, ready to be published."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | LazyTensor]
     extra_state: dict[str, Structure] = field(default_factory=dict)
     """Structure by the module's path in the model; the model itself is ``""``."""
 
@@ -105,14 +103,14 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Extract the tensors of a checkpoint, without buffers that are never saved."""
+    """Extract the tensors that a checkpoint would have."""
     weights = without_torchrl_wrapper(weights)
     extracted = extract(weights, extract_weights)
     if not isinstance(weights, nn.Module):
         return extracted
     never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
     kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
-    return Extracted(kept, extracted.extra_state)
+    return Extracted(dict(as_checkpoint(weights, kept)), extracted.extra_state)
 
 
 def without_torchrl_wrapper(model: Any) -> Any:

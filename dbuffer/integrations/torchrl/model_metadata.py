@@ -15,7 +15,8 @@ from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_to
 from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.sources import clean_names
+from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.names import clean_names
 
 ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
@@ -32,9 +33,11 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
     return metadata_of(extract_for_vllm(model, extract).tensors)
 
 
-def metadata_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+def metadata_of(
+    tensors: Mapping[str, torch.Tensor | LazyTensor],
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return dtype and shape of each tensor."""
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return {name: (tensor.dtype, torch.Size(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def published_metadata(receiver: WeightReceiver) -> ModelMetadata | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed, nn
 
 import dbuffer
@@ -125,6 +126,33 @@ def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
         assert len(found["counts"]) == 2 * found["num_parameters"]
         assert set(found["counts"]) == {1}
     assert_published(store, mount, 2, make_model())
+
+
+def publish_experts(rank: int, store: Path, directory: Path) -> list[int]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 30}
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1))
+    if rank == 0:
+        model.save_pretrained(directory)
+    num_parameters = len(list(model.parameters()))
+    engine = make_engine(0, model)
+    counts, undo = count_gathered()
+    try:
+        with ShardedWeightSender(store) as sender:
+            sender.send(engine)
+    finally:
+        undo()
+    return [len(counts) - num_parameters, max(counts)]
+
+
+def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, tmp_path):
+    assert world.run(publish_experts, store, tmp_path / "saved") == [[0, 1]] * 3
+    expected = load_file(tmp_path / "saved" / "model.safetensors")
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.tensors.keys() == expected.keys()
+        assert all(torch.equal(snapshot.tensors[name], expected[name]) for name in expected)
 
 
 def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:

@@ -20,7 +20,9 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 
-from dbuffer.integrations.peft import merged_weights  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from dbuffer.integrations.peft import merged, merged_weights  # noqa: E402
 from tests.support.engines.tiny_models import make_model  # noqa: E402
 from tests.support.peft_parts import bits, everything_in, make, reference, train  # noqa: E402
 
@@ -87,7 +89,9 @@ def test_what_arrives_is_what_peft_would_merge(
     assert is_tied == (family == "tied-qwen2" and method != "head trained whole")
 
 
-def test_experts_that_are_one_parameter(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one(
+    store: Path, sender: dbuffer.WeightSender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(
         "qwen3-moe",
         peft.LoraConfig(
@@ -96,7 +100,21 @@ def test_experts_that_are_one_parameter(store: Path, sender: dbuffer.WeightSende
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         ),
     )
-    sender.send(merged_weights(model))
+    merge, merges = merged._Group._merge, list[Any]()
+    monkeypatch.setattr(
+        merged._Group, "_merge", lambda self, tied: merges.append(self) or merge(self, tied)
+    )
+    weights = merged_weights(model)
+    for step in range(2):
+        merges.clear()
+        sender.send(weights)
+        assert len(merges) == 6  # of two layers: queries, and two tensors of experts
+        alone = copy.deepcopy(model).merge_and_unload()
+        alone.save_pretrained(tmp_path / str(step))
+        expected = load_file(tmp_path / str(step) / "model.safetensors")
+        assert bits(received(store)) == bits(expected)
+        train(model, seed=step + 1)
+    sender.send(merged_weights(model, as_checkpoint=False))
     assert bits(received(store)) == bits(reference(model))
 
 

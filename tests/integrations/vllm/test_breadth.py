@@ -14,6 +14,7 @@ from tests.programs.vllm_breadth import (
     BFLOAT16,
     CASES,
     FAMILIES,
+    MODULE_ORDER,
     NUM_STREAMS,
     ORDER,
     STREAM_TOKENS,
@@ -47,12 +48,15 @@ def test_switched_engine_answers_as_a_fresh_one(
     if CASES[name].media:  # what was seen or heard has a part in the answers
         assert len(set(map(tuple, first))) > 1
         assert len(set(map(tuple, second))) > 1
+    modules = seen.get("switched to modules", [])
     if refused := CASES[name].refused:
-        assert all(refused in error for error, _ in seen["switched"])
-        assert all(answers == first for _, answers in seen["switched"])
+        assert all(refused in error for error, _ in seen["switched"] + modules)
+        assert all(answers == first for _, answers in seen["switched"] + modules)
     else:
         assert seen["switched"] == [[None, seen["fresh"][number]] for number in ORDER]
-        record_property("switches of engines of many families", len(ORDER))
+        if CASES[name].module is not None:
+            assert modules == [[None, seen["fresh"][number]] for number in MODULE_ORDER]
+        record_property("switches of engines of many families", len(ORDER) + len(modules))
 
 
 @in_soaks_alone

@@ -80,11 +80,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """By transformers' name of the family: what is not as in ``_COMMON``."""
 
 
-def save_family(model_type: str, directory: Path, seed: int, *, embeds: bool = False) -> Path:
-    """A checkpoint of random weights below the directory; the seed decides which.
+def make_family(model_type: str, seed: int, *, embeds: bool = False) -> Any:
+    """Return a model of random weights; the seed decides which.
 
     Args:
-        embeds: a model without a head, which comes with a tokenizer.
+        embeds: a model without a head.
     """
     import transformers
 
@@ -96,8 +96,13 @@ def save_family(model_type: str, directory: Path, seed: int, *, embeds: bool = F
     if config.tie_word_embeddings:  # else each token is answered with itself
         model.get_input_embeddings().weight.data.mul_(0.05)
     vary_vectors(model)
+    return model
+
+
+def save_family(model_type: str, directory: Path, seed: int, *, embeds: bool = False) -> Path:
+    """Save such a model below the directory; one that embeds comes with a tokenizer."""
     path = directory / f"{model_type}-{seed}"
-    model.save_pretrained(path)
+    make_family(model_type, seed, embeds=embeds).save_pretrained(path)
     if embeds:
         save_tokenizer(path)
     return path

@@ -1,0 +1,218 @@
+"""`Conversion`: tensors made of others by cutting, joining and renaming, mostly as views.
+
+A function that converts tensors runs once, on tensors without data, and is traced. What turns out
+to be a view of a single tensor is made as one from then on: nothing is copied, and a delta sees
+what changed. The rest is lazy: the function makes it when its turn comes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dbuffer.errors import UnsupportedError
+from dbuffer.runtime.messages import listed
+from dbuffer.weights.checkpoint import LazyTensor, View
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor | LazyTensor]
+
+Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Function that makes all tensors of some."""
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> Shapes:
+    """Return dtypes and shapes of tensors, lazy ones included."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor that a conversion makes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Names of the tensors that it is made of."""
+    view: View | None
+    """Place in its only source; None: it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Tensors that a function makes of others."""
+
+    shapes: Shapes
+    """Tensors that are converted."""
+    outputs: dict[str, Output]
+    """In the order of their sources."""
+
+    @classmethod
+    def trace(cls, convert: Convert, shapes: Shapes) -> Self:
+        """Run a function on tensors without data, and see what became of them."""
+        wholes = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, (dtype, shape) in shapes.items()
+        }
+        with torch.no_grad(), _Tracer(wholes) as tracer:
+            made = convert(dict(wholes))
+        position = {name: number for number, name in enumerate(shapes)}
+        outputs = {}
+        for name, tensor in made.items():
+            sources = sorted(tracer.sources_of(tensor), key=position.__getitem__)
+            view = View.find(tensor, wholes[sources[0]]) if tracer.is_view(tensor) else None
+            outputs[name] = Output(tensor.dtype, tuple(tensor.shape), tuple(sources), view)
+
+        def place(item: tuple[str, Output]) -> tuple[int, list[int]]:
+            index = () if item[1].view is None else item[1].view.index
+            starts = [part.start if isinstance(part, slice) else part for part in index]
+            return position[item[1].sources[0]], starts
+
+        return cls(shapes, dict(sorted(outputs.items(), key=place)))
+
+    @property
+    def changes_anything(self) -> bool:
+        return self.outputs.keys() != self.shapes.keys() or any(
+            output.sources != (name,) or output.view is None or not output.view.is_whole
+            for name, output in self.outputs.items()
+        )
+
+    def apply(self, convert: Convert, tensors: Tensors) -> dict[str, torch.Tensor | LazyTensor]:
+        """Return the tensors that the function makes of these.
+
+        Raises:
+            UnsupportedError: what must be computed is sharded.
+        """
+        wholes: dict[str, torch.Tensor | _Whole] = {}
+        converted: dict[str, torch.Tensor | LazyTensor] = {}
+        for name, output in self.outputs.items():
+            source = output.sources[0]
+            tensor, view = tensors[source], output.view
+            if view is None:
+                parts = {source: tensors[source] for source in output.sources}
+                converted[name] = _computed(name, output, convert, parts)
+            elif view.is_whole:
+                converted[name] = tensor
+            else:
+                if (whole := wholes.get(source)) is None:
+                    whole = _Whole(tensor) if isinstance(tensor, LazyTensor) else tensor.detach()
+                    wholes[source] = whole
+                converted[name] = whole.part(view) if isinstance(whole, _Whole) else view.of(whole)
+        return converted
+
+
+class _Whole:
+    """A lazy tensor of which several views are published one after another: it is made once.
+
+    It is dropped with the last view. A view that comes again is of another publish.
+    """
+
+    def __init__(self, tensor: LazyTensor) -> None:
+        self._tensor = tensor
+        self._made: torch.Tensor | None = None
+        self._num_views = 0
+        self._fetched: set[int] = set()
+
+    def part(self, view: View) -> LazyTensor:
+        tensor, number = self._tensor, self._num_views
+        self._num_views += 1
+        fetch = functools.partial(self._fetch, number, view)
+        # A view of a view has no place in the tensor of which ranks hold parts.
+        is_part = tensor.sharded is not None and tensor.view is None
+        return LazyTensor(
+            tensor.dtype,
+            view.shape,
+            fetch,
+            sharded=tensor.sharded if is_part else None,
+            view=view if is_part else None,
+        )
+
+    def _fetch(self, number: int, view: View) -> torch.Tensor:
+        if self._made is None or number in self._fetched:
+            self._made, self._fetched = self._tensor.fetch(), set()
+        made = self._made
+        self._fetched.add(number)
+        if len(self._fetched) == self._num_views:
+            self._made = None
+        return view.of(made)
+
+
+def _computed(name: str, output: Output, convert: Convert, parts: Tensors) -> LazyTensor:
+    """Return a tensor that the function makes when its turn comes."""
+    for source, tensor in parts.items():
+        if isinstance(tensor, LazyTensor) and tensor.sharded is not None:
+            raise UnsupportedError(
+                f"{name!r} must be computed from {listed(list(parts))}, and each rank holds only a "
+                f"part of {source!r}: publish the trainer's own names and tensors "
+                "(as_checkpoint=False, or without this rename), or gather the weights and publish "
+                "them with a WeightSender"
+            )
+
+    def fetch() -> torch.Tensor:
+        made = {
+            source: tensor.fetch() if isinstance(tensor, LazyTensor) else tensor.detach()
+            for source, tensor in parts.items()
+        }
+        with torch.no_grad():
+            return convert(made)[name]
+
+    return LazyTensor(output.dtype, output.shape, fetch)
+
+
+class _Tracer(TorchFunctionMode):
+    """Records of which tensors others are made, and lets ``contiguous()`` copy nothing.
+
+    Args:
+        wholes: tensors by name, without data.
+    """
+
+    def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._sources = {_storage_of(tensor): {name} for name, tensor in wholes.items()}
+        self._wholes = frozenset(self._sources)
+        self._kept: list[torch.Tensor] = []
+        """Tensors that were made: another one's storage must not get the same address."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        for made in _tensors_in(result):
+            if _storage_of(made) not in self._sources:
+                self._kept.append(made)
+                used = _tensors_in((args, tuple((kwargs or {}).values())))
+                names = [self._sources.get(_storage_of(tensor), set()) for tensor in used]
+                self._sources[_storage_of(made)] = set().union(*names)
+        return result
+
+    def sources_of(self, tensor: torch.Tensor) -> set[str]:
+        return self._sources[_storage_of(tensor)]
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        return _storage_of(tensor) in self._wholes
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return a number for a tensor's storage; without data it has no address."""
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - the tracer's own calls
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

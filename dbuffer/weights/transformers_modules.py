@@ -1,0 +1,150 @@
+"""`as_checkpoint`: a transformers module's tensors as those that its checkpoint would have.
+
+transformers fuses experts and renames layers when it loads, and ``save_pretrained`` undoes that.
+The same code of transformers is used here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbuffer.errors import UnsupportedError
+from dbuffer.runtime.messages import described, listed
+from dbuffer.weights.conversion import Conversion, Shapes, shapes_of
+from dbuffer.weights.names import WRAPPER_PREFIX, without_wrappers
+
+logger = logging.getLogger(__name__)
+
+_conversions: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
+"""Last conversion of each module: transformers takes long to convert thousands of experts."""
+
+
+def has_model(module: nn.Module) -> bool:
+    """Whether a module is a transformers model, or has one in it."""
+    return any(True for _ in _models_in(module))
+
+
+def as_checkpoint(module: nn.Module, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tensors that ``save_pretrained`` would write, in the module's order.
+
+    Most are views of the module's tensors; those that transformers computes are lazy. A module
+    without a transformers model in it keeps its tensors, and so does one whose checkpoint has just
+    these.
+
+    Args:
+        module: a transformers model, also in wrappers, or a module that has some in it.
+        tensors: the module's tensors by clean name.
+
+    Raises:
+        UnsupportedError: what must be computed is sharded, or transformers cannot convert the
+            module.
+    """
+    models = {_prefix_in(tensors, path): model for path, model in _models_in(module)}
+    if not models:
+        return tensors
+
+    def convert(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return _saved(models, parts)
+
+    shapes = shapes_of(tensors)
+    conversion = _conversions.get(module)
+    if conversion is None or conversion.shapes != shapes:
+        _conversions[module] = conversion = _trace(module, models, shapes)
+    return conversion.apply(convert, tensors) if conversion.changes_anything else tensors
+
+
+def _trace(module: nn.Module, models: Mapping[str, Any], shapes: Shapes) -> Conversion:
+    try:
+        conversion = Conversion.trace(lambda parts: _saved(models, parts), shapes)
+    # Each of its operations has its own way to say that it cannot.
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"transformers cannot say how it would save this {type(module).__name__}: "
+            f"{described(error)}; publish the module's own names and tensors (as_checkpoint=False)"
+        ) from error
+    if conversion.changes_anything:
+        new = [
+            f"{name} from {', '.join(output.sources)}"
+            for name, output in conversion.outputs.items()
+            if name not in shapes
+        ]
+        logger.info(
+            "%d tensors of this %s are published as the %d of its checkpoint: %s",
+            len(shapes),
+            type(module).__name__,
+            len(conversion.outputs),
+            listed(new, "; "),
+        )
+    return conversion
+
+
+def _saved(models: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors as transformers saves them; ``models`` are by the prefix of their names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, torch.Tensor] = {}
+    rest = dict(tensors)
+    for prefix, model in models.items():
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        names = [name for name in rest if name.startswith(prefix)]
+        own = {name.removeprefix(prefix): rest.pop(name) for name in names}
+        own = {name: tensor for name, tensor in own.items() if name not in ignored}
+        if own:
+            reverted = revert_weight_conversion(_in_own_class(model), own)
+            saved |= {f"{prefix}{name}": tensor for name, tensor in reverted.items()}
+    return saved | rest
+
+
+def _models_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost transformers models in a module, with their paths."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not hasattr(library, "revert_weight_conversion"):  # before version 5
+        return
+    inside: list[str] = []
+    for path, part in module.named_modules():
+        if isinstance(part, library.PreTrainedModel) and not path.startswith(tuple(inside)):
+            inside.append(f"{path}." if path else "")
+            # With adapters in it, it is saved as it is.
+            if not getattr(part, "_hf_peft_config_loaded", False):
+                yield path, part
+        if inside == [""]:
+            return
+
+
+def _prefix_in(names: Mapping[str, Any], path: str) -> str:
+    """Return the prefix that a model's tensors have among clean names."""
+    prefix = without_wrappers(f"{path}.") if path else ""
+    while not any(name.startswith(prefix) for name in names):
+        if not prefix.startswith(WRAPPER_PREFIX):
+            break
+        prefix = prefix.removeprefix(WRAPPER_PREFIX)
+    return prefix
+
+
+def _in_own_class(model: Any) -> Any:
+    """Return a model as one of its own class, where torch has put another in its place.
+
+    ``fully_shard`` does, and transformers goes by a class's name and module.
+    """
+    if not any(_is_replaced(type(module)) for module in model.modules()):
+        return model
+
+    def twin_of(module: nn.Module) -> nn.Module:
+        own = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
+        twin: nn.Module = object.__new__(own)
+        children = {name: child and twin_of(child) for name, child in module._modules.items()}  # noqa: SLF001
+        vars(twin).update(vars(module), _modules=children)
+        return twin
+
+    return twin_of(model)
+
+
+def _is_replaced(kind: type) -> bool:
+    return kind.__module__.startswith("torch.distributed.")

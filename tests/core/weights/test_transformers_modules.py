@@ -1,0 +1,316 @@
+"""A transformers module is published as its checkpoint, and its experts are views."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+import dbuffer
+from dbuffer import ResidentModel, WeightReceiver, WeightSender
+from dbuffer.weights.sources import Describer
+from tests.support.engines.families import CONFIGURATIONS, make_family
+from tests.support.engines.tiny_models import SHAPE
+from tests.support.patterns import bits
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers.core_model_loading") is None,
+    reason="this transformers saves modules as they are",
+)
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+"""A part of the third expert's rows in ``gate_up_proj``."""
+
+
+def make_computed(seed: int = 0) -> Any:
+    """A model whose checkpoint has in one tensor what the module has in several."""
+    torch.manual_seed(seed)
+    config = transformers.HrmTextConfig(**SHAPE, num_attention_heads=2)
+    return transformers.HrmTextForCausalLM(config)
+
+
+@pytest.fixture
+def mixtral() -> Any:
+    return make_family("mixtral", 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[WeightSender]:
+    with WeightSender(store) as sender:
+        yield sender
+
+
+def saved(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """What transformers itself writes of a model."""
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def received(store: Path) -> dict[str, torch.Tensor]:
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [name for name in got if bits(got[name]) != bits(expected[name])] == []
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
+def test_every_family_is_its_checkpoint_and_nothing_is_copied(
+    family: str, tmp_path: Path, store: Path, sender: WeightSender
+) -> None:
+    model = make_family(family, 0, embeds=family == "bert")
+    sender.send(model)
+    assert_same(received(store), saved(model, tmp_path))
+    source = Describer().describe(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.state_dict().values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in source.eager} <= own
+    assert source.eager
+
+
+def test_a_loaded_model_is_published_as_what_it_was_loaded_from(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
+) -> None:
+    expected = saved(mixtral, tmp_path)
+    sender.send(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert_same(received(store), expected)
+
+
+def test_a_change_of_one_expert_publishes_that_expert_alone(mixtral: Any, store: Path) -> None:
+    with WeightSender(store, delta=True) as sender:
+        sender.send(mixtral)
+        before = received(store)
+        fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
+        with torch.no_grad():
+            fused[2, fused.shape[1] // 2 :] += 1
+        changed = Describer().describe(mixtral)
+        share = sender._share
+        assert share is not None
+        assert share.compare(changed) == fused[2].numel() // 2
+        assert sender.send(mixtral).delta_bytes is not None
+    after = received(store)
+    assert [name for name in after if not torch.equal(before[name], after[name])] == [EXPERT]
+
+
+def test_steps_of_training_are_in_what_is_sent_next(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
+) -> None:
+    optimizer = torch.optim.SGD(mixtral.parameters(), lr=1.0)
+    for step in range(3):
+        mixtral(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sender.send(mixtral)
+        assert_same(received(store), saved(mixtral, tmp_path / str(step)))
+
+
+def test_a_change_meanwhile_is_detected_in_a_view(mixtral: Any, sender: WeightSender) -> None:
+    pending = sender.send(mixtral, wait=False)
+    pending.wait()
+    source = Describer().describe(mixtral)
+    check = dbuffer.publish.publication.watch_writes([s.name for s in source.specs], source.eager)
+    with torch.no_grad():
+        mixtral.model.layers[0].mlp.experts.down_proj.add_(1)
+    with pytest.raises(dbuffer.InvalidWeightsError, match=r"experts\.0\.w2\.weight"):
+        check()
+
+
+def test_the_modules_own_tensors_are_published_if_asked(mixtral: Any, store: Path) -> None:
+    with WeightSender(store, as_checkpoint=False) as sender:
+        sender.send(mixtral)
+    assert_same(received(store), mixtral.state_dict())
+
+
+def test_an_option_that_is_no_flag_is_refused(store: Path) -> None:
+    with pytest.raises(dbuffer.OptionError, match="as_checkpoint"):
+        WeightSender(store, as_checkpoint="no")  # type: ignore[arg-type]
+
+
+class Actor(nn.Module):
+    """A trainer's module that has a model in it, and a value head beside it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.value = nn.Linear(3, 1)
+
+
+def in_two_wrappers(model: nn.Module) -> nn.Module:
+    outer = nn.Module()
+    outer.module = nn.Module()
+    outer.module._orig_mod = model
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"), [(in_two_wrappers, ""), (nn.DataParallel, ""), (Actor, "model.")]
+)
+def test_a_model_in_another_module_is_converted_too(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender, wrap: Any, prefix: str
+) -> None:
+    expected = {prefix + name: tensor for name, tensor in saved(mixtral, tmp_path).items()}
+    wrapped = wrap(mixtral)
+    if isinstance(wrapped, Actor):
+        expected |= {f"value.{name}": tensor for name, tensor in wrapped.value.state_dict().items()}
+    sender.send(wrapped)
+    assert_same(received(store), expected)
+
+
+def test_a_layer_in_a_wrapper_keeps_its_place(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
+) -> None:
+    expected = saved(mixtral, tmp_path)
+    layer = nn.Module()
+    layer._orig_mod = mixtral.model.layers[1]
+    mixtral.model.layers[1] = layer
+    sender.send(mixtral)
+    assert_same(received(store), expected)
+
+
+def test_what_was_converted_is_logged_once(
+    mixtral: Any, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="dbuffer"), WeightSender(store) as sender:
+        sender.send(mixtral)
+        sender.send(mixtral)
+    [message] = [m for m in caplog.messages if "checkpoint" in m]
+    assert "of this MixtralForCausalLM are published as the 41 of its checkpoint" in message
+    assert (
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight from "
+        "model.layers.0.mlp.experts.gate_up_proj" in message
+    )
+
+
+def test_a_model_that_is_its_checkpoint_is_not_logged(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="dbuffer"), WeightSender(store) as sender:
+        sender.send(make_family("granite", 0))
+    assert not [m for m in caplog.messages if "checkpoint" in m]
+
+
+def test_what_transformers_cannot_save_is_refused(mixtral: Any, store: Path) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    broken = WeightConverter("gate.weight", "gate.weight", [Chunk(0)])
+    broken.quantization_operation = Chunk(0)  # which cannot be undone
+    mixtral._weight_conversions = [broken]
+    with WeightSender(store) as sender:
+        with pytest.raises(dbuffer.UnsupportedError, match=r"cannot say how .*as_checkpoint=False"):
+            sender.send(mixtral)
+    with WeightSender(store, as_checkpoint=False) as sender:
+        sender.send(mixtral)
+
+
+class TestComputed:
+    """Tensors that transformers computes when it saves."""
+
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_they_are_made_one_by_one(self, store: Path, tmp_path: Path, delta: bool) -> None:
+        model = make_computed()
+        lazy = [t for t in Describer().describe(model).tensors if not isinstance(t, torch.Tensor)]
+        assert lazy
+        with WeightSender(store, delta=delta) as sender:
+            for step in range(2):
+                sender.send(model)
+                assert_same(received(store), saved(model, tmp_path / str(step)))
+                with torch.no_grad():
+                    next(model.parameters()).add_(1)
+
+    def test_they_have_no_place_in_a_resident_model(self, store: Path) -> None:
+        with pytest.raises(dbuffer.UnsupportedError, match=r"transformers computes '.*qkv_proj"):
+            ResidentModel(make_computed(), store)
+        with ResidentModel(make_computed(), store, as_checkpoint=False) as resident:
+            resident.publish()
+
+    def test_they_are_not_loaded_into_a_module(self, store: Path, sender: WeightSender) -> None:
+        sender.send(make_computed())
+        target = make_computed(1)
+        before = copy.deepcopy(target.state_dict())
+        with WeightReceiver(store) as receiver:
+            with pytest.raises(dbuffer.WeightsMismatchError, match="as_checkpoint=False"):
+                receiver.load_into(target)
+        assert_same(target.state_dict(), before)
+
+
+class TestTarget:
+    """A transformers module is filled from its checkpoint's tensors."""
+
+    @pytest.mark.parametrize("as_checkpoint", [True, False])
+    def test_it_is_filled_from_either(self, mixtral: Any, store: Path, as_checkpoint: bool) -> None:
+        target = make_family("mixtral", 1)
+        with (
+            WeightSender(store, as_checkpoint=as_checkpoint) as sender,
+            WeightReceiver(store) as receiver,
+        ):
+            for _ in range(3):
+                sender.send(mixtral)
+                receiver.load_into(target)
+                assert_same(target.state_dict(), mixtral.state_dict())
+                with torch.no_grad():
+                    for parameter in mixtral.parameters():
+                        parameter.mul_(2)
+
+    def test_a_missing_expert_is_named(self, mixtral: Any, store: Path, tmp_path: Path) -> None:
+        weights = saved(mixtral, tmp_path)
+        del weights[EXPERT]
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(weights)
+            with pytest.raises(dbuffer.WeightsMismatchError, match=f"the store has no '{EXPERT}'"):
+                receiver.load_into(mixtral)
+
+    def test_one_expert_is_a_part(self, mixtral: Any, store: Path) -> None:
+        fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
+        before = fused.detach().clone()
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send({EXPERT: torch.ones(fused.shape[1] // 2, fused.shape[2])})
+            receiver.load_into(mixtral, partial=True)
+        before[2, fused.shape[1] // 2 :] = 1
+        assert torch.equal(fused, before)
+
+
+class TestResident:
+    """Fused experts live in the store as the checkpoint's experts, one after another."""
+
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_it_trains_in_what_it_publishes(
+        self, mixtral: Any, shm_path: Path, tmp_path: Path, delta: bool
+    ) -> None:
+        optimizer = torch.optim.SGD(mixtral.parameters(), lr=1.0)
+        fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
+        store = shm_path / "store"
+        with ResidentModel(mixtral, store, delta=delta) as resident:
+            for step in range(4):
+                resident.publish()
+                assert_same(received(store), saved(mixtral, tmp_path / str(step)))
+                mixtral(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert mixtral.model.layers[1].mlp.experts.gate_up_proj is fused
+            values = copy.deepcopy(mixtral.state_dict())
+        assert_same(mixtral.state_dict(), values)
+
+    def test_experts_that_would_not_lie_together_are_refused(self, store: Path) -> None:
+        config = transformers.MixtralConfig(
+            **SHAPE | {"hidden_size": 6, "intermediate_size": 3}, num_attention_heads=2
+        )
+        model = transformers.MixtralForCausalLM(config)
+        with pytest.raises(dbuffer.UnsupportedError, match="at a multiple of 64 bytes"):
+            ResidentModel(model, store)
+        with ResidentModel(model, store, as_checkpoint=False) as resident:
+            resident.publish()
