@@ -125,6 +125,8 @@ def comparison_table(comparison: Comparison, title: str) -> RenderableType:
         table.add_row("left over", *map(cell, (spec.name, _kind(spec), "")))
     for spec, needed in comparison.recast:
         table.add_row("is cast", *map(cell, (spec.name, _kind(spec), _kind(needed))))
+    for name, old in comparison.renamed.items():
+        table.add_row("renamed", *map(cell, (name, ", ".join(old), "")))
     unused = [cell(f"no name matches the rule {rule}") for rule in comparison.unused_rules]
     summary = (
         f"{len(comparison.matching)} match, {len(comparison.differing)} differ in shape, "
@@ -135,7 +137,9 @@ def comparison_table(comparison: Comparison, title: str) -> RenderableType:
             f"; {len(comparison.recast)} of those that match have another dtype, which engines "
             "cast and load_into refuses"
         )
-    return Group(*([] if comparison.fits_exactly else [table]), *unused, Text(summary))
+    if comparison.renamed:
+        summary += f"; {len(comparison.renamed)} are renamed"
+    return Group(*([table] if table.rows else []), *unused, Text(summary))
 
 
 def layout_table(layout: Layout, title: str) -> RenderableType:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.weights.names import NameMap, Rename, Rule, renamed
+from dbuffer.weights.names import NameMap, Rename, renamed
+from dbuffer.weights.rules import Rule
+
+if TYPE_CHECKING:
+    from dbuffer.weights.conversion import Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,8 @@ class Comparison:
     """Same name and another shape: as published, as needed."""
     recast: list[tuple[TensorSpec, TensorSpec]]
     """Matching tensors that have another dtype: as published, as needed."""
+    renamed: dict[str, tuple[str, ...]]
+    """Names in the store of each tensor that a rule changed, by its new name."""
     sources: dict[str, int]
     """Index of the published tensor from which each name of the model is filled."""
     unused_rules: list[Rule]
@@ -52,8 +60,14 @@ def compare(
     """
     index_of = {spec.name: index for index, spec in enumerate(published.specs)}
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
-    offered = _renamed_specs(published, index_of, rename)
-    origins = dict(zip(offered, index_of.values(), strict=True))
+    offered, renamed_from = _renamed_specs(published, index_of, rename)
+    # Of names of one tensor, those of a part of it are told apart by the number of the part.
+    origins: dict[str, tuple[int, int]] = {}
+    num_parts: Counter[str] = Counter()
+    for name in offered:
+        source = renamed_from.get(name, (name,))[0]
+        origins[name] = index_of[source], num_parts[source]
+        num_parts[source] += 1
     of_model = {spec.name: spec for spec in needed}
     matching, differing, recast = [], [], []
     # No pair is made for those that are alike: 18,000 of them set the garbage collector going.
@@ -78,15 +92,20 @@ def compare(
         ],
         differing=differing,
         recast=recast,
-        sources={name: index for name, index in origins.items() if name in of_model},
-        unused_rules=rename.unused_rules(index_of) if isinstance(rename, NameMap) else [],
+        renamed=renamed_from,
+        sources={name: index for name, (index, _) in origins.items() if name in of_model},
+        unused_rules=_unused_rules(published, index_of, rename),
     )
 
 
 def _renamed_specs(
     published: Layout, index_of: dict[str, int], rename: Rename | None
-) -> dict[str, TensorSpec]:
+) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]]]:
+    """Return specs by new name, and of those that were changed the old names."""
+    if isinstance(rename, NameMap) and rename.changes_tensors:
+        return _converted_specs(published, index_of, rename)
     offered: dict[str, TensorSpec] = {}
+    renamed_from: dict[str, tuple[str, ...]] = {}
     for name, index in index_of.items():
         new = renamed(name, rename)
         if new in offered:
@@ -95,4 +114,45 @@ def _renamed_specs(
             )
         spec = published.specs[index]
         offered[new] = spec if spec.name == new else spec._replace(name=new)
-    return offered
+        if new != name:
+            renamed_from[new] = (name,)
+    return offered, renamed_from
+
+
+def _converted_specs(
+    published: Layout, index_of: dict[str, int], rename: NameMap
+) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]]]:
+    from dbuffer.io.tensors import DTYPE_NAMES
+    from dbuffer.weights.conversion import Conversion
+
+    conversion = Conversion.trace(rename.convert, _shapes_of(published, index_of))
+    offered: dict[str, TensorSpec] = {}
+    renamed_from: dict[str, tuple[str, ...]] = {}
+    for name, output in conversion.outputs.items():
+        offered[name] = TensorSpec(name, DTYPE_NAMES[output.dtype], output.shape)
+        if output.sources != (name,) or output.view is None or not output.view.is_whole:
+            renamed_from[name] = output.sources
+    return offered, renamed_from
+
+
+def _unused_rules(published: Layout, index_of: dict[str, int], rename: Rename | None) -> list[Rule]:
+    if not isinstance(rename, NameMap):
+        return []
+    if not rename.changes_tensors:
+        return rename.unused_rules(index_of)
+    import torch
+
+    shapes = _shapes_of(published, index_of)
+    return rename.unused_rules(
+        {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, (dtype, shape) in shapes.items()
+        }
+    )
+
+
+def _shapes_of(published: Layout, index_of: dict[str, int]) -> Shapes:
+    from dbuffer.io.tensors import DTYPES
+
+    specs = {name: published.specs[index] for name, index in index_of.items()}
+    return {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}

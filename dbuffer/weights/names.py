@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from dbuffer.errors import InvalidWeightsError, OptionError
+from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
+from dbuffer.weights.rules import (
+    TENSOR_KINDS,
+    Change,
+    Rule,
+    change_of,
+    change_tensors,
+    preset_rules,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_FILE_BYTES = 64 << 20
 """A mapping file of 100,000 tensors, with all that other programs write into theirs, is smaller."""
@@ -25,51 +38,16 @@ WRAPPER_PREFIX = "module."
 """The prefix that DDP, DataParallel and DeepSpeed add to every name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    r"""Rule that gives some names a new one.
-
-    Args:
-        kind: how ``text`` is compared: with the whole name (``"name"``), with its beginning
-            (``"prefix"``), or as a regular expression with the whole name (``"pattern"``).
-        text: the name, prefix or regular expression.
-        to: the new name or prefix. For a pattern, ``\1`` stands for the first group of the match.
-
-    Raises:
-        OptionError: (a ``ValueError``) ``text`` is not a regular expression, or ``to`` names a
-            group that it does not have.
-    """
-
-    kind: Literal["name", "prefix", "pattern"]
-    text: str
-    to: str
-
-    def __post_init__(self) -> None:
-        """Check a pattern now, rather than in the middle of a publish."""
-        if self.kind != "pattern":
-            return
-        try:
-            # With an empty alternative there is a match to expand, without a name that fits.
-            empty = re.compile(f"{self.text}|").fullmatch("")
-            if empty is not None:
-                empty.expand(self.to)
-        except (re.error, IndexError, TypeError) as error:
-            raise OptionError(f"invalid rule {self.text!r} to {self.to!r}: {error}") from None
-
-    def as_json(self) -> dict[str, str]:
-        """Return the rule as a mapping file has it."""
-        return {self.kind: self.text, "to": self.to}
-
-
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 class NameMap:
-    r"""Rules that rename tensors. The first rule that fits a name decides; other names stay.
+    r"""Rules that rename tensors, and cut, join or transpose them; names that none fits stay.
 
-    Start with an empty map and add rules in the order in which they are tried::
+    Each rule applies to what the rules before it made. Rules for whole names that follow each other
+    are one table. Start with an empty map and add rules in their order::
 
-        NameMap().exact("score.weight", "head.weight").pattern(r"(.*)\.gamma", r"\1.weight")
+        NameMap().prefix("actor.", "").pattern(r"(.*)\.gamma", r"\1.weight")
 
     Args:
         rules: the first rules.
@@ -77,28 +55,45 @@ class NameMap:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = tuple(rules)
-        # There may be 100,000 rules for one name: they are looked up, the others tried one by one.
-        self._exact: dict[str, int] = {}
-        self._patterns: list[tuple[int, re.Pattern[str], str]] = []
-        for index, rule in enumerate(self.rules):
-            if rule.kind == "name":
-                self._exact.setdefault(rule.text, index)
-                continue
-            pattern, to = rule.text, rule.to
-            if rule.kind == "prefix":
-                pattern, to = re.escape(pattern) + "(?s:(.*))", to.replace("\\", r"\\") + r"\1"
-            self._patterns.append((index, re.compile(pattern), to))
+
+    @functools.cached_property
+    def _steps(self) -> list[tuple[range, Change | Rule]]:
+        """Indices of the rules that apply at once, and the function that renames, or the rule."""
+        steps: list[tuple[range, Change | Rule]] = []
+        index = 0
+        while index < len(self.rules):
+            # There may be 100,000 rules for one name: they are looked up.
+            table: dict[str, str] = {}
+            first = index
+            while index < len(self.rules) and (rule := self.rules[index]).kind == "name":
+                table.setdefault(str(rule.text), str(rule.to))
+                index += 1
+            if table:
+                steps.append((range(first, index), table.get))
+            else:
+                rule = self.rules[index]
+                index += 1
+                change = rule if rule.kind in TENSOR_KINDS else change_of(rule)
+                steps.append((range(first, index), change))
+        return steps
 
     def exact(self, name: str, to: str) -> Self:
         """Return a map with one more rule: this name becomes ``to``."""
-        return type(self)((*self.rules, Rule("name", name, to)))
+        return self._with(Rule("name", name, to))
 
     def prefix(self, prefix: str, to: str) -> Self:
         """Return a map with one more rule: names that begin so begin with ``to``.
 
         ``prefix("", "model.")`` puts ``model.`` before all names.
         """
-        return type(self)((*self.rules, Rule("prefix", prefix, to)))
+        return self._with(Rule("prefix", prefix, to))
+
+    def part(self, part: str, to: str = "") -> Self:
+        """Return a map with one more rule: this part between dots becomes ``to``, or is left out.
+
+        ``part("_orig_mod")`` makes ``layers.0.weight`` of ``layers.0._orig_mod.weight``.
+        """
+        return self._with(Rule("part", part, to))
 
     def pattern(self, pattern: str, to: str) -> Self:
         r"""Return a map with one more rule: names that match as a whole become ``to``.
@@ -111,14 +106,75 @@ class NameMap:
             OptionError: (a ``ValueError``) not a regular expression, or ``to`` names a group that
                 it does not have.
         """
-        return type(self)((*self.rules, Rule("pattern", pattern, to)))
+        return self._with(Rule("pattern", pattern, to))
+
+    def split(self, name: str, to: str | Iterable[str], dim: int = 0) -> Self:
+        """Return a map with one more rule: tensors of this name are cut along a dimension.
+
+        ``split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"])`` cuts into equal parts;
+        ``split("*.experts.up", "*.experts.#.up.weight")`` into one tensor for each index. The parts
+        are views.
+
+        Args:
+            name: ``*`` stands for any part of a name between dots.
+            to: the names of the parts, or one name with ``#`` for their index.
+            dim: the dimension.
+
+        Raises:
+            OptionError: (a ``ValueError``) the names do not fit each other.
+        """
+        return self._with(Rule("split", name, to if isinstance(to, str) else tuple(to), (dim,)))
+
+    def stack(self, names: str | Iterable[str], to: str, dim: int = 0) -> Self:
+        """Return a map with one more rule, the reverse of :meth:`split`: tensors are joined.
+
+        The result is computed when it is published.
+
+        Raises:
+            OptionError: (a ``ValueError``) the names do not fit each other.
+        """
+        text = names if isinstance(names, str) else tuple(names)
+        return self._with(Rule("stack", text, to, (dim,)))
+
+    def transpose(self, name: str, dims: tuple[int, int] = (0, 1)) -> Self:
+        """Return a map with one more rule: two dimensions of these tensors are exchanged."""
+        return self._with(Rule("transpose", name, dims=tuple(dims)))
+
+    def preset(self, name: str) -> Self:
+        """Return a map with the rules of a preset, one of `PRESETS`.
+
+        Raises:
+            OptionError: (a ``ValueError``) there is no such preset.
+        """
+        return self._with(*preset_rules(name))
+
+    def _with(self, *rules: Rule) -> Self:
+        return type(self)((*self.rules, *rules))
+
+    @property
+    def inverse(self) -> Self:
+        """Map that undoes this one.
+
+        Raises:
+            OptionError: (a ``ValueError``) a rule has no inverse; the message names it.
+        """
+        return type(self)(rule.inverse for rule in reversed(self.rules))
+
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether rules cut, join or transpose, so that the map applies to whole sets alone."""
+        return any(rule.kind in TENSOR_KINDS for rule in self.rules)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        r"""Read a mapping file, JSON in one of two forms.
+        r"""Read a mapping file: TOML, if its name ends so, or JSON.
 
         ``{"rules": [...]}`` has rules in their order, each ``{"name": "a", "to": "b"}``,
-        ``{"prefix": "model.", "to": ""}`` or ``{"pattern": "(.*)\\.gamma", "to": "\\1.weight"}``.
+        ``{"prefix": "model.", "to": ""}``, ``{"part": "_orig_mod", "to": ""}``,
+        ``{"pattern": "(.*)\\.gamma", "to": "\\1.weight"}``,
+        ``{"split": "*.qkv", "to": ["*.q", "*.k", "*.v"], "dim": 0}``,
+        ``{"stack": ["*.q", "*.k", "*.v"], "to": "*.qkv", "dim": 0}``,
+        ``{"transpose": "*.weight", "dims": [0, 1]}`` or ``{"preset": "actor."}``.
         ``{"param_mappings": {"a": {"vllm_name": "b"}}}`` is Atropos' form; other fields of a tensor
         are ignored.
 
@@ -141,24 +197,83 @@ class NameMap:
         return {"rules": [rule.as_json() for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
-        """Return a tensor's new name."""
-        match = self._match(name)
-        return name if match is None else match[1]
+        """Return a tensor's new name.
 
-    def unused_rules(self, names: Iterable[str]) -> list[Rule]:
-        """Return the rules that rename none of these names, and are probably misspelled."""
-        used = {match[0] for name in names if (match := self._match(name)) is not None}
+        Raises:
+            UnsupportedError: (a ``NotImplementedError``) rules change tensors, not names alone.
+        """
+        for _, change in self._steps:
+            if isinstance(change, Rule):
+                raise UnsupportedError(
+                    f"the rule {change} changes tensors, and names alone are mapped here: use it "
+                    "as rename= of a sender, for weights that are no iterator"
+                )
+            new = change(name)
+            name = name if new is None else new
+        return name
+
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors under their new names, cut, joined and transposed by the rules.
+
+        Raises:
+            InvalidWeightsError: two tensors get one name, or a rule does not fit a shape.
+        """
+        return self._convert(tensors, set())
+
+    def unused_rules(self, tensors: Mapping[str, torch.Tensor] | Iterable[str]) -> list[Rule]:
+        """Return the rules that fit none of these tensors or names, and are probably misspelled."""
+        used: set[int] = set()
+        if isinstance(tensors, Mapping):
+            self._convert(tensors, used)
+        else:
+            for name in tensors:
+                self._use(name, used)
         return [rule for index, rule in enumerate(self.rules) if index not in used]
 
-    def _match(self, name: str) -> tuple[int, str] | None:
-        """Return the first rule that fits, by its index, and the new name."""
-        exact = self._exact.get(name, len(self.rules))
-        for index, pattern, to in self._patterns:
-            if index > exact:
-                break
-            if (match := pattern.fullmatch(name)) is not None:
-                return index, match.expand(to)
-        return None if exact == len(self.rules) else (exact, self.rules[exact].to)
+    def _use(self, name: str, used: set[int]) -> None:
+        for indices, change in self._steps:
+            new = None if isinstance(change, Rule) else change(name)
+            if new is not None:
+                used.add(self._rule_for(name, indices))
+                name = new
+
+    def _convert(
+        self, tensors: Mapping[str, torch.Tensor], used: set[int]
+    ) -> dict[str, torch.Tensor]:
+        converted = dict(tensors)
+        for indices, change in self._steps:
+            if isinstance(change, Rule):
+                pairs, does_fit = change_tensors(change, converted)
+                if does_fit:
+                    used.add(indices.start)
+            else:
+                pairs = []
+                for name, tensor in converted.items():
+                    new = change(name)
+                    if new is not None:
+                        used.add(self._rule_for(name, indices))
+                    pairs.append((name if new is None else new, tensor))
+            converted = dict(pairs)
+            if len(converted) < len(pairs):
+                counts = Counter(name for name, _ in pairs)
+                twice = [name for name, count in counts.items() if count > 1]
+                raise InvalidWeightsError(f"rename gives several tensors one name: {twice[:5]}")
+        return converted
+
+    def _rule_for(self, name: str, indices: range) -> int:
+        """Return the index of the rule, of those that apply at once, that fits a name."""
+        if len(indices) == 1:
+            return indices.start
+        return self._exact_rules[indices.start][name]
+
+    @functools.cached_property
+    def _exact_rules(self) -> dict[int, dict[str, int]]:
+        tables: dict[int, dict[str, int]] = {}
+        for indices, _ in self._steps:
+            table = tables.setdefault(indices.start, {})
+            for index in indices:
+                table.setdefault(str(self.rules[index].text), index)
+        return tables
 
     def __repr__(self) -> str:
         return f"NameMap({list(self.rules)!r:.200})"
@@ -170,6 +285,8 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise OptionError(f"{file} has more than {MAX_FILE_BYTES} bytes: not a mapping file")
+        if file.suffix == ".toml":
+            return tomllib.loads(file.read_text(encoding="utf-8"))
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"cannot read names from {file}: {error}") from None
@@ -207,7 +324,7 @@ def renamed(name: str, rename: Rename | None) -> str:
 def _parse(content: Any, source: str) -> list[Rule]:
     match content:
         case {"rules": list(rules), **rest} if not rest:
-            return [_parse_rule(rule, source) for rule in rules]
+            return [rule for fields in rules for rule in _parse_rule(fields, source)]
         case {"param_mappings": dict(mappings)}:
             return [_parse_mapping(name, entry, source) for name, entry in mappings.items()]
     raise OptionError(
@@ -216,18 +333,46 @@ def _parse(content: Any, source: str) -> list[Rule]:
     )
 
 
-def _parse_rule(rule: Any, source: str) -> Rule:
-    match rule:
+def _parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
+    match fields:
+        case {"preset": str(name), **rest} if not rest:
+            return preset_rules(name, source)
         case {"to": str(to), "name": str(text), **rest} if not rest:
-            return Rule("name", text, to)
+            return (Rule("name", text, to),)
         case {"to": str(to), "prefix": str(text), **rest} if not rest:
-            return Rule("prefix", text, to)
+            return (Rule("prefix", text, to),)
+        case {"to": str(to), "part": str(text), **rest} if not rest:
+            return (Rule("part", text, to),)
         case {"to": str(to), "pattern": str(text), **rest} if not rest:
-            return Rule("pattern", text, to)
+            return (Rule("pattern", text, to),)
+        case {"split": str(text), "to": to, **rest} if _is_names(to) and rest.keys() <= {"dim"}:
+            return (Rule("split", text, _names(to), (_dim(rest.get("dim", 0), source),)),)
+        case {"stack": text, "to": str(to), **rest} if _is_names(text) and rest.keys() <= {"dim"}:
+            return (Rule("stack", _names(text), to, (_dim(rest.get("dim", 0), source),)),)
+        case {"transpose": str(text), **rest} if rest.keys() <= {"dims"}:
+            dims = rest.get("dims", [0, 1])
+            if isinstance(dims, list):
+                return (Rule("transpose", text, dims=tuple(_dim(dim, source) for dim in dims)),)
     raise OptionError(
-        f"{source}: invalid rule {rule!r:.200}: use 'to' and one of name, prefix, pattern, all of "
-        "them strings"
+        f"{source}: invalid rule {fields!r:.200}: use 'to' and one of name, prefix, part, pattern "
+        "(strings), or split, stack ('to' or they are lists, and 'dim' a number), or transpose "
+        "(and 'dims'), or preset"
     )
+
+
+def _is_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, str) or is_list
+
+
+def _names(value: str | list[str]) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _dim(value: Any, source: str) -> int:
+    if type(value) is not int:
+        raise OptionError(f"{source}: {value!r:.80} is not a dimension")
+    return value
 
 
 def _parse_mapping(name: str, entry: Any, source: str) -> Rule:

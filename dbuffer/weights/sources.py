@@ -27,7 +27,8 @@ from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
-from dbuffer.weights.names import Rename, clean_names, renamed, without_wrappers
+from dbuffer.weights.conversion import Conversion, shapes_of
+from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
 if TYPE_CHECKING:  # its import takes as long as torch's
@@ -134,6 +135,8 @@ class Describer:
         self.rename = rename
         self.sharded = sharded
         self.as_checkpoint = options.flag("as_checkpoint", as_checkpoint)
+        self._renaming: Conversion | None = None
+        """Conversion of the last weights by a map that changes tensors."""
         self._known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = None
         """Spec of one version's weights, to check the next version's faster."""
 
@@ -154,7 +157,7 @@ class Describer:
                 return Source(self._known[1], tensors, {}, is_lazy=False)
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
-        if not source.aliases and not source.is_lazy:
+        if not source.aliases and not source.is_lazy and not self._changes_tensors:
             self._known = WeightsSpec.of(named), source.specs
         return source
 
@@ -182,7 +185,11 @@ class Describer:
             yield spec_of(name, checked, self.dtype), fetch(checked)
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
-        names = [renamed(name, self.rename) for name in clean_names(names)]
+        names = clean_names(names)
+        if self._changes_tensors:
+            names, tensors = self._convert(names, tensors)
+        else:
+            names = [renamed(name, self.rename) for name in names]
         _check_names(names)
         names, tensors, aliases = _without_ties(names, tensors)
         if not names:
@@ -194,6 +201,23 @@ class Describer:
             aliases=aliases,
             is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
         )
+
+    @property
+    def _changes_tensors(self) -> bool:
+        return isinstance(self.rename, NameMap) and self.rename.changes_tensors
+
+    def _convert(
+        self, names: list[str], tensors: list[torch.Tensor | LazyTensor]
+    ) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+        """Apply a map that changes tensors."""
+        assert isinstance(self.rename, NameMap)  # noqa: S101 - else there is nothing to apply
+        _check_names(names)
+        named = dict(zip(names, tensors, strict=True))
+        shapes = shapes_of(named)
+        if self._renaming is None or self._renaming.shapes != shapes:
+            self._renaming = Conversion.trace(self.rename.convert, shapes)
+        converted = self._renaming.apply(self.rename.convert, named)
+        return list(converted), list(converted.values())
 
     def _collect(self, weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
         if isinstance(weights, str | os.PathLike):

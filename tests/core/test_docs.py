@@ -244,7 +244,9 @@ def test_rules_of_the_names_page_are_read(tmp_path: Path) -> None:
     (block,) = (b for b in blocks("json") if b.page.name == "names-and-lora.md")
     file = tmp_path / "names.json"
     file.write_text(block.code)
-    assert dbuffer.NameMap.read(file)("model.visual.norm") == "visual.norm"
+    weights = {"model.visual.norm": torch.ones(1), "a.qkv.weight": torch.ones(3)}
+    renamed = dbuffer.NameMap.read(file).convert(weights)
+    assert list(renamed) == ["visual.norm", "a.q.weight", "a.k.weight", "a.v.weight"]
 
 
 # The format.

@@ -19,9 +19,9 @@ _SHARDED_STAGE = 3
 
 SGLANG_NAMES = (
     NameMap()
+    .pattern(r"model\.((?!(?:layers|embed_tokens|norm|language_model)\.).*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(?:model\.)?(.*)", r"model.\1")
-    .pattern(r"model\.((?!(?:layers|embed_tokens|norm)\.).*)", r"\1")
 )
 """From a vision-language model of transformers to SGLang's, whatever its other parts are called.
 

@@ -90,11 +90,9 @@ def follow(
 
 
 def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:
-    if rename is None or isinstance(rename, NameMap):
-        return rename
-    if not isinstance(rename, str | os.PathLike):
+    if rename is not None and not isinstance(rename, NameMap | str | os.PathLike):
         raise OptionError(
             f"rename is a {type(rename).__name__}; it goes to the engine's processes as rules: "
             "give a dbuffer.NameMap, or a mapping file"
         )
-    return NameMap.read(rename)
+    return rename if rename is None or isinstance(rename, NameMap) else NameMap.read(rename)

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
+from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
@@ -67,6 +67,11 @@ class _Sglang(Engine):
     pauses = tuple(_PAUSES)
 
     def __init__(self, names: NameMap | None) -> None:
+        if names is not None and names.changes_tensors:
+            raise OptionError(
+                "these rules cut, join or transpose tensors, and an engine only renames them: use "
+                "them as rename= of the sender"
+            )
         self._names = names
 
     def call(self, request: RankRequest) -> list[RankAnswer]:

@@ -29,12 +29,12 @@ def follow_server(
             "--custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
         ),
     ] = "vllm",
-    names: Annotated[
+    rename: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Rename the store's tensors for the server by the rules in this JSON file (SGLang "
-            "only; for vLLM, rename where you publish).",
+            help="Rename the store's tensors for the server by the rules in this JSON or TOML file "
+            "(SGLang only; for vLLM, rename where you publish).",
         ),
     ] = None,
     api_key: Annotated[
@@ -95,7 +95,7 @@ def follow_server(
             unused_tensors=unused_tensors,  # type: ignore[arg-type]  # checked there
             new_history=follow_options.new_history,  # type: ignore[arg-type]  # checked there
         )
-        server = _server(engine, url, names, api_key)
+        server = _server(engine, url, rename, api_key)
         follower = Follower(server, engine_options, pause=pause)  # type: ignore[arg-type]  # checked there
     except ModuleNotFoundError as error:
         raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
@@ -123,13 +123,13 @@ def follow_server(
                 )
 
 
-def _server(engine: str, url: str, names: Path | None, api_key: str | None) -> EngineServer:
+def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> EngineServer:
     if engine == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import SglangServer
 
-        rename = None if names is None else NameMap.read(names)
-        return SglangServer(url, rename, api_key=api_key)
-    if names is not None:
+        names = None if rename is None else NameMap.read(rename)
+        return SglangServer(url, names, api_key=api_key)
+    if rename is not None:
         raise OptionError("a vLLM server takes its checkpoint's names: rename where you publish")
     from dbuffer.integrations.vllm.vllm_engine import VllmServer
 

@@ -29,13 +29,13 @@ def ls(
             "fits, because engines cast, and is listed.",
         ),
     ] = None,
-    names: shared.NamesOption = None,
+    rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
-    if names is not None and against is None:
-        raise typer.BadParameter("only together with --against", param_hint="--names")
+    if rename is not None and against is None:
+        raise typer.BadParameter("only together with --against", param_hint="--rename")
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     held = hold_newest(view, newer_than=None)
     if held is None:
@@ -45,7 +45,7 @@ def ls(
     with held:
         version, layout = held.manifest.version, held.read_layout()
     if against is not None:
-        _compare(version, layout, against, names, as_json=as_json)
+        _compare(version, layout, against, rename, as_json=as_json)
     elif as_json:
         tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
         shared.print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
@@ -54,13 +54,13 @@ def ls(
 
 
 def _compare(
-    version: int, layout: Layout, model: Path, names: Path | None, *, as_json: bool
+    version: int, layout: Layout, model: Path, rename: Path | None, *, as_json: bool
 ) -> None:
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import spec_of
 
     needed = starmap(spec_of, zip(*read_checkpoint(model), strict=True))
-    comparison = compare(layout, needed, None if names is None else NameMap.read(names))
+    comparison = compare(layout, needed, None if rename is None else NameMap.read(rename))
     if as_json:
         shared.print_json({"version": version, **_json_of(comparison)})
     else:
@@ -77,6 +77,7 @@ def _json_of(comparison: Comparison) -> dict[str, Any]:
         "missing": [spec._asdict() for spec in comparison.missing],
         "left_over": [spec._asdict() for spec in comparison.left_over],
         "differing": _json_pairs(comparison.differing),
+        "renamed": {name: list(old) for name, old in comparison.renamed.items()},
         "recast": _json_pairs(comparison.recast),
         "unused_rules": [rule.as_json() for rule in comparison.unused_rules],
     }

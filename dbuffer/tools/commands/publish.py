@@ -43,7 +43,7 @@ def publish(
     durable: Annotated[
         bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
     ] = False,
-    names: shared.NamesOption = None,
+    rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
     move_torchrl_aside: shared.AsideOption = False,
@@ -58,16 +58,16 @@ def publish(
 
     # Refuse invalid input before the sender makes the store.
     parsed_metadata, parsed_dtype = checked_metadata(_parse_metadata(metadata)), _parse_dtype(dtype)
-    rename = None if names is None else NameMap.read(names)
+    names = None if rename is None else NameMap.read(rename)
     weights = list(zip(*read_checkpoint(checkpoint), strict=True))
-    Describer(dtype=parsed_dtype, rename=rename).describe(weights)
+    Describer(dtype=parsed_dtype, rename=names).describe(weights)
     sender = dbuffer.WeightSender(
         store,
         checksum=checksum,
         delta=delta,
         durable=durable,
         dtype=parsed_dtype,
-        rename=rename,
+        rename=names,
         allow_shared_store=allow_shared_store,
         move_torchrl_aside=move_torchrl_aside,
     )

@@ -66,8 +66,9 @@ AsideOption = Annotated[
         "`before-dbuffer` below it. Default: refuse such a directory.",
     ),
 ]
-NamesOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Rename tensors by the rules in this JSON file.")
+RenameOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Rename tensors by the rules in this JSON or TOML file."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]

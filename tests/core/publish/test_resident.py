@@ -245,7 +245,7 @@ def test_checkpoints_of_it_are_as_large_as_it_is(store, tmp_path):
 
 def test_names_are_mapped_and_versions_given(store):
     model = nn.Linear(2, 3)
-    rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Rule("name", "weight", "w")])
+    rename = dbuffer.NameMap().exact("weight", "w")
     with ResidentModel(model, store, rename=rename) as resident:
         assert resident.publish(version=40).version == 40
         with pytest.raises(dbuffer.VersionError):

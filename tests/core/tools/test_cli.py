@@ -110,7 +110,7 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow-server", "x", "localhost:8000"),
         ("follow-server", "x", "//localhost:8000", "--engine", "sglang"),
         ("follow-server", "x", "http://localhost:1", "--engine", "bogus"),
-        ("follow-server", "x", "http://localhost:1", "--names", "y"),
+        ("follow-server", "x", "http://localhost:1", "--rename", "y"),
         ("follow-server", "x", "http://localhost:1", "--engine", "sglang", "--pause", "wait"),
         ("status", "x", "--watch", "--json"),
         ("follow-server", "x", "http://localhost:1", "--pause", "bogus"),
@@ -118,7 +118,7 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow-server", "x", "http://localhost:1", "--new-history", "bogus"),
         ("follow-server", "x", "http://localhost:1", "--unused-tensors", "bogus"),
         ("follow", "x", "--timeout-s", "nan"),
-        ("ls", "x", "--names", "y"),
+        ("ls", "x", "--rename", "y"),
         ("demo", "--steps", "3"),
     ],
 )
@@ -141,8 +141,8 @@ def contents(directory: Path) -> dict[str, bytes | None]:
         ("checkpoint", "store", "--metadata", "{"),
         ("checkpoint", "store", "--metadata", '{"loss": NaN}'),
         ("checkpoint", "store", "--dtype", "int8"),
-        ("checkpoint", "store", "--names", "not there"),
-        ("checkpoint", "store", "--names", "all to one"),
+        ("checkpoint", "store", "--rename", "not there"),
+        ("checkpoint", "store", "--rename", "all to one"),
     ],
 )
 @pytest.mark.parametrize("is_new", [True, False])

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 import dbuffer
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.weights.comparison import compare
-from dbuffer.weights.names import NameMap, Rule
+from dbuffer.weights.names import NameMap
+from dbuffer.weights.rules import Rule
 from tests.support.commands import call
 
 
@@ -40,6 +41,15 @@ def test_names_are_compared_as_they_are_renamed():
     found = compare(published, [spec("a", 2), spec("b", 3)], rename)
     assert found.fits
     assert found.unused_rules == [Rule("prefix", "mdoel.", "")]
+
+
+def test_a_part_of_a_tensor_that_nobody_needs_is_left_over():
+    published = Layout.of([spec("a", 4, 2)], {"tied": "a"})
+    rename = NameMap().split("*", ["*.x", "*.y"])
+    found = compare(published, [spec("a.x", 2, 2), spec("tied.x", 2, 2)], rename)
+    assert names_of(found.matching) == ["a.x", "tied.x"]
+    assert names_of(found.left_over) == ["a.y", "tied.y"]
+    assert compare(published, [spec("a.x", 2, 2), spec("tied.y", 2, 2)], rename).fits
 
 
 @pytest.mark.parametrize("needed", [["a", "b"], ["a"], ["b"]], ids=str)
@@ -96,6 +106,7 @@ def test_the_command_lists_what_does_not(capsys, tmp_path, model):
         "missing": [{"name": "layer.weight", "dtype": "float32", "shape": [2, 3]}],
         "left_over": [{"name": "[x].weight", "dtype": "float32", "shape": [2, 3]}],
         "differing": [],
+        "renamed": {},
         "recast": [],
         "unused_rules": [],
     }
@@ -106,13 +117,47 @@ def test_the_command_tries_names_before_they_are_used(capsys, tmp_path, model):
     names = tmp_path / "names.json"
     names.write_text('{"rules": [{"prefix": "x.", "to": "layer."}, {"name": "y", "to": "z"}]}')
     store = tmp_path / "store"
-    code, out, _ = call(capsys, "ls", store, "--against", model, "--names", names, "--json")
+    code, out, _ = call(capsys, "ls", store, "--against", model, "--rename", names, "--json")
     assert code == 0
     assert json.loads(out)["matching"] == ["layer.weight"]
+    assert json.loads(out)["renamed"] == {"layer.weight": ["x.weight"]}
     assert json.loads(out)["unused_rules"] == [{"name": "y", "to": "z"}]
-    assert call(capsys, "publish", model, store, "--names", names)[0] == 0
-    assert call(capsys, "ls", store, "--names", names)[0] == 2
+    assert call(capsys, "publish", model, store, "--rename", names)[0] == 0
+    assert call(capsys, "ls", store, "--rename", names)[0] == 2
     assert call(capsys, "ls", store, "--against", tmp_path / "nowhere")[0] == 1
+
+
+def test_the_command_shows_what_rules_make_of_tensors(capsys, tmp_path, model):
+    publish(tmp_path / "store", {"actor.fused.weight": torch.zeros(3, 4), "rest": torch.zeros(1)})
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        """
+        [[rules]]
+        preset = "actor."
+        [[rules]]
+        transpose = "fused.*"
+        [[rules]]
+        split = "fused.*"
+        to = ["layer.*", "other.*"]
+        """
+    )
+    arguments = ("ls", tmp_path / "store", "--against", model, "--rename", rules)
+    code, out, _ = call(capsys, *arguments, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert found["matching"] == ["layer.weight"]
+    assert found["renamed"] == {
+        "layer.weight": ["actor.fused.weight"],
+        "other.weight": ["actor.fused.weight"],
+    }
+    assert [spec["name"] for spec in found["left_over"]] == ["other.weight", "rest"]
+    assert found["unused_rules"] == []
+    code, out, _ = call(capsys, *arguments)
+    assert code == 1
+    assert "1 match, 0 differ in shape, 0 missing, 2 left over; 2 are renamed" in " ".join(
+        out.split()
+    )
+    assert "renamed" in out
 
 
 def test_the_command_tells_what_is_cast(capsys, tmp_path, model):

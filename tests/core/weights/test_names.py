@@ -1,6 +1,9 @@
 """Rules that rename, and files that hold them."""
 
+import copy
+import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -8,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer.weights.names import NameMap, Rule
+from dbuffer.weights.names import NameMap
+from dbuffer.weights.rules import PRESETS, Rule
 
 NAMES = st.text(alphabet="abc._", max_size=8)
 RULES = st.one_of(
     st.builds(Rule, st.just("name"), NAMES, NAMES),
     st.builds(Rule, st.just("prefix"), NAMES, NAMES),
+    st.builds(
+        Rule, st.just("part"), st.sampled_from(["a", "_b"]), st.sampled_from(["", "c", "a.b"])
+    ),
     st.builds(
         Rule,
         st.just("pattern"),
@@ -23,20 +30,36 @@ RULES = st.one_of(
 )
 
 
-def first_that_fits(rules, name):
-    for rule in rules:
-        if rule.kind == "name" and name == rule.text:
-            return rule.to
-        if rule.kind == "prefix" and name.startswith(rule.text):
-            return rule.to + name.removeprefix(rule.text)
-        if rule.kind == "pattern" and dbuffer.weights.names.re.fullmatch(rule.text, name):
-            return rule.to
-    return name
+def changed(rule, name):
+    """What one rule makes of a name; None: it does not fit."""
+    if rule.kind == "name":
+        return rule.to if name == rule.text else None
+    if rule.kind == "prefix":
+        return rule.to + name[len(rule.text) :] if name.startswith(rule.text) else None
+    if rule.kind == "pattern":
+        return rule.to if re.fullmatch(rule.text, name) else None
+    parts = name.split(".")
+    # The last part is a name of its own, which is not left out.
+    kept = [rule.to if part == rule.text else part for part in parts]
+    if not rule.to and parts[-1] == rule.text:
+        kept[-1] = rule.text
+    left_out = [part for part, old in zip(kept, parts, strict=True) if part or not old]
+    return None if kept == parts else ".".join(left_out)
 
 
 @given(st.lists(RULES, max_size=8), NAMES)
-def test_the_first_rule_that_fits_wins(rules, name):
-    assert NameMap(rules)(name) == first_that_fits(rules, name)
+def test_rules_apply_in_turn_and_those_for_whole_names_are_tables(rules, name):
+    expected = name
+    for is_exact, some in itertools.groupby(rules, lambda rule: rule.kind == "name"):
+        if is_exact:
+            table = [new for rule in some if (new := changed(rule, expected)) is not None]
+            expected = [*table, expected][0]
+        else:
+            for rule in some:
+                new = changed(rule, expected)
+                expected = expected if new is None else new
+    assert NameMap(rules)(name) == expected
+    assert list(NameMap(rules).convert({name: torch.ones(1)})) == [expected]
 
 
 @given(st.lists(RULES, max_size=8), st.lists(NAMES, max_size=8))
@@ -78,7 +101,8 @@ def test_a_map_builds_its_rules():
         Rule("prefix", "model.", ""),
         Rule("pattern", r"(.*)\.gamma", r"\1.weight"),
     )
-    assert [names(name) for name in ("a", "model.x", "n.gamma", "c")] == ["b", "x", "n.weight", "c"]
+    before = ("a", "model.x", "n.gamma", "model.n.gamma", "c")
+    assert [names(name) for name in before] == ["b", "x", "n.weight", "n.weight", "c"]
     with pytest.raises(dbuffer.OptionError):
         names.pattern("(a)", r"\2")
 
@@ -126,6 +150,15 @@ def test_a_file_of_mappings_as_atropos_has_it(tmp_path):
         {"rules": [{"name": "a", "prefix": "a", "to": "b"}]},
         {"rules": [{"pattern": "(", "to": "b"}]},
         {"rules": ["a"]},
+        {"rules": [{"preset": "mine"}]},
+        {"rules": [{"split": "a", "to": "b"}]},
+        {"rules": [{"split": "a", "to": ["b"], "dim": "0"}]},
+        {"rules": [{"split": "a.*", "to": ["b"]}]},
+        {"rules": [{"split": "a", "to": []}]},
+        {"rules": [{"stack": "a", "to": "b"}]},
+        {"rules": [{"stack": ["a"], "to": ["b"]}]},
+        {"rules": [{"transpose": "a", "dims": [0]}]},
+        {"rules": [{"transpose": "a", "to": "b"}]},
         {"param_mappings": {"a": {}}},
         {"param_mappings": {"a": {"vllm_name": None}}},
         {"param_mappings": []},
@@ -169,3 +202,155 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
     with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
         with pytest.raises(dbuffer.InvalidWeightsError, match="x"):
             sender.send({"a.x": torch.ones(1), "b.x": torch.ones(1)})
+
+
+WEIGHTS = {
+    "h.0.qkv.weight": torch.arange(24.0).reshape(6, 4),
+    "h.1.qkv.weight": -torch.arange(24.0).reshape(6, 4),
+    "h.0.up": torch.arange(12.0).reshape(2, 3, 2),
+    "conv.weight": torch.arange(6.0).reshape(2, 3),
+    "rest": torch.ones(1),
+}
+CUT = (
+    NameMap()
+    .split("h.*.qkv.weight", ["h.*.q.weight", "h.*.k.weight", "h.*.v.weight"])
+    .split("h.*.up", "h.*.experts.#.up.weight")
+    .transpose("conv.weight")
+    .prefix("h.", "layers.")
+)
+
+
+def as_cut(weights):
+    q, k, v = weights["h.0.qkv.weight"].chunk(3)
+    q1, k1, v1 = weights["h.1.qkv.weight"].chunk(3)
+    return {
+        "layers.0.q.weight": q,
+        "layers.0.k.weight": k,
+        "layers.0.v.weight": v,
+        "layers.1.q.weight": q1,
+        "layers.1.k.weight": k1,
+        "layers.1.v.weight": v1,
+        "layers.0.experts.0.up.weight": weights["h.0.up"][0],
+        "layers.0.experts.1.up.weight": weights["h.0.up"][1],
+        "conv.weight": weights["conv.weight"].t(),
+        "rest": weights["rest"],
+    }
+
+
+def assert_same(got, expected):
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def received(store):
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def test_tensors_are_cut_and_transposed_without_a_copy():
+    got = CUT.convert(WEIGHTS)
+    assert_same(got, as_cut(WEIGHTS))
+    places = {tensor.untyped_storage().data_ptr() for tensor in WEIGHTS.values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in got.values()} == places
+
+
+def test_the_inverse_puts_them_together_again():
+    assert_same(CUT.inverse.convert(CUT.convert(WEIGHTS)), WEIGHTS)
+    assert CUT.inverse.inverse.rules == CUT.rules
+
+
+@pytest.mark.parametrize(
+    "names",
+    [NameMap().pattern("a(.*)", "b"), NameMap().prefix("a.", ""), NameMap().preset("actor.")],
+)
+def test_what_cannot_be_inverted_is_named(names):
+    with pytest.raises(dbuffer.OptionError, match=r'the rule \{".*cannot be inverted, because'):
+        _ = names.exact("b", "c").inverse
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_sender_applies_them(tmp_path, delta):
+    weights = copy.deepcopy(WEIGHTS)
+    with dbuffer.WeightSender(tmp_path / "cut", rename=CUT, delta=delta) as sender:
+        with dbuffer.WeightSender(tmp_path / "back", rename=CUT.inverse, delta=delta) as back:
+            for _ in range(3):
+                sender.send(weights)
+                cut = received(tmp_path / "cut")
+                assert_same(cut, as_cut(weights))
+                back.send(cut)
+                assert_same(received(tmp_path / "back"), weights)
+                weights["h.1.qkv.weight"][5] += 1
+    assert CUT.unused_rules(WEIGHTS) == []
+    assert CUT.unused_rules({"h.1.up": torch.ones(2, 2)}) == [CUT.rules[0], CUT.rules[2]]
+
+
+def test_an_iterator_is_not_cut(tmp_path):
+    with dbuffer.WeightSender(tmp_path / "store", rename=CUT) as sender:
+        with pytest.raises(dbuffer.UnsupportedError, match="for weights that are no iterator"):
+            sender.send(iter(WEIGHTS.items()))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (NameMap().split("rest", ["a", "b"]), "1 in dimension 0 do not divide into 2"),
+        (NameMap().split("rest", ["a", "b"], dim=1), r"whose shape is \[1\]"),
+        (NameMap().transpose("rest"), r"whose shape is \[1\]"),
+        (NameMap().stack(["rest", "more"], "all"), "part 1 is not among the weights"),
+        (NameMap().stack(["rest", "conv.weight"], "all"), "cannot make 'all'"),
+        (CUT.exact("rest", "conv.weight"), r"several tensors one name: \['conv\.weight'\]"),
+    ],
+)
+def test_what_does_not_fit_the_tensors_is_refused(tmp_path, names, message):
+    with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
+        with pytest.raises(dbuffer.InvalidWeightsError, match=message):
+            sender.send(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "expected"),
+    [
+        ("_orig_mod.", "_orig_mod.layers.0._orig_mod.weight", "layers.0.weight"),
+        ("_fsdp_wrapped_module.", "a._fsdp_wrapped_module.b", "a.b"),
+        ("module.", "module.a.module.b", "a.module.b"),
+        ("actor.", "actor.model.a", "model.a"),
+        ("base_model.model.", "base_model.model.a.q_proj.base_layer.weight", "a.q_proj.weight"),
+        ("model.language_model.", "model.language_model.layers.0.a", "model.layers.0.a"),
+    ],
+)
+def test_presets(preset, name, expected):
+    assert NameMap().preset(preset)(name) == expected
+    assert preset in PRESETS
+
+
+def test_presets_compose():
+    names = NameMap().preset("module.").preset("_orig_mod.").preset("base_model.model.")
+    assert names("module._orig_mod.base_model.model.a.base_layer.weight") == "a.weight"
+    with pytest.raises(dbuffer.OptionError, match=r"use one of _orig_mod\."):
+        names.preset("mine")
+
+
+def test_a_toml_file_has_the_same_rules(tmp_path):
+    (tmp_path / "rules.toml").write_text(
+        """
+        rules = [
+            {preset = "actor."},
+            {part = "base_layer", to = ""},
+            {split = "*.qkv", to = ["*.q", "*.k"], dim = 1},
+            {stack = "*.#.up", to = "*.up"},
+            {transpose = "a", dims = [1, 2]},
+        ]
+        """
+    )
+    names = NameMap.read(tmp_path / "rules.toml")
+    assert names.rules == (
+        Rule("prefix", "actor.", ""),
+        Rule("part", "base_layer", ""),
+        Rule("split", "*.qkv", ("*.q", "*.k"), (1,)),
+        Rule("stack", "*.#.up", "*.up", (0,)),
+        Rule("transpose", "a", dims=(1, 2)),
+    )
+    assert NameMap.parse(json.loads(json.dumps(names.as_json())), "here").rules == names.rules
+    (tmp_path / "bad.toml").write_text("rules = [")
+    with pytest.raises(dbuffer.OptionError, match=r"bad\.toml"):
+        NameMap.read(tmp_path / "bad.toml")
