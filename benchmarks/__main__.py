@@ -21,6 +21,7 @@ from benchmarks import (
     plot,
     publishing,
     report,
+    responses,
     sharded,
     targets,
     torchrl,
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return torchrl.main(options)
     if options.what == "trl":
         return trl.main(options)
+    if options.what == "responses":
+        return responses.main(options)
     if options.what == "delta":
         return deltas.main(options)
     start_s = time.monotonic()
@@ -93,14 +96,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "latency", "sharded", "torchrl", "trl", "delta", "fleet"),
+        choices=(
+            *("cpu", "gpu", "pause", "latency", "responses"),
+            *("sharded", "torchrl", "trl", "delta", "fleet"),
+        ),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB); or a "
-        "trainer of four ranks (2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, "
-        "torn reads and killed writers (3 minutes, 14 GB); or how long a step of TRL's trainer "
-        "waits for its engine (2 minutes, 8 GB); or what a delta takes (a minute, 6 GB); or how a "
-        "publish reaches a fleet of nodes (fleet --help)",
+        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB), or its "
+        "server takes for a response (2 minutes, 2 GB); or a trainer of four ranks (2 minutes, "
+        "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
+        "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "
+        "8 GB); or what a delta takes (a minute, 6 GB); or how a publish reaches a fleet of nodes "
+        "(fleet --help)",
     )
     parser.add_argument(
         "--dir",

@@ -201,6 +201,7 @@ def assert_load_is_labeled_right(load: Any) -> None:
     assert load["versions"] >= 3
 
 
+@pytest.mark.soak
 def test_no_token_under_load_is_labeled_wrong(seen: Any) -> None:
     assert_load_is_labeled_right(seen["load"])
     assert seen["exit"] == [0, []]
