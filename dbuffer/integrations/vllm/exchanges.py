@@ -19,6 +19,7 @@ from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
 from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with
 from dbuffer.integrations.vllm.facts import replicas_of
+from dbuffer.integrations.vllm.vllm_engine import ask_replica
 from dbuffer.runtime.timing import TIMING
 
 CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
@@ -86,14 +87,10 @@ class Outlook:
 
     async def labels(self) -> list[WeightLabel]:
         """Ask the engine's cores; return the label of each."""
-        client = self._engine.engine_core
         replicas = replicas_of(self._engine.vllm_config)
         if len(replicas) == 1:
-            return [WeightLabel.decode(await client.call_utility_async(LABEL))]
-        calls = (
-            client._call_utility_async(LABEL, engine=one.to_bytes(2, "little"))  # noqa: SLF001
-            for one in replicas
-        )
+            return [WeightLabel.decode(await self._engine.engine_core.call_utility_async(LABEL))]
+        calls = (ask_replica(self._engine, one, LABEL) for one in replicas)
         return [WeightLabel.decode(text) for text in await asyncio.gather(*calls)]
 
     async def refusal(self, admission: Admission) -> Refusal | None:

@@ -248,13 +248,18 @@ class AsyncReplica(AsyncVllm):
         self._call(self._ask_core("set_weight_version", as_core_takes(label)))
 
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
-        client = self._engine.engine_core
-        identity = self._replica.to_bytes(2, "little")
-        call: Coroutine[Any, Any, Any] = client._call_utility_async(  # noqa: SLF001
-            method, *arguments, engine=identity
-        )
-        return call
+        return ask_replica(self._engine, self._replica, method, *arguments)
+
+
+def ask_replica(
+    engine: Any, replica: int, method: str, *arguments: Any
+) -> Coroutine[Any, Any, Any]:
+    """Call a method of the core of one data-parallel replica of an ``AsyncLLM``."""
+    # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
+    call: Coroutine[Any, Any, Any] = engine.engine_core._call_utility_async(  # noqa: SLF001
+        method, *arguments, engine=replica.to_bytes(2, "little")
+    )
+    return call
 
 
 def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
