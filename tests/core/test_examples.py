@@ -33,6 +33,19 @@ DoubleBufferSyncScheme.send = lambda *_, **__: None
 from dbuffer.integrations.trl import WeightSync
 WeightSync.sync_weights = lambda _: None
 """,
+    "async_rl.py": """
+import dataclasses
+from dbuffer import WeightSender
+send, published = WeightSender.send, []
+def send_once(*arguments, **options):
+    if published:
+        last = published[-1]
+        published.append(dataclasses.replace(last, version=last.version + 1))
+    else:
+        published.append(send(*arguments, **options))
+    return published[-1]
+WeightSender.send = send_once
+""",
     "lightrft_ranks.py": """
 from dbuffer.integrations.lightrft import BroadcastManager
 broadcast = BroadcastManager.broadcast_to_engine
@@ -53,7 +66,7 @@ class Run(NamedTuple):
 
     def numbers(self, pattern: str) -> list[float]:
         """What the pattern's group found, in each line that it stands in."""
-        return [float(found) for found in re.findall(pattern, self.text)]
+        return [float(found) for found in re.findall(pattern, self.text, re.MULTILINE)]
 
 
 def run(
@@ -112,6 +125,28 @@ def test_an_adapter_learns_with_its_sampler(shm_path: Path) -> None:
     done = run("peft_lora.py", shm_path)
     assert done.code == 0, done.text
     assert "the sampler and the adapter: equal" in done.text
+
+
+class TestAsynchronousRL:
+    pytestmark = NEEDS_VLLM
+
+    @in_soaks_alone
+    def test_engine_learns_while_stale_tokens_are_masked(self, shm_path: Path) -> None:
+        done = run("async_rl.py", shm_path)
+        assert done.code == 0, done.text
+        dropped = done.numbers(r"(\d+) of 16 samples dropped")
+        masked = done.numbers(r"(\d+) of \d+ tokens masked")
+        assert (len(dropped), len(masked)) == (50, 50)
+        assert done.numbers(r"^(\d+) samples dropped") == [sum(dropped)]
+        assert done.numbers(r"(\d+) tokens masked$") == [sum(masked)]
+
+    @in_soaks_alone
+    def test_samples_of_an_engine_without_new_weights_are_dropped(self, shm_path: Path) -> None:
+        done = run("async_rl.py", shm_path, held_back=True)
+        assert done.code == 1, done.text
+        # All are of version 1, and up to three versions behind they are used.
+        assert done.numbers(r"(\d+) of 16 samples dropped") == [0] * 4 + [16] * 46
+        assert "WaitTimeoutError" in done.text
 
 
 class TestGRPO:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord, step_in
 
 UNKNOWN_VERSION = "unknown"
 """Label of an engine without a version."""
@@ -60,8 +60,7 @@ class WeightLabel:
     @property
     def step(self) -> float | None:
         """The number ``step`` of the metadata, if it has one."""
-        step = self.metadata.get("step")
-        return step if isinstance(step, int | float) and not isinstance(step, bool) else None
+        return step_in(self.metadata)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as responses have it, without what is not known."""
