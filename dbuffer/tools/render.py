@@ -114,8 +114,11 @@ def doctor_table(examination: Examination) -> RenderableType:
     return Group(cell(f"{title}, on {examination.host}"), table, *problems)
 
 
-def comparison_table(comparison: Comparison, title: str) -> RenderableType:
-    """Return the number of tensors that match, and the names of those that do not."""
+def comparison_table(comparison: Comparison, title: str, suggestion: str = "") -> RenderableType:
+    """Return the number of tensors that match, and the names of those that do not.
+
+    ``suggestion`` ends the summary.
+    """
     table = Table("", "tensor", "published", "needed", title=cell(title))
     for spec, needed in comparison.differing:
         table.add_row("differs", *map(cell, (spec.name, _kind(spec), _kind(needed))))
@@ -139,7 +142,7 @@ def comparison_table(comparison: Comparison, title: str) -> RenderableType:
         )
     if comparison.renamed:
         summary += f"; {len(comparison.renamed)} are renamed"
-    return Group(*([table] if table.rows else []), *unused, Text(summary))
+    return Group(*([table] if table.rows else []), *unused, Text(summary + suggestion))
 
 
 def layout_table(layout: Layout, title: str) -> RenderableType:

@@ -276,7 +276,7 @@ class NameMap:
         return tables
 
     def __repr__(self) -> str:
-        return f"NameMap({list(self.rules)!r:.200})"
+        return f"NameMap(){''.join(rule.call for rule in self.rules)}"
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:

@@ -114,6 +114,17 @@ class Rule:
         dims = {"dim": self.dims[0]} if self.dims else {}
         return {self.kind: text, "to": to, **dims}
 
+    @property
+    def call(self) -> str:
+        """Call of the method of `NameMap` that adds the rule."""
+        method = "exact" if self.kind == "name" else self.kind
+        values: list[object] = [self.text]
+        if self.kind == "transpose":
+            values.append(self.dims)
+        elif self.to or self.kind != "part":
+            values += [self.to, *self.dims]
+        return f".{method}({', '.join(map(repr, values))})"
+
     def __str__(self) -> str:
         return json.dumps(self.as_json())
 

@@ -24,6 +24,7 @@ from dbuffer.weights import sources
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.names import clean_names
+from dbuffer.weights.suggestions import suggest
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 
 if TYPE_CHECKING:
@@ -189,7 +190,9 @@ def _match_each(
         *problems,
     ]
     if problems:
-        raise WeightsMismatchError(_describe_problems(problems))
+        raise WeightsMismatchError(
+            _describe_problems(problems) + suggest(layout, specs, comparison, partial=partial)
+        )
     index_in_target = {name: index for index, name in enumerate(tensors)}
     firsts = [fills[index][0] for index in range(len(layout.specs))]
     aliases = [(tensors[name], index) for index, names in fills.items() for name in names[1:]]

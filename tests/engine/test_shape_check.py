@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,6 +117,30 @@ def test_computed_buffers_and_drafts_need_no_place(spec, *, is_known):
 
     check = check_of(Model(), is_spare=lambda name: is_multi_token_prediction(name, Config()))
     assert unused(check([*UNTIED, spec])) == ([] if is_known else [spec.name])
+
+
+@pytest.mark.parametrize(
+    ("before", "advice"),
+    [
+        ("actor.", "NameMap().prefix('actor.', '')"),
+        ("module._orig_mod.", "NameMap().part('_orig_mod').prefix('module.', '')"),
+        ("policy.net.", "NameMap().prefix('policy.', '').prefix('net.', '')"),
+    ],
+)
+def test_a_refusal_says_which_rule_would_mend_the_names(before, advice):
+    check = check_of(Model())
+    with pytest.raises(WeightsMismatchError, match=re.escape(f"with rename=dbuffer.{advice} of")):
+        check([spec._replace(name=before + spec.name) for spec in UNTIED])
+    assert not check(UNTIED).unused
+
+
+def test_a_refusal_that_no_rule_mends_says_nothing_of_rules():
+    with pytest.raises(WeightsMismatchError) as caught:
+        check_of(Model())([spec._replace(name=f"{spec.name}.x") for spec in UNTIED])
+    assert "rename" not in str(caught.value)
+    experts = TensorSpec("layers.0.experts.gate_up_proj", "float32", (2, 4, 4))
+    with pytest.raises(WeightsMismatchError, match="send the module itself"):
+        check_of(Model())([SPECS[0], experts])
 
 
 def test_aliases_are_offered_where_a_name_is_missing():

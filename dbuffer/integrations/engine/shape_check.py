@@ -21,6 +21,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.io.tensors import DTYPES
 from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.names import NameMap, renamed
+from dbuffer.weights.suggestions import advice
 
 _ALL = ""
 """No tensor's name: marks that loaders have asked for all tensors."""
@@ -68,12 +69,11 @@ class ShapeCheck:
         others = [spec_of[name]._replace(name=alias) for alias, name in more.items()]
         try:
             trace = self._trace(specs)
-        except WeightsMismatchError:
-            if not others:
-                raise
-            with contextlib.suppress(WeightsMismatchError):
-                return self._trace([*specs, *others])
-            raise
+        except WeightsMismatchError as error:
+            if others:
+                with contextlib.suppress(WeightsMismatchError):
+                    return self._trace([*specs, *others])
+            raise WeightsMismatchError(f"{error}{self._advice(specs)}") from error.__cause__
         surplus = [
             str(spec)
             for spec in others
@@ -122,6 +122,20 @@ class ShapeCheck:
             twins={s.name: twins[s.dtype, s.shape] for s in unused if (s.dtype, s.shape) in twins},
             embedded=embedded,
         )
+
+    def _advice(self, specs: Sequence[TensorSpec]) -> str:
+        """Return the end of a message about tensors that the loaders refuse."""
+
+        def fits(names: NameMap) -> bool:
+            changed = [spec._replace(name=names(spec.name)) for spec in specs]
+            tensors = self._load(changed)
+            self._meta.require_complete()
+            return all(
+                self._meta.is_read(tensors[spec.name]) or self._makes_no_difference(spec)
+                for spec in changed
+            )
+
+        return advice([spec.name for spec in specs], fits)
 
     def _makes_no_difference(self, spec: TensorSpec) -> bool:
         name = renamed(spec.name, self._names)

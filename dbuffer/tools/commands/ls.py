@@ -58,13 +58,17 @@ def _compare(
 ) -> None:
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import spec_of
+    from dbuffer.weights.suggestions import suggest
 
-    needed = starmap(spec_of, zip(*read_checkpoint(model), strict=True))
+    needed = list(starmap(spec_of, zip(*read_checkpoint(model), strict=True)))
     comparison = compare(layout, needed, None if rename is None else NameMap.read(rename))
+    suggestion = "" if comparison.fits else suggest(layout, needed, comparison)
     if as_json:
-        shared.print_json({"version": version, **_json_of(comparison)})
+        found = _json_of(comparison)
+        shared.print_json({"version": version, **found, "suggestion": suggestion.lstrip("; ")})
     else:
-        shared.console.print(comparison_table(comparison, f"version {version} against {model}"))
+        title = f"version {version} against {model}"
+        shared.console.print(comparison_table(comparison, title, suggestion))
     if not comparison.fits:
         raise typer.Exit(shared.EXIT_FAILED)
 

@@ -109,6 +109,8 @@ def test_the_command_lists_what_does_not(capsys, tmp_path, model):
         "renamed": {},
         "recast": [],
         "unused_rules": [],
+        "suggestion": "with rename=dbuffer.NameMap().prefix('[x].', 'layer.') of the sender, "
+        "they would fit",
     }
 
 
