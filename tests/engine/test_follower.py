@@ -503,7 +503,7 @@ def test_broken_engine_is_told_by_its_record(scene):
         with pytest.raises(dbuffer.EngineBrokenError):
             follower.sync()
         assert scene.engine.model.refuses is not None
-        assert scene.engine.label == UNKNOWN_VERSION
+        assert (scene.engine.label, follower.applied) == (UNKNOWN_VERSION, None)
         assert scene.recorded == (1, {"step": 10})
         assert follower.sync() is not None
         assert follower.applied_metadata == {"step": 20}

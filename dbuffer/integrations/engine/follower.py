@@ -427,9 +427,8 @@ class Follower(Closing):
         record = view.readable_record()
         if record is None or record.attempt != attempt:
             return None
-        if not record.is_broken:
-            self._adopt_record(record)
-            self._is_certain = True
+        self._adopt_record(record)
+        self._is_certain = not record.is_broken
         return record
 
     def _label_and_resume(self) -> None:
