@@ -34,7 +34,9 @@ def suggest(
         return found.fits or (partial and not (found.left_over or found.differing))
 
     changed = _changed_prefix(comparison)
-    text = advice(sorted(published.all_names), fits, [] if changed is None else [changed])
+    unknown = [spec.name for spec in comparison.left_over]
+    names = sorted(published.all_names)
+    text = advice(names, fits, [] if changed is None else [changed], unknown=unknown)
     if not text and any(_FUSED.fullmatch(spec.name) for spec in comparison.missing):
         return (
             "; the target's experts are fused, as in a module of transformers 5: load into the "
@@ -44,7 +46,11 @@ def suggest(
 
 
 def advice(
-    names: Iterable[str], fits: Callable[[NameMap], bool], more: Iterable[NameMap] = ()
+    names: Sequence[str],
+    fits: Callable[[NameMap], bool],
+    more: Iterable[NameMap] = (),
+    *,
+    unknown: Sequence[str] | None = None,
 ) -> str:
     """Return the end of a message about names that do not fit; empty if no rule mends them.
 
@@ -52,8 +58,8 @@ def advice(
         names: as published.
         fits: whether a map makes them fit.
         more: maps to try first.
+        unknown: names that have no place. Default: all of them.
     """
-    names = list(names)
     for candidate in (*more, *_candidates(names)):
         try:
             does_fit = fits(candidate)
@@ -61,7 +67,7 @@ def advice(
             does_fit = False
         if does_fit:
             return f"; with rename=dbuffer.{candidate!r} of the sender, they would fit"
-    if any(map(_FUSED.fullmatch, names)):
+    if any(map(_FUSED.fullmatch, names if unknown is None else unknown)):
         return (
             "; the published experts are fused, as in a module of transformers 5: send the module "
             "itself, with as_checkpoint=True, and not its state_dict()"

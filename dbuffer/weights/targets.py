@@ -322,12 +322,13 @@ def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
 def _as_published(
     target: nn.Module, named: dict[str, torch.Tensor], layout: Layout
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module under the names of its checkpoint, if the store has those."""
+    """Return a module's tensors by its own names or its checkpoint's: those that fit better."""
     if layout.all_names <= named.keys() or not has_model(target):
         return named
     if any(not isinstance(one, torch.Tensor) or has_no_shape(one) for one in named.values()):
         return named
-    return dict(as_checkpoint(target, named))
+    names, converted = layout.all_names, dict(as_checkpoint(target, named))
+    return converted if len(names & converted.keys()) > len(names & named.keys()) else named
 
 
 def _named_in(target: Any) -> Mapping[str, Any]:

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dbuffer
@@ -36,6 +37,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.verification import verify_store
 from tests.support.damage import flip_bit
+from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.moments import COPIES, at_call, die, stop
 from tests.support.patterns import SMALL, newest
 from tests.support.sharded import (
@@ -58,7 +60,7 @@ from tests.support.sharded import (
     tied,
     two_dimensions,
 )
-from tests.support.soak import is_soak, numbers, patience_s
+from tests.support.soak import in_soaks_alone, is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
 from tests.support.worlds import World, world_of
 
@@ -183,6 +185,30 @@ def test_on_a_network_mount_each_rank_writes_a_file_of_its_own(world, store, cas
         [check] = [c for c in verify_store(DoubleBuffer(store / "sharded")) if c.is_newest]
     assert check.has_checksums
     assert not check.problems
+
+
+def send_family(rank: int, family: str, store: Path, mount: str) -> None:
+    model = make_family(family, 0, embeds=family == "bert")
+    if rank == 0:
+        model.save_pretrained(store / "saved")
+    for layers in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer)
+    fully_shard(model)
+    with mounted(mount), ShardedWeightSender(store / "sharded") as sender:
+        sender.send(model)
+
+
+@in_soaks_alone
+@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
+def test_sharded_families_are_published_as_their_checkpoints(four, store, family, mount):
+    four.run(send_family, family, store, mount)
+    expected = load_file(store / "saved" / "model.safetensors")
+    with mounted(mount), WeightReceiver(store / "sharded") as receiver:
+        with receiver.open() as snapshot:
+            assert snapshot.tensors.keys() == expected.keys()
+            assert all(torch.equal(snapshot.tensors[name], expected[name]) for name in expected)
 
 
 def flushes_of(rank: int, store: Path) -> list[str]:

@@ -274,6 +274,17 @@ class TestTarget:
             with pytest.raises(dbuffer.WeightsMismatchError, match=f"the store has no '{EXPERT}'"):
                 receiver.load_into(mixtral)
 
+    def test_what_differs_is_told_by_the_names_of_the_store(
+        self, mixtral: Any, store: Path, tmp_path: Path
+    ) -> None:
+        more = {"more": torch.ones(1)}
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for weights in (mixtral.state_dict(), saved(mixtral, tmp_path)):
+                sender.send(weights | more)
+                with pytest.raises(dbuffer.WeightsMismatchError) as caught:
+                    receiver.load_into(mixtral)
+                assert str(caught.value).endswith("not touched: the target has no more float32[1]")
+
     def test_one_expert_is_a_part(self, mixtral: Any, store: Path) -> None:
         fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
         before = fused.detach().clone()

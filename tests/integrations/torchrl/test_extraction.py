@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer import InvalidWeightsError, StoreCorruptError
-from dbuffer.integrations.torchrl.extraction import decode_state, extract
+from dbuffer.integrations.torchrl.extraction import decode_state, extract, extract_for_vllm
+from tests.support.engines.families import make_family
 
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 
@@ -55,6 +58,20 @@ def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy: str) ->
     for name, tensor in policy.state_dict(keep_vars=True).items():
         assert found.tensors[name].data_ptr() == tensor.data_ptr()
     assert not found.extra_state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_transformers_model_is_extracted_for_an_engine_as_its_checkpoint(
+    strategy: str, tmp_path: Path
+) -> None:
+    model = make_family("mixtral", 0)
+    model.save_pretrained(tmp_path)
+    found = extract_for_vllm(model, WeightStrategy(extract_as=strategy).extract_weights).tensors
+    expected = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # A collector's workers have the module, and get its own.
+    assert extracted(model, strategy).tensors.keys() >= model.state_dict().keys()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
