@@ -199,6 +199,9 @@ def hold_version(
     """Hold this version for reading; None if no buffer holds it, and it is not kept.
 
     With history None, that of a reader that has seen no version yet, any history's counts.
+
+    Raises:
+        StoreCorruptError: no undamaged buffer holds it, and one is damaged.
     """
     store.check()
 
@@ -218,13 +221,19 @@ def hold_version(
         held.release()
         return None
 
+    damage: Exception | None = None
     for buffer in places.BUFFERS:
-        if (held := hold_if(store.manifest(buffer), buffer)) is not None:
-            return held
+        try:
+            if (held := hold_if(store.manifest(buffer), buffer)) is not None:
+                return held
+        except errors.StoreCorruptError as error:
+            damage = error
     # Listed last: a version is kept before it leaves its buffer.
     for buffer, manifest in store.kept().items():
         if (held := hold_if(manifest, buffer)) is not None:
             return held
+    if damage is not None:  # this version may be the damaged one
+        raise damage
     return None
 
 

@@ -211,7 +211,10 @@ class BufferWriter:
         buffer = contents.idle_buffer
         old = contents.manifests[buffer]
         if self._keep and old is not None and contents.has_published(old):
-            kept.keep(self.store, buffer, old, durable=self._sync)
+            try:
+                kept.keep(self.store, buffer, old, durable=self._sync)
+            except StoreNotFoundError as error:
+                logger.warning("version %d is not kept: %s", old.version, error)
         needed = self._files_of(contents, other_buffer(buffer))
         file = None
         # The newest version may be a chain of deltas from the file of this buffer.

@@ -14,11 +14,11 @@ import torch
 
 import dbuffer
 from dbuffer.store import kept
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child, Command
 from tests.support.moments import die_before_call
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish, received
-from tests.support.soak import numbers
+from tests.support.soak import Record, numbers
 from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
 from tests.support.worlds import World
 
@@ -163,45 +163,76 @@ def test_a_damaged_version_is_not_published_again(store: Path, mount: str) -> No
     assert newest(store) == 3
 
 
+def test_a_version_whose_file_is_lost_is_not_kept(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store, keep=1) as sender:
+        publish(sender, 1, 2)
+        view = DoubleBuffer(store)
+        [buffer] = [name for name in "AB" if (m := view.manifest(name)) and m.version == 1]
+        for file in (store / buffer).glob("weights-*"):
+            file.unlink()
+        publish(sender, 3, 4)
+    assert readable(store, 4) == [2, 3, 4]
+    assert "version 1 is not kept" in caplog.text
+
+
+def test_a_kept_version_is_read_beside_a_damaged_one(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store, keep=1) as sender:
+        publish(sender, 1, 2, 3)
+        view = DoubleBuffer(store)
+        pointer = view.pointer()
+        assert pointer is not None
+        (store / other_buffer(pointer.buffer) / "manifest.json").write_bytes(b"")
+        assert opened(store, 1) == 1
+        with pytest.raises(dbuffer.StoreCorruptError):
+            opened(store, 2)
+        publish(sender, 4)
+    assert readable(store, 4) == [1, 3, 4]
+
+
 def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
-    with dbuffer.WeightSender(store, keep=2, delta=delta, reader_timeout_s=0) as sender:
+    with dbuffer.WeightSender(store, keep=KEEP, delta=delta, reader_timeout_s=0) as sender:
         die_before_call(number)
-        sender.send(SPARSE.weights(5), version=5)
-        sender.republish(3)
+        sender.send(SPARSE.weights(7), version=7)
+        sender.republish(4)
         sys.setprofile(None)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("delta", [False, True])
 def test_killed_at_any_call_a_sender_loses_no_kept_version(
-    shm_path: Path, mount: str, delta: bool
+    shm_path: Path, mount: str, delta: bool, record_property: Record
 ) -> None:
-    """Two sends were kept before: each is there afterwards, or was beyond what is kept."""
-    template = shm_path / "template"
-    with dbuffer.WeightSender(template, keep=2, delta=delta) as sender:
-        publish(sender, 1, 2, 3, 4, pattern=SPARSE)
-    for number in numbers(every=12):
+    """All that was kept is there afterwards, but for the version that is beyond what is kept."""
+    template, num_kills = shm_path / "template", 0
+    with dbuffer.WeightSender(template, keep=KEEP, delta=delta) as sender:
+        publish(sender, 1, 2, 3, 4, 5, 6, pattern=SPARSE)
+    for number in numbers(every=16):
         store = shm_path / f"store-{number}"
         shutil.copytree(template, store)
         with Child(_publish_and_die, store, number, delta) as child:
-            status = child.wait()
+            has_ended = child.wait() == 0
+        num_kills += not has_ended
         pointer = DoubleBuffer(store).pointer()
         assert pointer is not None
         last = pointer.version
-        assert last in (4, 5, 6)
+        assert last in ((8,) if has_ended else (6, 7, 8))
         found = {version: opened(store, version, SPARSE) for version in range(1, last + 1)}
-        expected = {3: 3, 4: 4} | ({5: 5} if last > 4 else {}) | ({6: 3} if last > 5 else {})
-        assert found.items() >= expected.items()
-        assert found[1] in ((1, None) if last == 4 else (None,))  # dropped as 5 is begun
-        assert found[2] in ((2, None) if last == 5 else (None,) if last == 6 else (2,))
+        # The oldest goes as the next one is begun; after version 8 none was.
+        first = last - KEEP - (last == 8)
+        stays = {version: version if version < 8 else 4 for version in range(first, last + 1)}
+        may_stay = {first - 1: first - 1} if last < 8 else {}
+        found = {version: read for version, read in found.items() if read}
+        assert stays.items() <= found.items() <= (stays | may_stay).items()
         make_temporaries_old(store)
-        with dbuffer.WeightSender(store, keep=2, delta=delta, reader_timeout_s=0) as sender:
-            publish(sender, 7, 8, pattern=SPARSE)
-            assert SPARSE.version_of(received(store)) == 8
-            assert opened(store, last, SPARSE) == (3 if last == 6 else last)
+        with dbuffer.WeightSender(store, keep=KEEP, delta=delta, reader_timeout_s=0) as sender:
+            publish(sender, 9, pattern=SPARSE)
+            assert SPARSE.version_of(received(store)) == 9
         assert_tidy(store)
         shutil.rmtree(store)
-        if status == 0:
+        if has_ended:
+            record_property("kills of a sender that keeps versions", num_kills)
             return
 
 
