@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +38,7 @@ from hypothesis.stateful import (
 import dbuffer
 from dbuffer.publish import delta_chain
 from dbuffer.runtime.timing import TIMING
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.checked_medium import CheckedMedium, failing_at
 from tests.support.children import Child
@@ -50,6 +51,7 @@ from tests.support.timings import timings
 Tensors = dict[str, torch.Tensor]
 
 READER_TIMEOUT_S = 0.01
+KEEP = 2
 
 OVERTAKEN = (dbuffer.SnapshotEvictedError, dbuffer.VersionRegressedError)
 """What leaving a snapshot may raise: its buffer was taken, or the whole store was emptied."""
@@ -673,6 +675,143 @@ class CheckedStoreMachine(StoreMachine):
             self.note_publication(pointer.version, tensors, {})
 
 
+class KeepingMachine(StoreMachine):
+    """A sender that keeps versions, which are pinned, unpinned and published again."""
+
+    rewrites = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: int | None = None
+        """Version in the buffer that is not the newest's; None: it is being written, or damaged."""
+        self.kept: set[int] = set()
+        self.pinned: set[int] = set()
+
+    def make_sender(self) -> dbuffer.WeightSender:
+        self.options["keep"] = KEEP
+        return super().make_sender()
+
+    @property
+    def readable(self) -> set[int]:
+        return {version for version in (*self.kept, self.idle, self.newest) if version}
+
+    def note_claim(self) -> None:
+        if self.idle:
+            self.kept.add(self.idle)
+        self.idle = None
+        self.kept.difference_update(sorted(self.kept - self.pinned - {self.newest})[:-KEEP])
+
+    def note_publication(self, version: int, tensors: Tensors, metadata: Any) -> None:
+        self.idle = self.newest
+        super().note_publication(version, tensors, metadata)
+
+    def note_claim_if_it_came_to_that(self) -> None:
+        """A crash may have come at any moment of keeping one version and dropping others."""
+        before, store = self.readable, DoubleBuffer(self.store)
+        self.note_claim()
+        certain = self.readable
+        pointer = store.pointer()
+        if pointer is None or pointer.version > self.newest:
+            return
+        idle = store.manifest(other_buffer(pointer.buffer))
+        if idle is not None and idle.state == "complete" and idle.version < self.newest:
+            self.idle = idle.version
+        self.kept = {each.version for each in store.kept().values()}
+        assert certain <= self.readable <= before
+
+    def begin_anew(self, leave: set[str]) -> None:  # type: ignore[override]
+        """Without its rule: what is kept is not what that is about."""
+
+    @precondition(lambda self: self.newest)
+    @rule(damage=st.sampled_from(["garbled", "no manifest", "no file", "emptied"]))
+    def damage_the_idle_buffer(self, damage: str) -> None:
+        if not self.kept:  # else the file may be that of a kept version, too
+            super().damage_the_idle_buffer(damage)
+            self.idle = None
+
+    @precondition(lambda self: self.newest)
+    @rule(which=st.integers(0, 9))
+    def pin(self, which: int) -> None:
+        version = self.one_of(self.readable, which)
+        kept.pin(DoubleBuffer(self.store), version)
+        self.kept.add(version)
+        self.pinned.add(version)
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 9))
+    def unpin(self, which: int) -> None:
+        version = self.one_of(self.pinned, which)
+        kept.unpin(DoubleBuffer(self.store), version)
+        self.pinned.remove(version)
+
+    @precondition(lambda self: self.newest)
+    @rule(which=st.integers(0, 9))
+    def republish(self, which: int) -> None:
+        old = self.one_of(self.readable, which)
+        self.kept.add(old)
+        self.note_claim()
+        publication = self.sender.republish(old)
+        metadata = self.metadata[old] | {"republished_version": old}
+        self.note_publication(publication.version, self.published[old], metadata)
+
+    @precondition(lambda self: self.idle and self.published.keys() - self.readable)
+    @rule(which=st.integers(0, 99))
+    def refuse_what_was_dropped(self, which: int) -> None:
+        version = self.one_of(self.published.keys() - self.readable, which)
+        store = DoubleBuffer(self.store)
+        for use in (self.sender.republish, lambda version: kept.pin(store, version)):
+            with pytest.raises(dbuffer.VersionError, match=f"^version {version} is not in"):
+                use(version)
+        with pytest.raises(dbuffer.VersionError, match=f"^version {version} of .* is not pinned"):
+            kept.unpin(store, version)
+
+    @precondition(lambda self: self.newest)
+    @rule(target=StoreMachine.snapshots, reader=StoreMachine.readers, which=st.integers(0, 9))
+    def open_earlier(self, reader: Reader, which: int) -> Any:
+        self.see(reader)
+        version = self.one_of(self.readable, which)
+        leave = contextlib.ExitStack()
+        snapshot = leave.enter_context(reader.receiver.open(version=version, timeout_s=1))
+        held = Held(snapshot, leave, version, self.published[version])
+        self.held.append(held)
+        return multiple(held)
+
+    @staticmethod
+    def one_of(versions: Set[int], which: int) -> int:
+        return sorted(versions)[which % len(versions)]
+
+    @invariant()
+    def what_is_kept_reads_whole_and_nothing_else(self) -> None:
+        if not hasattr(self, "sender"):
+            return
+        found = {}
+        with dbuffer.WeightReceiver(self.store, receiver_id="kept", num_threads=1) as receiver:
+            gone = sorted(self.published.keys() - self.readable)
+            for version in (*self.readable, *gone[-2:]):
+                with (
+                    # Of a version that is not there, if the idle buffer is damaged: it may be that.
+                    contextlib.suppress(dbuffer.VersionError, dbuffer.StoreCorruptError),
+                    receiver.open(version=version, timeout_s=0) as snapshot,
+                ):
+                    assert are_equal(snapshot.tensors, self.published[version])
+                    assert snapshot.metadata == self.metadata[version]
+                    found[version] = True
+        assert found.keys() == self.readable
+
+    @invariant()
+    def nothing_is_left_over(self) -> None:
+        if hasattr(self, "sender") and self.goes_at_once:
+            files = {file.stat().st_ino for file in self.store.rglob("weights-*")}
+            assert len(files) <= len(self.readable) + 1, "a crash may leave one"
+
+
+class KeepingNetworkMachine(KeepingMachine):
+    """As on a network mount, where kept versions may be deltas from the anchor of others."""
+
+    mount = "network"
+    goes_at_once = False
+
+
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
     max_examples=2_000 if is_soak() else 20, stateful_step_count=30, report_multiple_bugs=False
@@ -684,3 +823,9 @@ TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestCheckedStore = CheckedStoreMachine.TestCase
 TestCheckedStore.settings = settings(TestNetworkStore.settings)
 TestCheckedStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+TestKeeping = KeepingMachine.TestCase
+TestKeeping.settings = settings(TestStore.settings, max_examples=200 if is_soak() else 6)
+TestKeeping.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+TestKeepingNetwork = KeepingNetworkMachine.TestCase
+TestKeepingNetwork.settings = settings(TestKeeping.settings)
+TestKeepingNetwork.pytestmark = [pytest.mark.slow, pytest.mark.soak]
