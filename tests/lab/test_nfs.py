@@ -2,6 +2,7 @@
 
 from tests.lab.scenarios_deltas import *  # noqa: F403
 from tests.lab.scenarios_doctor import *  # noqa: F403
+from tests.lab.scenarios_kept import *  # noqa: F403
 from tests.lab.scenarios_lab import *  # noqa: F403
 from tests.lab.scenarios_mirror import *  # noqa: F403
 from tests.lab.scenarios_sharded import *  # noqa: F403
