@@ -56,6 +56,9 @@ class NameMap:
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = tuple(rules)
 
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Rule, ...]]]:
+        return type(self), (self.rules,)  # without functions, which do not pickle
+
     @functools.cached_property
     def _steps(self) -> list[tuple[range, Change | Rule]]:
         """Indices of the rules that apply at once, and the function that renames, or the rule."""

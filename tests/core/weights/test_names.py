@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 import re
 
 import pytest
@@ -328,6 +329,15 @@ def test_presets_compose():
     assert names("module._orig_mod.base_model.model.a.base_layer.weight") == "a.weight"
     with pytest.raises(dbuffer.OptionError, match=r"use one of _orig_mod\."):
         names.preset("mine")
+
+
+def test_a_map_that_was_used_is_pickled():
+    names = CUT.pattern("(.*)", r"\1.x").exact("a", "b")
+    used = names.convert(WEIGHTS)
+    again = pickle.loads(pickle.dumps(names))
+    assert again.rules == names.rules
+    assert_same(again.convert(WEIGHTS), used)
+    assert repr(eval(repr(names), {"NameMap": NameMap})) == repr(names)
 
 
 def test_a_toml_file_has_the_same_rules(tmp_path):
