@@ -121,10 +121,11 @@ class BoxShare(Share):
             rank, assignment = self._world.rank, self._assignment
             return shards.each_gathered(source.tensors, assignment, rank, with_gathered)
 
+        parts = shards.HeldParts()
+
         def local_elements(number: int) -> torch.Tensor:
-            box = self._boxes[number]
-            name = self._layout.specs[box.tensor].name
-            return shards.local_elements(source.tensors[box.tensor], box, name)
+            index = self._boxes[number].tensor
+            return parts.elements(source.tensors[index], self._layout.specs[index].name)
 
         local = range(self._num_local)
         results = self._world.each(f"{what} what it holds", lambda: action(local, local_elements))

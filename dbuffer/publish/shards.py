@@ -72,29 +72,58 @@ def boxes_of(boxes: list[Any]) -> Boxes:
 
 def held_boxes(tensors: HeldTensors) -> Boxes:
     """Return the box of each tensor that this rank holds."""
-    return [_held_box(index, tensor) for index, tensor in enumerate(tensors)]
+    parts = HeldParts()
+    return [parts.box(index, tensor) for index, tensor in enumerate(tensors)]
 
 
-def _held_box(index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
-    sharded = tensor.sharded if isinstance(tensor, LazyTensor) else None
-    if sharded is None:
-        return whole_box(index, tensor.shape)
-    from torch.distributed.tensor import DTensor
+class HeldParts:
+    """Parts of tensors that this rank holds; a sharded one is looked up once for all its views."""
 
-    if not isinstance(sharded, DTensor):
-        return None
-    box = _box_of_dtensor(index, sharded)
-    view = tensor.view if isinstance(tensor, LazyTensor) else None
-    if box is None or view is None:
-        return box
-    # Boxes of strided shares overlap, which shows in the whole tensor, and not in a part of it.
-    return None if any(map(_is_strided, sharded.placements)) else _overlap(box, view)[0]
+    def __init__(self) -> None:
+        self._boxes: dict[int, tuple[Box | None, bool]] = {}
+        """Box of each sharded tensor, by its id, and whether its shares are strided."""
+        self._local: dict[int, torch.Tensor] = {}
 
+    def box(self, index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
+        """Return the box of a tensor, or of a view of a sharded one; ``index``: in the layout."""
+        if not isinstance(tensor, LazyTensor) or tensor.sharded is None:
+            return whole_box(index, tensor.shape)
+        box, is_strided = self._box_of(tensor.sharded)
+        # Boxes of strided shares overlap, which shows in the whole tensor, and not in a part of it.
+        if box is None or (tensor.view is not None and is_strided):
+            return None
+        box = box._replace(tensor=index)
+        return box if tensor.view is None else _overlap(box, tensor.view)[0]
 
-def _is_strided(placement: object) -> bool:
-    from torch.distributed.tensor.placement_types import _StridedShard
+    def elements(self, tensor: torch.Tensor | LazyTensor, name: str) -> torch.Tensor:
+        """Return the elements in a tensor's box."""
+        if not isinstance(tensor, LazyTensor):
+            return tensor
+        if tensor.sharded is None:
+            return fetch(tensor)
+        box, _ = self._box_of(tensor.sharded)
+        assert box is not None  # noqa: S101 - else it is gathered
+        if (local := self._local.get(id(tensor.sharded))) is None:
+            with torch.no_grad():
+                local = self._local[id(tensor.sharded)] = tensor.sharded.to_local()
+        if tuple(local.shape) != box.shape:
+            raise InvalidWeightsError(
+                f"of {name!r} this rank holds {list(local.shape)}, and its placements "
+                f"{tensor.sharded.placements} give it {list(box.shape)}"
+            )
+        return local if tensor.view is None else _overlap(box, tensor.view)[1].of(local)
 
-    return isinstance(placement, _StridedShard)
+    def _box_of(self, sharded: Any) -> tuple[Box | None, bool]:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        if (known := self._boxes.get(id(sharded))) is None:
+            known = None, False
+            if isinstance(sharded, DTensor):
+                is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
+                known = _box_of_dtensor(0, sharded), is_strided
+            self._boxes[id(sharded)] = known
+        return known
 
 
 def _overlap(box: Box, view: View) -> tuple[Box, View]:
@@ -134,26 +163,6 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
     if not start and tensor.ndim:  # a rank outside of the mesh
         return Box(index, (0,) * tensor.ndim, (0,) * tensor.ndim)
     return Box(index, tuple(start), tuple(shape))
-
-
-def local_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
-    """Return the elements in a box that this rank holds."""
-    if not isinstance(tensor, LazyTensor):
-        return tensor
-    if tensor.sharded is None:
-        return fetch(tensor)
-    held = _box_of_dtensor(box.tensor, tensor.sharded)
-    assert held is not None  # noqa: S101 - else it is gathered
-    with torch.no_grad():
-        local: torch.Tensor = tensor.sharded.to_local()
-    if tuple(local.shape) != held.shape:
-        raise InvalidWeightsError(
-            f"of {name!r} this rank holds {list(local.shape)}, and its placements "
-            f"{tensor.sharded.placements} give it {list(held.shape)}"
-        )
-    if tensor.view is None:
-        return local
-    return _overlap(held, tensor.view)[1].of(local)
 
 
 @contextlib.contextmanager
