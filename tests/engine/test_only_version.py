@@ -132,6 +132,8 @@ def test_version_that_is_not_published_yet_is_waited_for(scene):
 
 def test_engine_waits_for_a_store_that_is_not_there(shm_path, engine_id, caplog):
     scene = Scene(shm_path / "later", engine_id, caplog)
+    with scene.follower(version=2) as follower:
+        assert follower.sync(at_least=1) is None
     with scene.background(version=2) as follower:
         with dbuffer.WeightSender(scene.store) as sender:
             for version in (1, 2, 3):

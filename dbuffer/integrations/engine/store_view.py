@@ -97,8 +97,10 @@ class StoreView:
         For an engine that stays on a version, that one, once it is published.
         """
         only = self.options.version
-        if only is not None and at_least is not None and at_least > only:
-            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+        if only is not None and at_least is not None:
+            if at_least > only:
+                raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+            at_least = only if at_least == only else None  # a version below says nothing of it
         if only is not None and served is not None and served.version == only:
             return None
         if self._store.exists():
