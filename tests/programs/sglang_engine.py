@@ -52,6 +52,7 @@ def main(directory: str) -> None:
     seen["after a bad request"] = greedy(engine)
     fail_at_first(engine, path / "first", weights, seen)
     rename(engine, path / "renamed", weights, seen)
+    stay(engine, path / "kept", weights, seen)
     lose_weights(engine, path / "lost", weights, seen)
     switch_and_fail(engine, path / "store", weights, seen)
     rounded = make_model("tied-qwen2", 2).bfloat16().float()
@@ -114,6 +115,18 @@ def rename(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None
         sender.send(weights[1])
         follower.sync()
         seen["renamed"] = greedy(engine)
+
+
+def stay(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+    """Stay on the version before the newest, while others are published."""
+    with dbuffer.WeightSender(store) as sender:
+        for index in (1, 0):
+            sender.send(weights[index])
+        with following(engine, store, version=1) as follower:
+            follower.sync()
+            for _ in range(2):
+                sender.send(weights[0])
+            seen["stays"] = [follower.sync(), greedy(engine), label(engine)]
 
 
 def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:

@@ -54,6 +54,10 @@ def test_engine_acknowledges_and_its_ranks_do_not(seen: dict[str, Any]) -> None:
     }
 
 
+def test_engine_stays_on_the_version_that_it_was_told(seen: dict[str, Any]) -> None:
+    assert seen["stays"] == [None, seen["transformers B"], "1"]
+
+
 def test_names_are_mapped_on_the_way(seen: dict[str, Any]) -> None:
     assert seen["renamed"] == seen["transformers B"]
 
