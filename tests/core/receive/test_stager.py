@@ -7,6 +7,7 @@ stager would hang for ever, has a process of its own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import itertools
@@ -30,7 +31,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import dbuffer
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.receive.stager import Staged, Stager
+from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
@@ -1355,28 +1356,39 @@ TestStager.pytestmark = [pytest.mark.soak]
 
 
 LARGE = Pattern(num_tensors=4, numel=1 << 21)
-LARGE_BYTES = 64 << 20
+M_ARENA_MAX = -8
 
 
 def stage_with_little_memory(connection: Connection, store: Path) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    # Room for a mapping of the version, and for no copy.
-    resource.setrlimit(resource.RLIMIT_AS, (used + LARGE_BYTES * 7 // 4, before[1]))
-    with staging(store, copy=True, num_threads=1) as made:
+    # Else each thread that starts maps 64 MiB for a moment, to make an arena of its own.
+    assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    before, resized = resource.getrlimit(resource.RLIMIT_AS), StagingMemory.resized
+
+    def limited(self: StagingMemory, num_bytes: int) -> torch.Tensor:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes // 2, before[1]))
+        freed = []  # memory that this process or its parent has freed, and could have again
         try:
-            made.take(timeout_s=IN_TIME_S)
-        except Exception as error:
-            connection.send((type(error), str(error)))
-        resource.setrlimit(resource.RLIMIT_AS, before)
-        connection.send(made.take(timeout_s=IN_TIME_S).version)
+            with contextlib.suppress(RuntimeError):
+                while True:
+                    freed.append(torch.empty(num_bytes, dtype=torch.uint8))
+            return resized(self, num_bytes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagingMemory, "resized", limited)
+        with staging(store, copy=True, num_threads=1) as made:
+            with pytest.raises(dbuffer.StoreAccessError) as caught:
+                made.take(timeout_s=IN_TIME_S)
+            connection.send(str(caught.value))
+            patch.undo()
+            connection.send(made.take(timeout_s=IN_TIME_S).version)
 
 
 def test_memory_that_there_is_not_is_told(store):
     with dbuffer.WeightSender(store) as sender:
         sender.send(LARGE.weights(1))
     with Child(stage_with_little_memory, store) as child:
-        kind, message = child.receive()
-        assert kind is dbuffer.StoreAccessError
-        assert re.search(r"cannot allocate \d+ bytes of memory", message)
+        assert re.search(r"cannot allocate \d+ bytes of memory", child.receive())
         assert child.receive() == 1
