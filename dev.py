@@ -60,8 +60,8 @@ UV_SETTINGS = {
     "cert": "SSL_CERT_FILE",
 }
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of the tests
-# Twice as many as a small machine has processors: tests wait a lot. Each file is run by one
-# process, in the order that tests/conftest.py gives them.
+# Twice as many as a small machine has processors: tests wait a lot. tests/conftest.py says which
+# files go to one process together, and in which order.
 SIDE_BY_SIDE = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 # Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
 SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]

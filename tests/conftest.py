@@ -37,13 +37,17 @@ pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
-from tests.support.children import collected, preloaded  # noqa: E402
 from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
-from tests.support.patterns import SMALL, SPARSE  # noqa: E402
+from tests.support.later import Later  # noqa: E402
+from tests.support.scopes import scope_of  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 from tests.support.unchanged import BASE, changed_since, left_out, mark  # noqa: E402
+
+# They import torch, which the process that hands out the tests does not need.
+children = Later("tests.support.children")
+patterns = Later("tests.support.patterns")
 
 LEFT_OUT = pytest.StashKey[list[str]]()
 
@@ -105,11 +109,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     mark(item, item.config.stash[LEFT_OUT])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process take all files of a scope."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadScopes(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(super()._split_scope(nodeid))
+
+    return LoadScopes(config, log)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files, longest first.
+    """Sort scopes, and the files of each, longest first.
 
-    Of files side by side, a long one must not begin last. A file that is not in the table is long
+    Of scopes side by side, a long one must not begin last. A file that is not in the table is long
     if a test in it is marked as slow.
     """
     table = durations()
@@ -122,7 +140,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             return measured.wall_s
         return math.inf if path in slow else 0.0
 
-    items.sort(key=lambda item: wall_s(item.path), reverse=True)
+    files = {item.path: wall_s(item.path) for item in items}
+    scopes = {path: scope_of(path.relative_to(ROOT).as_posix()) for path in files}
+    of_scope_s: Counter[str] = Counter()
+    for path, of_file_s in files.items():
+        of_scope_s[scopes[path]] += of_file_s
+    items.sort(
+        key=lambda item: (of_scope_s[scopes[item.path]], scopes[item.path], files[item.path]),
+        reverse=True,
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -136,7 +162,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    collected()
+    children.collected()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +176,7 @@ def torchrl_preloaded() -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing.util, "spawnv_passfds", preforked.spawn_fork)
-        with preloaded(*names):
+        with children.preloaded(*names):
             yield
 
 
@@ -227,9 +253,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = directory / "template"
     with dbuffer.WeightSender(path, checksum=True) as sender:
         for version in (1, 2, 3):
-            sender.send(SMALL.weights(version), metadata={"step": version})
+            sender.send(patterns.SMALL.weights(version), metadata={"step": version})
     with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
-        receiver.load_into(SMALL.empty())
+        receiver.load_into(patterns.SMALL.empty())
     receiver.record.path.rename(path / "receivers" / "old.json")
     yield path
     shutil.rmtree(directory)
@@ -245,7 +271,7 @@ def chain_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("DBUFFER_MOUNT", "network")
         with dbuffer.WeightSender(path, delta=True) as sender:
             for version in (1, 2, 3, 4, 5):
-                sender.send(SPARSE.weights(version))
+                sender.send(patterns.SPARSE.weights(version))
     yield path
     shutil.rmtree(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import runpy
@@ -18,6 +19,7 @@ import pytest
 from tests.support import durations, unchanged
 from tests.support.children import Child
 from tests.support.durations import Duration
+from tests.support.scopes import SCOPES, scope_of
 from tests.support.unchanged import RULES, changed_since, left_out, mark
 
 NAMES = {rule.name for rule in RULES}
@@ -172,6 +174,13 @@ def test_a_table_keeps_rows_of_files_that_did_not_run(
     assert list(durations.durations().items()) == [(ran, Duration(3, 0.5)), (kept, Duration(1, 2))]
 
 
+VLLM_PROGRAMS = {
+    "tests.support.engines.preforked",
+    "tests.support.engines.vllm_engines.observe",
+}
+
+
+@functools.cache
 def modules() -> dict[Path, ast.Module]:
     paths = sorted((unchanged.ROOT / "tests").rglob("*.py"))
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
@@ -183,6 +192,19 @@ def names_imported(module: ast.Module) -> Iterator[str]:
             yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def test_files_that_run_vllm_are_in_scopes() -> None:
+    for path, module in modules().items():
+        name = path.relative_to(unchanged.ROOT).as_posix()
+        if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
+            assert scope_of(name) != name, f"tests/support/scopes.py does not name {name}"
+
+
+def test_scopes_name_files_that_exist() -> None:
+    for name, beginnings in SCOPES.items():
+        assert all((unchanged.ROOT / beginning).exists() for beginning in beginnings)
+        assert {scope_of(beginning) for beginning in beginnings} == {name}
 
 
 def test_no_module_imports_a_test_module() -> None:

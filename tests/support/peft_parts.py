@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import peft
+import pytest
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.support import patterns
 from tests.support.engines.tiny_models import make_model
+from tests.support.later import Later
+
+peft = Later("peft")
+layers_of_peft = Later("peft.tuners.tuners_utils")
+
+NEEDS_PEFT = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
+    for name in ("peft", "transformers")
+]
 
 
 def make(family: str, config: Any, seed: int = 0) -> Any:
@@ -49,7 +58,7 @@ def everything_in(model: Any) -> dict[str, Any]:
     layers = {
         name: (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
         for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
+        if isinstance(module, layers_of_peft.BaseTunerLayer)
     }
     return {
         "bits": bits(tensors),

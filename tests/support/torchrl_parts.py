@@ -115,6 +115,15 @@ class NodeEnv:
         use_forkserver(self._forkserver)
 
 
+class LateEnv(NodeEnv):
+    """Keeps its node waiting."""
+
+    def __call__(self) -> ProbeEnv:
+        if multiprocessing.parent_process().name != "MainProcess":
+            time.sleep(2.0)
+        return super().__call__()
+
+
 class ValuedEnv(ProbeEnv):
     """An environment with a model of its own, whose output is the reward."""
 
@@ -211,6 +220,18 @@ class StatefulPolicy(ConstantPolicy):
     def forward(self, tensordict: Any) -> Any:
         super().forward(tensordict)
         return tensordict.set("action", tensordict["action"] + self.offset)
+
+
+class ReluctantPolicy(StatefulPolicy):
+    """Refuses a state now and then."""
+
+    refusals = 0
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise ValueError("not now")
+        super().set_extra_state(state)
 
 
 class BarePolicy(nn.Module):

@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.integrations import peft as integration
 from tests.support.children import Child
-
-peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
-
-from dbuffer.integrations.peft import (  # noqa: E402
-    adapter_metadata,
-    adapter_weights,
-    load_adapter,
-    merged_weights,
-    save_adapter,
-    send_adapter,
+from tests.support.engines.tiny_models import make_model
+from tests.support.later import Later
+from tests.support.peft_parts import (
+    NEEDS_PEFT,
+    bits,
+    everything_in,
+    make,
+    reference,
+    train,
 )
-from tests.support.engines.tiny_models import make_model  # noqa: E402
-from tests.support.peft_parts import bits, everything_in, make, reference, train  # noqa: E402
+
+peft = Later("peft")
+pytestmark = NEEDS_PEFT
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -77,7 +77,7 @@ class TestSending:
     ) -> None:
         model = model_of(1, **more)
         before = everything_in(model)
-        publication = send_adapter(sender, model, metadata={"step": 7})
+        publication = integration.send_adapter(sender, model, metadata={"step": 7})
         assert everything_in(model) == before
         tensors, config = files_of_peft(model, tmp_path)
         with receiver.open() as snapshot:
@@ -100,14 +100,14 @@ class TestSending:
         files = []
         for step in range(4):
             train(model, step)
-            send_adapter(sender, model)
+            integration.send_adapter(sender, model)
             files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
         assert files[1] == files[2] == files[3]
 
     def test_one_of_several(self, sender: Any, receiver: Any) -> None:
         model = model_of(1)
         model.add_adapter("other", lora(r=2))
-        send_adapter(sender, model, adapter="other")
+        integration.send_adapter(sender, model, adapter="other")
         with receiver.open() as snapshot:
             assert snapshot.metadata["adapter_config"]["r"] == 2
             assert {min(spec.shape) for spec in snapshot.specs} == {2}
@@ -124,11 +124,11 @@ class TestSending:
     def test_refused(self, sender: Any, make_it: Callable[[], tuple[Any, str]], match: str) -> None:
         model, adapter = make_it()
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
-            send_adapter(sender, model, adapter=adapter)
+            integration.send_adapter(sender, model, adapter=adapter)
 
     def test_metadata_of_that_name_is_refused(self, sender: Any) -> None:
         with pytest.raises(dbuffer.InvalidWeightsError, match="adapter_config"):
-            send_adapter(sender, model_of(1), metadata={"adapter_config": {}})
+            integration.send_adapter(sender, model_of(1), metadata={"adapter_config": {}})
 
 
 def answer_as_another_process(connection: Any, store: Path) -> None:
@@ -136,7 +136,7 @@ def answer_as_another_process(connection: Any, store: Path) -> None:
     model = model_of(2)
     with dbuffer.WeightReceiver(store) as receiver:
         while connection.recv() is not None:
-            connection.send((load_adapter(receiver, model), bits(reference(model))))
+            connection.send((integration.load_adapter(receiver, model), bits(reference(model))))
 
 
 class TestLoading:
@@ -145,7 +145,7 @@ class TestLoading:
         with Child(answer_as_another_process, store) as child:
             for version in (1, 2):
                 train(model, version)
-                send_adapter(sender, model)
+                integration.send_adapter(sender, model)
                 child.send("load")
                 assert child.receive() == (version, bits(reference(model)))
             child.send("load")
@@ -155,11 +155,13 @@ class TestLoading:
     def test_under_another_name(self, sender: Any, receiver: Any) -> None:
         source, target = model_of(1), model_of(2)
         target.add_adapter("other", lora())
-        before = bits(adapter_weights(target))
-        send_adapter(sender, source)
-        load_adapter(receiver, target, adapter="other")
-        assert bits(adapter_weights(target, "other")) == bits(adapter_weights(source))
-        assert bits(adapter_weights(target)) == before
+        before = bits(integration.adapter_weights(target))
+        integration.send_adapter(sender, source)
+        integration.load_adapter(receiver, target, adapter="other")
+        assert bits(integration.adapter_weights(target, "other")) == bits(
+            integration.adapter_weights(source)
+        )
+        assert bits(integration.adapter_weights(target)) == before
 
     @pytest.mark.parametrize(
         ("more", "difference"),
@@ -175,31 +177,31 @@ class TestLoading:
     ) -> None:
         target = model_of(2, **more)
         before = everything_in(target)
-        send_adapter(sender, model_of(1))
+        integration.send_adapter(sender, model_of(1))
         with pytest.raises(dbuffer.WeightsMismatchError, match=difference):
-            load_adapter(receiver, target)
+            integration.load_adapter(receiver, target)
         assert everything_in(target) == before
 
     def test_what_means_nothing_for_the_tensors_may_differ(
         self, sender: Any, receiver: Any
     ) -> None:
-        send_adapter(sender, model_of(1, lora_dropout=0.1))
-        assert load_adapter(receiver, model_of(2, task_type="CAUSAL_LM")) == 1
+        integration.send_adapter(sender, model_of(1, lora_dropout=0.1))
+        assert integration.load_adapter(receiver, model_of(2, task_type="CAUSAL_LM")) == 1
 
     def test_a_merged_one_is_refused(self, sender: Any, receiver: Any) -> None:
         target = model_of(2)
-        send_adapter(sender, model_of(1))
+        integration.send_adapter(sender, model_of(1))
         target.merge_adapter()
         with pytest.raises(dbuffer.InvalidWeightsError, match="unmerge_adapter"):
-            load_adapter(receiver, target)
+            integration.load_adapter(receiver, target)
 
     def test_other_dtypes_are_refused(self, store: Path, receiver: Any) -> None:
         target = model_of(2)
         before = everything_in(target)
         with dbuffer.WeightSender(store, dtype=torch.bfloat16) as sender:
-            send_adapter(sender, model_of(1))
+            integration.send_adapter(sender, model_of(1))
         with pytest.raises(dbuffer.WeightsMismatchError, match="bfloat16"):
-            load_adapter(receiver, target)
+            integration.load_adapter(receiver, target)
         assert everything_in(target) == before
 
 
@@ -210,7 +212,7 @@ class TestNeitherForTheOther:
     ) -> None:
         model, seen = make_model("qwen3", 0), []
         before = bits(dict(model.state_dict()))
-        send_adapter(sender, model_of(1))
+        integration.send_adapter(sender, model_of(1))
         for target in (model, dict(model.state_dict()), lambda pairs: seen.append(pairs)):
             with pytest.raises(dbuffer.WeightsMismatchError, match="adapter"):
                 receiver.load_into(target, partial=partial)
@@ -223,12 +225,12 @@ class TestNeitherForTheOther:
         model = model_of(1)
         before = everything_in(model)
         # Whatever it is called: these are an adapter's tensors, but nobody said so.
-        for weights in (merged_weights(model), adapter_weights(model)):
+        for weights in (integration.merged_weights(model), integration.adapter_weights(model)):
             sender.send(weights)
             with pytest.raises(dbuffer.WeightsMismatchError, match="adapter"):
-                load_adapter(receiver, model)
+                integration.load_adapter(receiver, model)
             with pytest.raises(dbuffer.WeightsMismatchError, match="adapter"):
-                save_adapter(receiver, tmp_path / "saved")
+                integration.save_adapter(receiver, tmp_path / "saved")
         assert everything_in(model) == before
         assert list((tmp_path / "saved").iterdir()) == []
 
@@ -236,8 +238,8 @@ class TestNeitherForTheOther:
 class TestSaving:
     def test_peft_reads_it(self, sender: Any, receiver: Any, tmp_path: Path) -> None:
         model = model_of(1)
-        send_adapter(sender, model)
-        saved = save_adapter(receiver, tmp_path)
+        integration.send_adapter(sender, model)
+        saved = integration.save_adapter(receiver, tmp_path)
         assert saved.path.parent == tmp_path
         assert saved.version == 1
         found = peft.PeftModel.from_pretrained(make_model("qwen3", 0), saved.path)
@@ -250,18 +252,18 @@ class TestSaving:
         model, saved = model_of(1), []
         for step in range(4):
             train(model, step)
-            send_adapter(sender, model)
-            saved.append(save_adapter(receiver, tmp_path))
+            integration.send_adapter(sender, model)
+            saved.append(integration.save_adapter(receiver, tmp_path))
         assert len({one.path for one in saved} | {one.number for one in saved}) == 8
         assert sorted(tmp_path.iterdir()) == sorted(one.path for one in saved[-2:])
 
     def test_one_that_is_there_is_not_written_again(
         self, sender: Any, receiver: Any, tmp_path: Path
     ) -> None:
-        send_adapter(sender, model_of(1))
-        first = save_adapter(receiver, tmp_path)
+        integration.send_adapter(sender, model_of(1))
+        first = integration.save_adapter(receiver, tmp_path)
         files = {path: path.stat().st_ino for path in first.path.iterdir()}
-        assert save_adapter(receiver, tmp_path) == first
+        assert integration.save_adapter(receiver, tmp_path) == first
         assert {path: path.stat().st_ino for path in first.path.iterdir()} == files
 
     def test_a_store_that_took_the_place_of_another(
@@ -274,9 +276,9 @@ class TestSaving:
         for seed in (1, 2):
             with dbuffer.WeightSender(store) as sender:
                 for _ in range(3 if seed == 1 else 1):
-                    send_adapter(sender, model_of(seed))
+                    integration.send_adapter(sender, model_of(seed))
                     with dbuffer.WeightReceiver(store) as reader:
-                        found.append(save_adapter(reader, tmp_path))
+                        found.append(integration.save_adapter(reader, tmp_path))
             shutil.rmtree(store)
         first, last = found[0], found[-1]
         assert first.version == last.version == 1
@@ -293,27 +295,30 @@ class TestSaving:
 
         model = model_of(1)
         with dbuffer.WeightSender(store, reader_timeout_s=0.0) as sender:
-            send_adapter(sender, model)
+            integration.send_adapter(sender, model)
             save_file = safetensors_torch.save_file
 
             def save_slowly(*args: Any) -> None:
                 save_file(*args)
                 for _ in range(2):
-                    send_adapter(sender, model)
+                    integration.send_adapter(sender, model)
 
             monkeypatch.setattr(safetensors_torch, "save_file", save_slowly)
             with pytest.raises(dbuffer.SnapshotEvictedError):
-                save_adapter(receiver, tmp_path)
+                integration.save_adapter(receiver, tmp_path)
             assert list(tmp_path.iterdir()) == []
             monkeypatch.undo()
-            assert save_adapter(receiver, tmp_path).version == 3
+            assert integration.save_adapter(receiver, tmp_path).version == 3
 
     def test_nothing_published(self, receiver: Any, tmp_path: Path) -> None:
         with pytest.raises(dbuffer.WaitTimeoutError):
-            save_adapter(receiver, tmp_path, timeout_s=0.01)
+            integration.save_adapter(receiver, tmp_path, timeout_s=0.01)
 
 
 def test_metadata_is_always_the_same() -> None:
-    one, other = adapter_metadata(model_of(1)), adapter_metadata(model_of(2))
+    one, other = (
+        integration.adapter_metadata(model_of(1)),
+        integration.adapter_metadata(model_of(2)),
+    )
     assert one == other
     assert json.loads(json.dumps(one)) == one

@@ -5,53 +5,63 @@ from __future__ import annotations
 import copy
 import resource
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dbuffer
+from dbuffer.integrations import peft as integration
 from tests.support.children import Child
+from tests.support.engines.tiny_models import make_model
+from tests.support.later import Later
+from tests.support.peft_parts import (
+    NEEDS_PEFT,
+    bits,
+    everything_in,
+    make,
+    reference,
+    train,
+)
 from tests.support.waiting import error_of
 
-peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
-
-
-from safetensors.torch import load_file  # noqa: E402
-
-from dbuffer.integrations.peft import merged, merged_weights  # noqa: E402
-from tests.support.engines.tiny_models import make_model  # noqa: E402
-from tests.support.peft_parts import bits, everything_in, make, reference, train  # noqa: E402
+peft = Later("peft")
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
-METHODS: dict[str, Any] = {
-    "lora": peft.LoraConfig(r=4, target_modules=LINEAR),
-    "lora, rank-stabilised, ranks by layer": peft.LoraConfig(
+METHODS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR),
+    "lora, rank-stabilised, ranks by layer": lambda: peft.LoraConfig(
         r=4, target_modules=LINEAR, use_rslora=True, rank_pattern={"v_proj": 2}
     ),
-    "dora": peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
-    "lora on the embedding": peft.LoraConfig(r=4, target_modules=[*LINEAR, "embed_tokens"]),
-    "lora on embedding and head": peft.LoraConfig(
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
+    "lora on the embedding": lambda: peft.LoraConfig(r=4, target_modules=[*LINEAR, "embed_tokens"]),
+    "lora on embedding and head": lambda: peft.LoraConfig(
         r=4, target_modules=["q_proj", "embed_tokens", "lm_head"]
     ),
-    "head trained whole": peft.LoraConfig(r=4, target_modules=LINEAR, modules_to_save=["lm_head"]),
-    "some tokens": peft.LoraConfig(r=4, target_modules=LINEAR, trainable_token_indices=[1, 2]),
-    "ia3": peft.IA3Config(
+    "head trained whole": lambda: peft.LoraConfig(
+        r=4, target_modules=LINEAR, modules_to_save=["lm_head"]
+    ),
+    "some tokens": lambda: peft.LoraConfig(
+        r=4, target_modules=LINEAR, trainable_token_indices=[1, 2]
+    ),
+    "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
-    "loha": peft.LoHaConfig(r=4, target_modules=LINEAR),
-    "lokr": peft.LoKrConfig(r=4, target_modules=LINEAR),
-    "oft": peft.OFTConfig(oft_block_size=4, r=0, target_modules=LINEAR),
-    "vera": peft.VeraConfig(r=4, target_modules=["q_proj"]),
-    "norms": peft.LNTuningConfig(target_modules=["norm"]),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=LINEAR),
+    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=LINEAR),
+    "oft": lambda: peft.OFTConfig(oft_block_size=4, r=0, target_modules=LINEAR),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["norm"]),
 }
 FAMILIES = ("qwen3", "tied-qwen2")
 CASES = [(family, method) for family in FAMILIES for method in METHODS]
 
 pytestmark = [
+    *NEEDS_PEFT,
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
 ]
@@ -68,9 +78,9 @@ def received(store: Path) -> dict[str, torch.Tensor]:
 def test_what_arrives_is_what_peft_would_merge(
     store: Path, sender: dbuffer.WeightSender, family: str, method: str
 ) -> None:
-    model = make(family, METHODS[method])
+    model = make(family, METHODS[method]())
     expected, before = reference(model), everything_in(model)
-    weights = merged_weights(model)
+    weights = integration.merged_weights(model)
     sender.send(weights)
     assert list(weights) == list(expected)
     assert bits(received(store)) == bits(expected)
@@ -100,11 +110,13 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
             target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         ),
     )
+    from dbuffer.integrations.peft import merged
+
     merge, merges = merged._Group._merge, list[Any]()
     monkeypatch.setattr(
         merged._Group, "_merge", lambda self, tied: merges.append(self) or merge(self, tied)
     )
-    weights = merged_weights(model)
+    weights = integration.merged_weights(model)
     for step in range(2):
         merges.clear()
         sender.send(weights)
@@ -114,13 +126,13 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
         expected = load_file(tmp_path / str(step) / "model.safetensors")
         assert bits(received(store)) == bits(expected)
         train(model, seed=step + 1)
-    sender.send(merged_weights(model, as_checkpoint=False))
+    sender.send(integration.merged_weights(model, as_checkpoint=False))
     assert bits(received(store)) == bits(reference(model))
 
 
 def test_bias_of_lora(store: Path, sender: dbuffer.WeightSender) -> None:
     model = make("tied-qwen2", peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
-    sender.send(merged_weights(model))
+    sender.send(integration.merged_weights(model))
     name = "model.layers.0.self_attn.q_proj.bias"
     assert bits(received(store)) == bits(reference(model))
     assert not torch.equal(received(store)[name], make_model("tied-qwen2", 0).state_dict()[name])
@@ -131,9 +143,9 @@ def test_other_dtypes(store: Path, sender: dbuffer.WeightSender, dtype: torch.dt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base = make_model("qwen3", 0).to(dtype)
-        model = peft.get_peft_model(base, METHODS["lora"])
+        model = peft.get_peft_model(base, METHODS["lora"]())
     train(model, 0)
-    sender.send(merged_weights(model))
+    sender.send(integration.merged_weights(model))
     assert bits(received(store)) == bits(reference(model))
 
 
@@ -147,7 +159,7 @@ class TestSeveralAdapters:
         return model
 
     def test_all_that_are_active(self, store: Path, sender: Any, model: Any) -> None:
-        sender.send(merged_weights(model))
+        sender.send(integration.merged_weights(model))
         assert bits(received(store)) == bits(reference(model))
         assert bits(reference(model)) != bits(reference(model, ["default"]))
 
@@ -156,7 +168,7 @@ class TestSeveralAdapters:
         self, store: Path, sender: Any, model: Any, adapters: list[str]
     ) -> None:
         model.set_adapter("default")
-        sender.send(merged_weights(model, adapters))
+        sender.send(integration.merged_weights(model, adapters))
         assert bits(received(store)) == bits(reference(model, adapters))
 
     def test_some_are_merged_already(self, store: Path, sender: Any, model: Any) -> None:
@@ -165,21 +177,21 @@ class TestSeveralAdapters:
         before = everything_in(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft says that it adds to those
-            sender.send(merged_weights(model))
+            sender.send(integration.merged_weights(model))
         assert everything_in(model) == before
         assert bits(received(store)) == bits(expected)
 
     def test_one_that_is_merged_and_not_asked_for_is_refused(self, sender: Any, model: Any) -> None:
         model.merge_adapter(["default"])
         with pytest.raises(dbuffer.InvalidWeightsError, match="'default' merged into it"):
-            merged_weights(model, ["other"])
+            integration.merged_weights(model, ["other"])
 
     def test_switched_since_is_refused(self, store: Path, sender: Any, model: Any) -> None:
-        weights = merged_weights(model)
+        weights = integration.merged_weights(model)
         model.set_adapter("default")
         with pytest.raises(dbuffer.InvalidWeightsError, match="call it again"):
             sender.send(weights)
-        sender.send(merged_weights(model))
+        sender.send(integration.merged_weights(model))
         assert bits(received(store)) == bits(reference(model, ["default"]))
 
 
@@ -187,12 +199,12 @@ class TestPublishing:
     def test_each_publish_merges_anew_into_the_same_files(
         self, store: Path, sender: dbuffer.WeightSender
     ) -> None:
-        model = make("tied-qwen2", METHODS["lora on the embedding"])
-        weights = merged_weights(model)
+        model = make("tied-qwen2", METHODS["lora on the embedding"]())
+        weights = integration.merged_weights(model)
         files = []
         for step in range(4):
             train(model, step)
-            sender.send(weights if step % 2 else merged_weights(model))
+            sender.send(weights if step % 2 else integration.merged_weights(model))
             assert bits(received(store)) == bits(reference(model))
             files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
         assert files[1] == files[2] == files[3]
@@ -201,12 +213,12 @@ class TestPublishing:
     def test_a_failure_half_way_leaves_model_and_store_alone(
         self, store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model = make("qwen3", METHODS["lora"])
-        sender.send(merged_weights(model))
+        model = make("qwen3", METHODS["lora"]())
+        sender.send(integration.merged_weights(model))
         first, before = received(store), everything_in(model)
         train(model, 7)
         before = everything_in(model)
-        weights = merged_weights(model)
+        weights = integration.merged_weights(model)
         from peft.tuners.lora.layer import Linear
 
         merge, calls = Linear.merge, []
@@ -227,19 +239,19 @@ class TestPublishing:
         assert bits(received(store)) == bits(reference(model))
 
     def test_renamed_and_cast(self, store: Path) -> None:
-        model = make("qwen3", METHODS["lora"])
+        model = make("qwen3", METHODS["lora"]())
         with dbuffer.WeightSender(
             store, dtype=torch.bfloat16, rename=lambda name: f"x.{name}"
         ) as sender:
-            sender.send(merged_weights(model))
+            sender.send(integration.merged_weights(model))
         expected = {f"x.{name}": tensor.bfloat16() for name, tensor in reference(model).items()}
         assert bits(received(store)) == bits(expected)
 
     def test_into_a_model_of_another_process(
         self, store: Path, sender: dbuffer.WeightSender
     ) -> None:
-        model = make("tied-qwen2", METHODS["lora"])
-        sender.send(merged_weights(model))
+        model = make("tied-qwen2", METHODS["lora"]())
+        sender.send(integration.merged_weights(model))
         target = make_model("tied-qwen2", 5)
         with dbuffer.WeightReceiver(store) as receiver:
             assert receiver.load_into(target) == 1
@@ -257,13 +269,13 @@ def publish_under_a_limit(connection: Connection, store: Path) -> None:
     )
     with dbuffer.WeightSender(store, num_threads=1) as sender:
         for _ in range(3):  # threads, buffers and caches are there then
-            sender.send(merged_weights(model))
+            sender.send(integration.merged_weights(model))
         # Private memory only: what is mapped from the store's files does not count.
         status = Path("/proc/self/status").read_text().splitlines()
         [used_kib] = [int(line.split()[1]) for line in status if "VmData" in line]
         limit_bytes = (used_kib << 10) + MORE_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
-        sender.send(merged_weights(model))
+        sender.send(integration.merged_weights(model))
         connection.send("published")
         connection.send(error_of(lambda: copy.deepcopy(model).merge_and_unload()))
 
@@ -280,7 +292,7 @@ class TestRefused:
     def refuse(self, model: Any, match: str, adapters: Any = None) -> None:
         before = everything_in(model) if isinstance(model, peft.PeftModel) else None
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
-            merged_weights(model, adapters)
+            integration.merged_weights(model, adapters)
         assert before is None or everything_in(model) == before
 
     def test_no_peft_model(self) -> None:
@@ -292,10 +304,10 @@ class TestRefused:
 
     @pytest.mark.parametrize("adapters", [["missing"], "default", []])
     def test_unknown_adapters(self, adapters: Any) -> None:
-        self.refuse(make("qwen3", METHODS["lora"]), r"use names from 'default'", adapters)
+        self.refuse(make("qwen3", METHODS["lora"]()), r"use names from 'default'", adapters)
 
     def test_disabled(self) -> None:
-        model = make("qwen3", METHODS["lora"])
+        model = make("qwen3", METHODS["lora"]())
         with model.disable_adapter():
             self.refuse(model, "are disabled")
 
@@ -304,7 +316,7 @@ class TestRefused:
         self.refuse(make("qwen3", config), "peft cannot merge .* has no bias")
 
     def test_quantised(self) -> None:
-        model = make("qwen3", METHODS["lora"])
+        model = make("qwen3", METHODS["lora"]())
         model.get_base_model().quantization_method = "bitsandbytes"
         self.refuse(model, "the base model is quantised")
 
@@ -312,13 +324,13 @@ class TestRefused:
         class Packed(torch.nn.Parameter):
             pass
 
-        model = make("qwen3", METHODS["lora"])
+        model = make("qwen3", METHODS["lora"]())
         layer = model.get_base_model().model.layers[0].mlp.up_proj
         layer.weight = Packed(layer.weight.data, requires_grad=False)
         self.refuse(model, "up_proj.weight' is a Packed, quantised or sharded")
 
     def test_state_that_is_no_tensor(self) -> None:
-        model = make("qwen3", METHODS["lora"])
+        model = make("qwen3", METHODS["lora"]())
         norm = model.get_base_model().model.norm
         norm.register_state_dict_post_hook(
             lambda _, state, prefix, __: state.update({f"{prefix}scales": (1, 2)})
@@ -326,6 +338,6 @@ class TestRefused:
         self.refuse(model, r"would be lost: 'model\.norm\.scales' \(tuple\)")
 
     def test_trained_whole_for_another_adapter(self) -> None:
-        model = make("qwen3", METHODS["head trained whole"])
-        model.add_adapter("other", METHODS["lora"])
+        model = make("qwen3", METHODS["head trained whole"]())
+        model.add_adapter("other", METHODS["lora"]())
         self.refuse(model, "lm_head is trained whole, for 'default'", ["other"])

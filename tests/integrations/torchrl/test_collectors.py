@@ -14,60 +14,43 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensordict.nn import TensorDictSequential
-
-from tests.support.children import Child
-from tests.support.torchrl_parts import (
-    TORN,
-    AwkwardModel,
-    BarePolicy,
-    BufferedPolicy,
-    ConstantPolicy,
-    DoubleBufferSyncScheme,
-    ProbeEnv,
-    SlowEnv,
-    StatefulPolicy,
-    TensorDict,
-    TensorDictModule,
-    ValuedEnv,
-    WholePolicy,
-    actions,
-    acts,
-    assert_same_state,
-    collecting,
-    constant_factory,
-    drain,
-    linear_policy,
-    nn,
-    start_method,
-    torch,
-    worker_state,
-)
-from tests.support.waiting import TIMEOUT_S, until
-
-# The import above silences what torchrl warns of when it is imported, and stays the first.
-# isort: split
-from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
-from torchrl.data import LazyMemmapStorage, ReplayBuffer
-from torchrl.envs import Compose, TransformedEnv, VecNormV2
-from torchrl.modules import SafeModule
-from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
-from torchrl.testing.modules import BiasModule, NonSerializableBiasModule
-from torchrl.weight_update import WeightStrategy
+from torch import nn
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child
+from tests.support.later import Later
+from tests.support.waiting import TIMEOUT_S, until
+
+parts = Later("tests.support.torchrl_parts")
+collectors = Later("torchrl.collectors")
+data = Later("torchrl.data")
+envs = Later("torchrl.envs")
+modules = Later("torchrl.modules")
+mocking = Later("torchrl.testing.mocking_classes")
+testing = Later("torchrl.testing.modules")
+weight_update = Later("torchrl.weight_update")
 
 pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
 
-MULTI = pytest.mark.parametrize("collector_class", [MultiSyncCollector, MultiAsyncCollector])
+MULTI = pytest.mark.parametrize(
+    "collector_class", ["MultiSyncCollector", "MultiAsyncCollector"], indirect=True
+)
+
+
+@pytest.fixture
+def collector_class(request: pytest.FixtureRequest) -> Any:
+    return getattr(collectors, request.param)
+
 
 PATIENCE_S = 1.0
 """For a scheme that is to run into its time-out."""
@@ -76,7 +59,7 @@ PATIENCE_S = 1.0
 @pytest.fixture(autouse=True)
 def forkserver() -> Iterator[None]:
     """Workers that start in a moment; the tests that say so use TorchRL's default instead."""
-    with start_method("forkserver"):
+    with parts.start_method("forkserver"):
         yield
 
 
@@ -87,8 +70,8 @@ def address(shm_path: Path) -> Path:
 
 
 @pytest.fixture
-def scheme(address: Path) -> DoubleBufferSyncScheme:
-    return DoubleBufferSyncScheme(address)
+def scheme(address: Path) -> parts.DoubleBufferSyncScheme:
+    return parts.DoubleBufferSyncScheme(address)
 
 
 def fill(module: nn.Module, value: float) -> None:
@@ -101,7 +84,7 @@ def come_to(collector: Any, value: float) -> None:
     """Wait until all workers act by this number; a batch may begin with an older one."""
     until(
         f"the workers act by {value}",
-        lambda: {action for row in actions(collector) for action in row} == {value},
+        lambda: {action for row in parts.actions(collector) for action in row} == {value},
         TIMEOUT_S,
     )
 
@@ -115,54 +98,58 @@ def kill(process: Any) -> None:
 
 
 @MULTI
-def test_update_weights(scheme: DoubleBufferSyncScheme, collector_class: type) -> None:
-    num_actions = ContinuousActionVecMockEnv().action_spec.shape[-1]
-    policy = SafeModule(nn.LazyLinear(num_actions), in_keys=["observation"], out_keys=["action"])
-    policy(ContinuousActionVecMockEnv().reset())
+def test_update_weights(scheme: parts.DoubleBufferSyncScheme, collector_class: type) -> None:
+    num_actions = mocking.ContinuousActionVecMockEnv().action_spec.shape[-1]
+    policy = modules.SafeModule(
+        nn.LazyLinear(num_actions), in_keys=["observation"], out_keys=["action"]
+    )
+    policy(mocking.ContinuousActionVecMockEnv().reset())
     devices = {"device": ["cpu"] * 3, "storing_device": ["cpu"] * 3}
-    with collecting(
+    with parts.collecting(
         policy,
         scheme,
         collector_class=collector_class,
-        env=ContinuousActionVecMockEnv,
+        env=mocking.ContinuousActionVecMockEnv,
         num_workers=3,
         **devices,
     ) as collector:
         for value in (None, 1.0, 2.0):
             if value is not None:
                 fill(policy, value)
-                before = worker_state(collector, 0)
+                before = parts.worker_state(collector, 0)
                 assert not torch.equal(before["module.weight"], policy.module.weight)
                 collector.update_policy_weights_()
             for worker in range(3):
-                assert_same_state(worker_state(collector, worker), policy.state_dict())
+                parts.assert_same_state(parts.worker_state(collector, worker), policy.state_dict())
 
 
-def test_update_weights_in_spawned_workers(scheme: DoubleBufferSyncScheme) -> None:
-    policy = ConstantPolicy(1.0)
+def test_update_weights_in_spawned_workers(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.ConstantPolicy(1.0)
     with (
-        start_method(None),
-        collecting(policy, scheme, num_workers=1) as collector,
+        parts.start_method(None),
+        parts.collecting(policy, scheme, num_workers=1) as collector,
     ):
-        assert acts(collector) == [1.0]
+        assert parts.acts(collector) == [1.0]
         fill(policy, 2.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [2.0]
+        assert parts.acts(collector) == [2.0]
 
 
 @MULTI
 def test_workers_read_a_local_copy(address: Path, shm_path: Path, collector_class: type) -> None:
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
     local = shm_path / "local"
-    scheme = DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
-    policy = ConstantPolicy(1.0)
-    with collecting(policy, scheme, collector_class=collector_class) as collector:
+    scheme = parts.DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(policy, scheme, collector_class=collector_class) as collector:
         for value in (2.0, 3.0):
             fill(policy, value)
             collector.update_policy_weights_()  # returns when both have said so, in their copy
-            assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [value] * 2
+            assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [
+                value
+            ] * 2
         collector.update_policy_weights_({"weight": torch.tensor(7.0)}, worker_ids=[1])
-        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [3.0, 7.0]
+        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [3.0, 7.0]
         remote, copy = DoubleBuffer(address / "policy"), DoubleBuffer(local / "policy")
         assert copy.pointer().version == remote.pointer().version
         assert copy.manifest(copy.pointer().buffer).origin is not None
@@ -173,14 +160,14 @@ def test_workers_read_a_local_copy(address: Path, shm_path: Path, collector_clas
 
 
 def _train_with_forked_workers(connection: Connection, address: Path) -> None:
-    scheme = DoubleBufferSyncScheme(address)
-    policy = ConstantPolicy(1.0)
-    with start_method("fork"), collecting(policy, scheme) as collector:
-        seen = [acts(collector)]
+    scheme = parts.DoubleBufferSyncScheme(address)
+    policy = parts.ConstantPolicy(1.0)
+    with parts.start_method("fork"), parts.collecting(policy, scheme) as collector:
+        seen = [parts.acts(collector)]
         for value in (2.0, 3.0):
             fill(policy, value)
             collector.update_policy_weights_()
-            seen.append(acts(collector))
+            seen.append(parts.acts(collector))
         connection.send((seen, [process.pid for process in collector.procs]))
         connection.recv()
         os._exit(0)  # the workers live on
@@ -203,39 +190,45 @@ def test_update_weights_in_forked_workers(address: Path) -> None:
 
 
 @MULTI
-def test_update_weights_shared_mem(scheme: DoubleBufferSyncScheme, collector_class: type) -> None:
+def test_update_weights_shared_mem(
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type
+) -> None:
     """A scheme that was given the workers' weights one by one sends what they hold later."""
-    policy = ConstantPolicy(1.0)
-    weights = TensorDict.from_module(policy)
+    policy = parts.ConstantPolicy(1.0)
+    weights = parts.TensorDict.from_module(policy)
     scheme.init_on_sender(params_map={0: weights, 1: weights})
-    with collecting(policy, scheme, collector_class=collector_class) as collector:
-        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [1.0, 1.0]
+    with parts.collecting(policy, scheme, collector_class=collector_class) as collector:
+        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [1.0, 1.0]
         fill(policy, 2.0)
         collector.update_policy_weights_()
-        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [2.0, 2.0]
+        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("give_weights", [True, False])
 @MULTI
 def test_param_sync(
-    scheme: DoubleBufferSyncScheme, collector_class: type, give_weights: bool
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type, give_weights: bool
 ) -> None:
-    policy = BufferedPolicy()
-    with collecting(policy, scheme, collector_class=collector_class, num_workers=1) as collector:
-        assert acts(collector) == [0.0]
+    policy = parts.BufferedPolicy()
+    with parts.collecting(
+        policy, scheme, collector_class=collector_class, num_workers=1
+    ) as collector:
+        assert parts.acts(collector) == [0.0]
         policy.weight.data += 1
         policy.buffer += 2
-        collector.update_policy_weights_(TensorDict.from_module(policy) if give_weights else None)
-        drain(collector)
-        assert acts(collector) == [3.0]
+        collector.update_policy_weights_(
+            parts.TensorDict.from_module(policy) if give_weights else None
+        )
+        parts.drain(collector)
+        assert parts.acts(collector) == [3.0]
 
 
 @MULTI
 def test_multi_collector_bumps_on_update(
-    scheme: DoubleBufferSyncScheme, collector_class: type
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type
 ) -> None:
-    policy = ConstantPolicy(1.0)
-    with collecting(
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(
         policy, scheme, collector_class=collector_class, track_policy_version=True
     ) as collector:
 
@@ -245,93 +238,95 @@ def test_multi_collector_bumps_on_update(
         assert [version() for _ in range(4)] == [{0}] * 4
         for expected in (1, 2):
             collector.update_policy_weights_()
-            drain(collector)
+            parts.drain(collector)
             assert [version() for _ in range(4)] == [{expected}] * 4
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @MULTI
 def test_auto_wrap_modules(
-    scheme: DoubleBufferSyncScheme, collector_class: type, num_workers: int
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type, num_workers: int
 ) -> None:
-    policy = BarePolicy(1.0)  # which only the workers wrap
-    with collecting(
+    policy = parts.BarePolicy(1.0)  # which only the workers wrap
+    with parts.collecting(
         policy, scheme, collector_class=collector_class, num_workers=num_workers
     ) as collector:
         assert (collector.next()["action"] == 1.0).all()
         fill(policy, 0.0)
         collector.update_policy_weights_()
-        drain(collector)
+        parts.drain(collector)
         assert (collector.next()["action"] == 0).all()
 
 
-def test_policy_factory_update_weights(scheme: DoubleBufferSyncScheme) -> None:
+def test_policy_factory_update_weights(scheme: parts.DoubleBufferSyncScheme) -> None:
     """Initialised beforehand, with a model that nobody else holds."""
-    scheme.init_on_sender(model=linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
-    weights = TensorDict.from_module(linear_policy(2.0))
-    with collecting(None, scheme, policy_factory=linear_policy, device="cpu") as collector:
-        assert acts(collector) == [1.0, 1.0]
+    scheme.init_on_sender(model=parts.linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
+    weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
+    with parts.collecting(
+        None, scheme, policy_factory=parts.linear_policy, device="cpu"
+    ) as collector:
+        assert parts.acts(collector) == [1.0, 1.0]
         collector.update_policy_weights_(weights)
-        assert acts(collector) == [2.0, 2.0]
+        assert parts.acts(collector) == [2.0, 2.0]
         weights.data.zero_()
         collector.update_policy_weights_(weights)
-        assert acts(collector) == [0.0, 0.0]
+        assert parts.acts(collector) == [0.0, 0.0]
 
 
 @MULTI
 def test_nonserializable_policy_with_factory_and_weight_sync(
-    scheme: DoubleBufferSyncScheme, collector_class: type
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type
 ) -> None:
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
-    bias = NonSerializableBiasModule(3.0)
-    with collecting(
-        TensorDictModule(bias, **keys),
+    bias = testing.NonSerializableBiasModule(3.0)
+    with parts.collecting(
+        parts.TensorDictModule(bias, **keys),
         scheme,
         collector_class=collector_class,
-        policy_factory=lambda: TensorDictModule(BiasModule(0.0), **keys),
+        policy_factory=lambda: parts.TensorDictModule(testing.BiasModule(0.0), **keys),
     ) as collector:
         assert (collector.next()["action"] == 3.0).all()
         with torch.no_grad():
             bias.bias.add_(1.0)
         collector.update_policy_weights_()
-        drain(collector)
+        parts.drain(collector)
         assert (collector.next()["action"] == 4.0).all()
 
 
 @MULTI
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_weight_update_after_device_cast(
-    scheme: DoubleBufferSyncScheme, collector_class: type, device: str
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type, device: str
 ) -> None:
     """The worker's collector runs a copy of the policy that its scheme was given.
 
     To PyTorch ``cpu`` and ``cpu:0`` are two devices, so that it copies here as it does for a GPU.
     """
-    policy = linear_policy(1.0)
-    with collecting(
+    policy = parts.linear_policy(1.0)
+    with parts.collecting(
         policy, scheme, collector_class=collector_class, policy_device=device
     ) as collector:
         assert (collector.next()["action"] == 1.0).all()
         fill(policy, 0.0)
         collector.update_policy_weights_()
-        drain(collector)
+        parts.drain(collector)
         assert (collector.next()["action"] == 0.0).all()
 
 
 @pytest.mark.parametrize("total_frames", [-1, 1_000_000_000])
 @MULTI
 def test_start_update_policy(
-    scheme: DoubleBufferSyncScheme, collector_class: type, total_frames: int
+    scheme: parts.DoubleBufferSyncScheme, collector_class: type, total_frames: int
 ) -> None:
     """Workers that run freely into a replay buffer take weights as they go."""
     linear = nn.Linear(1, 1)
     fill(linear, 5.0)
     policy = nn.Sequential(linear)
-    policy = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
-    weights = TensorDict.from_module(policy).data.clone()
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(1000))
+    policy = parts.TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    weights = parts.TensorDict.from_module(policy).data.clone()
+    buffer = data.ReplayBuffer(storage=data.LazyMemmapStorage(1000))
     collector = collector_class(
-        [ProbeEnv] * 2,
+        [parts.ProbeEnv] * 2,
         policy,
         replay_buffer=buffer,
         total_frames=total_frames,
@@ -353,104 +348,106 @@ def test_start_update_policy(
         scheme.shutdown()
 
 
-def test_multi_collector_with_distinct_policy_factories(scheme: DoubleBufferSyncScheme) -> None:
-    factories = [constant_factory(value) for value in (0.0, 1.0, 2.0)]
-    with collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
-        assert acts(collector) == [0.0, 1.0, 2.0]
+def test_multi_collector_with_distinct_policy_factories(
+    scheme: parts.DoubleBufferSyncScheme,
+) -> None:
+    factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
+    with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
+        assert parts.acts(collector) == [0.0, 1.0, 2.0]
 
 
-def test_per_worker_weight_sync(scheme: DoubleBufferSyncScheme) -> None:
+def test_per_worker_weight_sync(scheme: parts.DoubleBufferSyncScheme) -> None:
     """With distinct factories, for one worker, for several, and for all of them again."""
 
-    def weights(value: float) -> TensorDict:
-        return TensorDict.from_module(ConstantPolicy(value)).data
+    def weights(value: float) -> parts.TensorDict:
+        return parts.TensorDict.from_module(parts.ConstantPolicy(value)).data
 
-    factories = [constant_factory(value) for value in (0.0, 1.0, 2.0)]
-    with collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
-        assert acts(collector) == [0.0, 1.0, 2.0]
+    factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
+    with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
+        assert parts.acts(collector) == [0.0, 1.0, 2.0]
         collector.update_policy_weights_({0: weights(10.0)})
-        assert acts(collector) == [10.0, 1.0, 2.0]
+        assert parts.acts(collector) == [10.0, 1.0, 2.0]
         collector.update_policy_weights_({i: weights(100.0 * (i + 1)) for i in range(3)})
-        assert acts(collector) == [100.0, 200.0, 300.0]
+        assert parts.acts(collector) == [100.0, 200.0, 300.0]
         collector.update_policy_weights_(weights(7.0))
-        assert acts(collector) == [7.0, 7.0, 7.0]
+        assert parts.acts(collector) == [7.0, 7.0, 7.0]
         collector.update_policy_weights_({2: weights(8.0), 1: weights(9.0)})
-        assert acts(collector) == [7.0, 9.0, 8.0]
+        assert parts.acts(collector) == [7.0, 9.0, 8.0]
 
 
-def test_worker_ids(scheme: DoubleBufferSyncScheme) -> None:
-    policy = ConstantPolicy(1.0)
-    with collecting(policy, scheme, num_workers=3) as collector:
+def test_worker_ids(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(policy, scheme, num_workers=3) as collector:
         fill(policy, 2.0)
         collector.update_policy_weights_(worker_ids=[1])
-        assert acts(collector) == [1.0, 2.0, 1.0]
+        assert parts.acts(collector) == [1.0, 2.0, 1.0]
         fill(policy, 3.0)
         collector.update_policy_weights_(worker_ids=0)
-        assert acts(collector) == [3.0, 2.0, 1.0]
+        assert parts.acts(collector) == [3.0, 2.0, 1.0]
         fill(policy, 4.0)
         collector.update_policy_weights_(worker_ids=(2, 1, 2))
-        assert acts(collector) == [3.0, 4.0, 4.0]
+        assert parts.acts(collector) == [3.0, 4.0, 4.0]
         fill(policy, 5.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [5.0, 5.0, 5.0]
+        assert parts.acts(collector) == [5.0, 5.0, 5.0]
         fill(policy, 6.0)
         collector.update_policy_weights_(worker_ids=[])
-        assert acts(collector) == [5.0, 5.0, 5.0]
+        assert parts.acts(collector) == [5.0, 5.0, 5.0]
         with pytest.raises(ValueError, match="3"):
             collector.update_policy_weights_(worker_ids=[0, 3])
-        assert acts(collector) == [5.0, 5.0, 5.0]
+        assert parts.acts(collector) == [5.0, 5.0, 5.0]
 
 
 def test_weights_in_every_form(address: Path) -> None:
-    policy = linear_policy(0.0)
-    scheme = DoubleBufferSyncScheme(address, strategy="tensordict")
-    with collecting(policy, scheme) as collector:
+    policy = parts.linear_policy(0.0)
+    scheme = parts.DoubleBufferSyncScheme(address, strategy="tensordict")
+    with parts.collecting(policy, scheme) as collector:
 
-        def nested(value: float) -> TensorDict:
-            return TensorDict.from_module(linear_policy(value))
+        def nested(value: float) -> parts.TensorDict:
+            return parts.TensorDict.from_module(parts.linear_policy(value))
 
         fill(policy.module, 0.0)
         for value, weights in enumerate(
             (
-                linear_policy(1.0),
+                parts.linear_policy(1.0),
                 nested(2.0),
                 nested(3.0).data.lock_(),
-                linear_policy(4.0).state_dict(),
+                parts.linear_policy(4.0).state_dict(),
                 dict(nested(5.0).flatten_keys(".").items()),
                 nested(6.0).flatten_keys("."),
             ),
             start=1,
         ):
             collector.update_policy_weights_(weights)
-            assert acts(collector) == [float(value)] * 2, type(weights)
-        collector.update_policy_weights_(policy=linear_policy(7.0))
-        assert acts(collector) == [7.0, 7.0]
+            assert parts.acts(collector) == [float(value)] * 2, type(weights)
+        collector.update_policy_weights_(policy=parts.linear_policy(7.0))
+        assert parts.acts(collector) == [7.0, 7.0]
         collector.update_policy_weights_(weights=nested(8.0), model_id="policy")
-        assert acts(collector) == [8.0, 8.0]
+        assert parts.acts(collector) == [8.0, 8.0]
         collector.update_policy_weights_(weights_dict={"policy": nested(9.0)})
-        assert acts(collector) == [9.0, 9.0]
+        assert parts.acts(collector) == [9.0, 9.0]
 
 
 def test_multisyncdatacollector_state_dict(address: Path) -> None:
-    policy = linear_policy(1.0)
+    policy = parts.linear_policy(1.0)
     with pytest.warns(UserWarning, match="experimental"):
-        scheme = DoubleBufferSyncScheme(address, strategy="state_dict")
-    with collecting(policy, scheme) as collector:
-        assert acts(collector) == [1.0, 1.0]
-        collector.update_policy_weights_(linear_policy(2.0).state_dict())
-        assert acts(collector) == [2.0, 2.0]
+        scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
+    with parts.collecting(policy, scheme) as collector:
+        assert parts.acts(collector) == [1.0, 1.0]
+        collector.update_policy_weights_(parts.linear_policy(2.0).state_dict())
+        assert parts.acts(collector) == [2.0, 2.0]
         with torch.no_grad():
             policy.module.bias.fill_(3.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [3.0, 3.0]
+        assert parts.acts(collector) == [3.0, 3.0]
 
 
-def _normalised_env() -> TransformedEnv:
-    norm = VecNormV2(in_keys=["observation"], decay=0.9)
-    return TransformedEnv(ProbeEnv(), Compose(norm))
+def _normalised_env() -> envs.TransformedEnv:
+    norm = envs.VecNormV2(in_keys=["observation"], decay=0.9)
+    return envs.TransformedEnv(parts.ProbeEnv(), envs.Compose(norm))
 
 
-def _frozen_env() -> TransformedEnv:
+def _frozen_env() -> envs.TransformedEnv:
     env = _normalised_env()
     env.transform[0].freeze()
     return env
@@ -458,13 +455,13 @@ def _frozen_env() -> TransformedEnv:
 
 def test_multi_model_updates(address: Path) -> None:
     """A policy and a network of the workers' environments; the trainer's collector has no env."""
-    policy = ConstantPolicy(1.0)
+    policy = parts.ConstantPolicy(1.0)
     value = nn.Linear(1, 1, bias=False)
     schemes = {
-        "policy": DoubleBufferSyncScheme(address),
-        "env.value_net": DoubleBufferSyncScheme(address),
+        "policy": parts.DoubleBufferSyncScheme(address),
+        "env.value_net": parts.DoubleBufferSyncScheme(address),
     }
-    with collecting(policy, schemes, env=ValuedEnv) as collector:
+    with parts.collecting(policy, schemes, env=parts.ValuedEnv) as collector:
         batch = collector.next()
         assert (batch["action"] == 1.0).all()
         assert (batch["next", "reward"] == 0.0).all()
@@ -485,63 +482,63 @@ def test_multi_model_updates(address: Path) -> None:
 def test_vecnorm_statistics(address: Path) -> None:
     """A "model" that is extra state and nothing else."""
     schemes = {
-        "policy": DoubleBufferSyncScheme(address),
-        "env.transform[0]": DoubleBufferSyncScheme(address),
+        "policy": parts.DoubleBufferSyncScheme(address),
+        "env.transform[0]": parts.DoubleBufferSyncScheme(address),
     }
     trainer_env = _normalised_env()
     trainer_env.rollout(3)
     norm = trainer_env.transform[0]
     expected = _frozen_env()
-    with collecting(ConstantPolicy(1.0), schemes, env=_frozen_env) as collector:
+    with parts.collecting(parts.ConstantPolicy(1.0), schemes, env=_frozen_env) as collector:
         for mean in (2.0, 3.0):
             state = norm.get_extra_state()
             state["loc.-|-.observation"] = torch.full((1,), mean)
             state["var.-|-.observation"] = torch.full((1,), mean**2 + 4.0)
             norm.set_extra_state(state)
             collector.update_policy_weights_(norm, model_id="env.transform[0]")
-            drain(collector)  # the first observation of a batch was made before
+            parts.drain(collector)  # the first observation of a batch was made before
             expected.transform[0].load_state_dict(norm.state_dict())
             seen = collector.next()["observation"].unique().tolist()
             assert seen == expected.reset()["observation"].tolist() != [0.0]
 
 
-def test_extra_state_travels(scheme: DoubleBufferSyncScheme) -> None:
-    policy = StatefulPolicy(1.0, offset=0.5)
-    with collecting(policy, scheme) as collector:
-        assert acts(collector) == [1.5, 1.5]
+def test_extra_state_travels(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.StatefulPolicy(1.0, offset=0.5)
+    with parts.collecting(policy, scheme) as collector:
+        assert parts.acts(collector) == [1.5, 1.5]
         policy.offset = torch.tensor(0.25)
         policy.names = ["c"]
         collector.update_policy_weights_()
-        assert acts(collector) == [1.25, 1.25]
-        assert worker_state(collector, 1)["_extra_state"]["names"] == ["c"]
+        assert parts.acts(collector) == [1.25, 1.25]
+        assert parts.worker_state(collector, 1)["_extra_state"]["names"] == ["c"]
         # And in TorchRL's form.
-        weights = WeightStrategy().extract_weights(policy)
+        weights = weight_update.WeightStrategy().extract_weights(policy)
         weights["__extra_state__", "offset"] = torch.tensor(0.75)
         collector.update_policy_weights_(weights)
-        assert acts(collector) == [1.75, 1.75]
+        assert parts.acts(collector) == [1.75, 1.75]
 
 
 def test_extra_state_in_a_state_dict(address: Path) -> None:
     """Of modules inside the policy, too."""
     with pytest.warns(UserWarning, match="experimental"):
-        scheme = DoubleBufferSyncScheme(address, strategy="state_dict")
-    policy = TensorDictSequential(StatefulPolicy(1.0, offset=0.5))
-    with collecting(policy, scheme) as collector:
-        assert acts(collector) == [1.5, 1.5]
+        scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
+    policy = TensorDictSequential(parts.StatefulPolicy(1.0, offset=0.5))
+    with parts.collecting(policy, scheme) as collector:
+        assert parts.acts(collector) == [1.5, 1.5]
         policy[0].offset = torch.tensor(0.25)
         collector.update_policy_weights_()
-        assert acts(collector) == [1.25, 1.25]
+        assert parts.acts(collector) == [1.25, 1.25]
         policy[0].offset = torch.tensor(0.75)
         collector.update_policy_weights_(policy.state_dict())
-        assert acts(collector) == [1.75, 1.75]
+        assert parts.acts(collector) == [1.75, 1.75]
 
 
 def test_process_backend_with_weights(address: Path) -> None:
     """An Evaluator makes its collector late, in a thread of its own."""
-    scheme = DoubleBufferSyncScheme(address)
-    evaluator = Evaluator(
-        ProbeEnv,
-        policy_factory=ConstantPolicy,
+    scheme = parts.DoubleBufferSyncScheme(address)
+    evaluator = collectors.Evaluator(
+        parts.ProbeEnv,
+        policy_factory=parts.ConstantPolicy,
         max_steps=5,
         num_trajectories=1,
         weight_sync_schemes={"policy": scheme},
@@ -550,9 +547,9 @@ def test_process_backend_with_weights(address: Path) -> None:
     )
     try:
         for value in (2.0, 3.0):
-            metrics = evaluator.evaluate(weights=ConstantPolicy(value), step=0)
+            metrics = evaluator.evaluate(weights=parts.ConstantPolicy(value), step=0)
             assert metrics["eval/action"] == value
-        evaluator.trigger_eval(weights=ConstantPolicy(4.0), step=1)
+        evaluator.trigger_eval(weights=parts.ConstantPolicy(4.0), step=1)
         assert evaluator.wait(timeout=TIMEOUT_S)["eval/action"] == 4.0
     finally:
         evaluator.shutdown()
@@ -562,9 +559,9 @@ def test_process_backend_with_weights(address: Path) -> None:
 # Schemes by hand, without a collector on one side or on both.
 
 
-def _follow(connection: Connection, scheme: DoubleBufferSyncScheme, worker_idx: int) -> None:
+def _follow(connection: Connection, scheme: parts.DoubleBufferSyncScheme, worker_idx: int) -> None:
     """A worker that tells its weights whenever it is asked."""
-    model = ConstantPolicy(-5.0)
+    model = parts.ConstantPolicy(-5.0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
     scheme.connect(worker_idx=worker_idx)
     connection.send(model.weight.item())
@@ -580,8 +577,8 @@ def ask(*workers: Child) -> list[float]:
     return [worker.receive() for worker in workers]
 
 
-def _sources(policy: ConstantPolicy) -> dict[str, dict[str, Any]]:
-    weights = TensorDict.from_module(policy)
+def _sources(policy: parts.ConstantPolicy) -> dict[str, dict[str, Any]]:
+    weights = parts.TensorDict.from_module(policy)
     return {
         "weights": {"weights": weights, "devices": [torch.device("cpu")] * 2, "num_workers": 2},
         "model": {"model": policy, "devices": ["cpu", "cpu"]},
@@ -594,16 +591,16 @@ def _sources(policy: ConstantPolicy) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("source", list(_sources(ConstantPolicy())))
-def test_mp_flow(scheme: DoubleBufferSyncScheme, source: str) -> None:
-    policy = ConstantPolicy(1.5)
+@pytest.mark.parametrize("source", ["weights", "model", "params_map", "device_map_fn"])
+def test_mp_flow(scheme: parts.DoubleBufferSyncScheme, source: str) -> None:
+    policy = parts.ConstantPolicy(1.5)
     named = {} if source == "params_map" else {"model_id": "policy"}
     scheme.init_on_sender(**named, **_sources(policy)[source])
     with Child(_follow, scheme, 0) as first, Child(_follow, scheme, 1) as second:
         scheme.connect()
         started = [first.receive(), second.receive()]
         assert started == ([1.5, 2.5] if source == "device_map_fn" else [1.5, 1.5])
-        scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
+        scheme.send(parts.TensorDict.from_module(parts.ConstantPolicy(3.0)))
         assert ask(first, second) == [3.0, 3.0]
         fill(policy, 4.0)
         scheme.send()
@@ -616,9 +613,9 @@ def test_mp_flow(scheme: DoubleBufferSyncScheme, source: str) -> None:
 
 
 def test_a_moments_trouble_does_not_end_a_workers_following(
-    scheme: DoubleBufferSyncScheme, address: Path
+    scheme: parts.DoubleBufferSyncScheme, address: Path
 ) -> None:
-    policy = ConstantPolicy(1.5)
+    policy = parts.ConstantPolicy(1.5)
     scheme.init_on_sender(model=policy, devices=["cpu"], model_id="policy")
     with Child(_follow, scheme, 0) as worker:
         scheme.connect()
@@ -635,15 +632,15 @@ def test_a_moments_trouble_does_not_end_a_workers_following(
         until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
         pointer.write_bytes(whole)
         until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
-        scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
+        scheme.send(parts.TensorDict.from_module(parts.ConstantPolicy(3.0)))
         assert ask(worker) == [3.0]
         worker.send(None)
         assert worker.receive() == "down"
     scheme.shutdown()
 
 
-def _receive_by_hand(connection: Connection, scheme: DoubleBufferSyncScheme) -> None:
-    model = ConstantPolicy(-5.0)
+def _receive_by_hand(connection: Connection, scheme: parts.DoubleBufferSyncScheme) -> None:
+    model = parts.ConstantPolicy(-5.0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     scheme.connect(worker_idx=0)
     connection.send(scheme.receive(timeout=0.001))
@@ -653,13 +650,13 @@ def _receive_by_hand(connection: Connection, scheme: DoubleBufferSyncScheme) -> 
     scheme.shutdown()
 
 
-def test_receiver_receive_method(scheme: DoubleBufferSyncScheme) -> None:
+def test_receiver_receive_method(scheme: parts.DoubleBufferSyncScheme) -> None:
     scheme.sync = False
-    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
     with Child(_receive_by_hand, scheme) as worker:
         scheme.connect()
         assert worker.receive() is None, "there was nothing new"
-        scheme.send(ConstantPolicy(2.0))
+        scheme.send(parts.ConstantPolicy(2.0))
         worker.send()
         started = time.monotonic()
         assert worker.receive() == 2.0
@@ -670,14 +667,14 @@ def test_receiver_receive_method(scheme: DoubleBufferSyncScheme) -> None:
 
 def test_collector_receives(address: Path) -> None:
     """`weight_recv_schemes` and `register_scheme_receiver` of a single collector."""
-    policy = ConstantPolicy(1.0)
-    sender = DoubleBufferSyncScheme(address)
+    policy = parts.ConstantPolicy(1.0)
+    sender = parts.DoubleBufferSyncScheme(address)
     sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
     first, second = pickle.loads(pickle.dumps((sender, sender)))
     sender.connect()
-    collector = Collector(
-        ProbeEnv,
-        ConstantPolicy(-5.0),
+    collector = collectors.Collector(
+        parts.ProbeEnv,
+        parts.ConstantPolicy(-5.0),
         frames_per_batch=4,
         total_frames=-1,
         weight_recv_schemes={"policy": first},
@@ -694,14 +691,14 @@ def test_collector_receives(address: Path) -> None:
             return batch["action"].unique().tolist(), versions.unique().tolist()
 
         assert next_batch() == ([1.0], [0])
-        sender.send(ConstantPolicy(2.0))
+        sender.send(parts.ConstantPolicy(2.0))
         assert next_batch() == ([2.0], [1])
         collector.register_scheme_receiver({"policy": second})  # in the place of the first
         assert next_batch()[0] == [2.0]
-        sender.send(ConstantPolicy(3.0))
+        sender.send(parts.ConstantPolicy(3.0))
         assert next_batch()[0] == [3.0]
         sender.sync = False
-        sender.send(ConstantPolicy(4.0))
+        sender.send(parts.ConstantPolicy(4.0))
         collector.receive_weights()
         assert next_batch()[0] == [4.0]
     finally:
@@ -712,13 +709,13 @@ def test_collector_receives(address: Path) -> None:
 
 def test_multi_collector_receives(address: Path) -> None:
     """What it receives, from its constructor on, it hands on to its own workers."""
-    sender = DoubleBufferSyncScheme(address)
-    sender.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    sender = parts.DoubleBufferSyncScheme(address)
+    sender.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
     receiver = pickle.loads(pickle.dumps(sender))
     sender.connect()
-    collector = MultiSyncCollector(
-        [ProbeEnv] * 2,
-        ConstantPolicy(-5.0),
+    collector = collectors.MultiSyncCollector(
+        [parts.ProbeEnv] * 2,
+        parts.ConstantPolicy(-5.0),
         frames_per_batch=8,
         total_frames=-1,
         cat_results="stack",
@@ -727,10 +724,10 @@ def test_multi_collector_receives(address: Path) -> None:
         worker_idx=0,
     )
     try:
-        assert acts(collector) == [1.0, 1.0]
+        assert parts.acts(collector) == [1.0, 1.0]
         for value in (2.0, 3.0):
-            sender.send(ConstantPolicy(value))
-            assert acts(collector) == [value, value]
+            sender.send(parts.ConstantPolicy(value))
+            assert parts.acts(collector) == [value, value]
     finally:
         collector.shutdown()
         receiver.shutdown()
@@ -738,7 +735,7 @@ def test_multi_collector_receives(address: Path) -> None:
 
 
 def _follow_with(
-    connection: Connection, scheme: DoubleBufferSyncScheme, model: ConstantPolicy
+    connection: Connection, scheme: parts.DoubleBufferSyncScheme, model: parts.ConstantPolicy
 ) -> None:
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     scheme.connect(worker_idx=0)
@@ -747,12 +744,12 @@ def _follow_with(
     scheme.shutdown()
 
 
-def test_a_model_that_came_by_shared_memory(scheme: DoubleBufferSyncScheme) -> None:
+def test_a_model_that_came_by_shared_memory(scheme: parts.DoubleBufferSyncScheme) -> None:
     """What multiprocessing hands to a worker is the trainer's own memory, until someone copies.
 
     A distributed collector's nodes get their policy so. Neither side may see the other's writes.
     """
-    policy = ConstantPolicy(1.0)
+    policy = parts.ConstantPolicy(1.0)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
     with Child(_follow_with, scheme, policy) as worker:
         scheme.connect()
@@ -760,7 +757,7 @@ def test_a_model_that_came_by_shared_memory(scheme: DoubleBufferSyncScheme) -> N
         assert policy.weight.is_shared(), "else this test is about nothing"
         fill(policy, 2.0)
         assert ask(worker) == [1.0], "the worker has weights that were never sent"
-        scheme.send(ConstantPolicy(3.0))
+        scheme.send(parts.ConstantPolicy(3.0))
         assert ask(worker) == [3.0]
         assert policy.weight.item() == 2.0, "the worker wrote into the trainer's weights"
         worker.send(None)
@@ -769,31 +766,31 @@ def test_a_model_that_came_by_shared_memory(scheme: DoubleBufferSyncScheme) -> N
 
 
 def _follow_late(connection: Connection, address: Path, worker_idx: int) -> None:
-    _follow(connection, DoubleBufferSyncScheme(address), worker_idx)
+    _follow(connection, parts.DoubleBufferSyncScheme(address), worker_idx)
 
 
 def test_a_late_worker_comes_to_the_newest_weights(
-    address: Path, scheme: DoubleBufferSyncScheme
+    address: Path, scheme: parts.DoubleBufferSyncScheme
 ) -> None:
     """It knows the address and nothing else, and follows from then on."""
     scheme.sync = False
-    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=0)
+    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=0)
     scheme.connect()
-    scheme.send(ConstantPolicy(2.0))
+    scheme.send(parts.ConstantPolicy(2.0))
     with Child(_follow_late, address, 0) as worker:
         assert worker.receive() == 2.0
-        scheme.send(ConstantPolicy(3.0))
+        scheme.send(parts.ConstantPolicy(3.0))
         until("the late worker follows", lambda: ask(worker) == [3.0], TIMEOUT_S)
     scheme.shutdown()
 
 
 def _train_until_killed(connection: Connection, address: Path, first: float) -> None:
-    scheme = DoubleBufferSyncScheme(address, sync=False)
-    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(first), num_workers=1)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(first), num_workers=1)
     scheme.connect()
     connection.send("published")
     while True:
-        scheme.send(ConstantPolicy(connection.recv()))
+        scheme.send(parts.ConstantPolicy(connection.recv()))
         connection.send("published")
 
 
@@ -820,8 +817,8 @@ def test_a_trainer_that_was_killed_and_restarted_is_followed(address: Path) -> N
 @pytest.mark.parametrize("sync", [True, False])
 def test_no_forward_call_sees_weights_of_two_versions(address: Path, sync: bool) -> None:
     """Guarantee 1 for a policy that runs: constant sends, slow forward calls."""
-    policy = WholePolicy(0.0)
-    scheme = DoubleBufferSyncScheme(address, sync=sync)
+    policy = parts.WholePolicy(0.0)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=sync)
     stop, failures = threading.Event(), []
 
     def send(collector: Any) -> None:
@@ -835,29 +832,29 @@ def test_no_forward_call_sees_weights_of_two_versions(address: Path, sync: bool)
         except BaseException as error:
             failures.append(error)
 
-    with collecting(policy, scheme, frames=20) as collector:
+    with parts.collecting(policy, scheme, frames=20) as collector:
         thread = threading.Thread(target=send, args=(collector,))
         thread.start()
         try:
             rows: list[list[float]] = [[], []]
             deadline = time.monotonic() + 3.0
             while time.monotonic() < deadline:
-                for row, new in zip(rows, actions(collector), strict=True):
+                for row, new in zip(rows, parts.actions(collector), strict=True):
                     row.extend(new)
         finally:
             stop.set()
             thread.join(TIMEOUT_S)
         assert not failures, failures
         for row in rows:
-            assert TORN not in row, "a forward call saw weights of two versions"
+            assert parts.TORN not in row, "a forward call saw weights of two versions"
             assert row == sorted(row), "a worker went back"
             assert len(set(row)) > 10, "weights must come while the policy runs"
 
 
 def test_a_worker_that_was_killed(address: Path) -> None:
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address)
-    with collecting(policy, scheme) as collector:
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address)
+    with parts.collecting(policy, scheme) as collector:
         kill(collector.procs[1])
         fill(policy, 2.0)
         started = time.monotonic()
@@ -876,9 +873,9 @@ def test_a_worker_that_was_killed(address: Path) -> None:
 
 def test_a_worker_that_stands_still(address: Path) -> None:
     """A stopped process costs the trainer its time-out, and catches up."""
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
-    with collecting(policy, scheme) as collector:
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
+    with parts.collecting(policy, scheme) as collector:
         stopped = Path(f"/proc/{collector.procs[1].pid}/task")
         os.kill(collector.procs[1].pid, signal.SIGSTOP)
         try:
@@ -899,74 +896,62 @@ def test_a_worker_that_stands_still(address: Path) -> None:
         come_to(collector, 2.0)
         fill(policy, 3.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [3.0, 3.0]
+        assert parts.acts(collector) == [3.0, 3.0]
 
 
-def test_weights_that_do_not_fit(scheme: DoubleBufferSyncScheme) -> None:
+def test_weights_that_do_not_fit(scheme: parts.DoubleBufferSyncScheme) -> None:
     """The error names worker and tensor, reaches `send`, and leaves the workers as they were."""
-    policy = StatefulPolicy(1.0, offset=0.0)
+    policy = parts.StatefulPolicy(1.0, offset=0.0)
     wrong: dict[str, Any] = {
         "wieght": {"wieght": torch.tensor(2.0)},
         "surplus": {"weight": torch.tensor(2.0), "surplus": torch.zeros(3)},
         "weight": {"weight": torch.zeros(2)},
         "float64": {"weight": torch.tensor(2.0, dtype=torch.float64)},
     }
-    with collecting(policy, scheme) as collector:
+    with parts.collecting(policy, scheme) as collector:
         for value, (name, weights) in enumerate(wrong.items()):
             with pytest.raises(dbuffer.ReceiverFailedError, match=name) as caught:
                 collector.update_policy_weights_(weights)
             assert "worker-" in str(caught.value)
-            assert acts(collector) == [1.0 + value] * 2
+            assert parts.acts(collector) == [1.0 + value] * 2
             fill(policy, 2.0 + value)
             collector.update_policy_weights_()
-            assert acts(collector) == [2.0 + value] * 2
+            assert parts.acts(collector) == [2.0 + value] * 2
         # What a model's own code raises comes as late as it can, and is told as well.
         policy.offset = torch.tensor(13.0)
         with pytest.raises(dbuffer.ReceiverFailedError, match="13 is not a number that I take"):
             collector.update_policy_weights_()
         policy.offset = torch.tensor(0.5)
         collector.update_policy_weights_()
-        assert acts(collector) == [5.5, 5.5]
-
-
-class ReluctantPolicy(StatefulPolicy):
-    """Refuses a state now and then."""
-
-    refusals = 0
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise ValueError("not now")
-        super().set_extra_state(state)
+        assert parts.acts(collector) == [5.5, 5.5]
 
 
 def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path) -> None:
-    scheme = DoubleBufferSyncScheme(address, sync=False)
-    scheme.init_on_sender(model_id="policy", model=StatefulPolicy(1.0), num_workers=1)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=parts.StatefulPolicy(1.0), num_workers=1)
     worker = pickle.loads(pickle.dumps(scheme))
-    model = ReluctantPolicy()
+    model = parts.ReluctantPolicy()
     worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     scheme.connect()
     worker.connect(worker_idx=0)
     model.refusals = 1
-    scheme.send(StatefulPolicy(2.0, offset=0.5))
+    scheme.send(parts.StatefulPolicy(2.0, offset=0.5))
     record = DoubleBuffer(address / "policy").receiver
     until("it is tried again", lambda: record("worker-0").applied_version == 2, TIMEOUT_S)
     assert record("worker-0").problem is None
     assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
-    model(TensorDict(batch_size=[]))  # it runs again
+    model(parts.TensorDict(batch_size=[]))  # it runs again
     worker.shutdown()
     scheme.shutdown()
 
 
 def test_first_weights_that_do_not_fit(address: Path) -> None:
-    scheme = DoubleBufferSyncScheme(address)
+    scheme = parts.DoubleBufferSyncScheme(address)
     scheme.init_on_sender(model=nn.Linear(2, 1), devices=["cpu"], model_id="policy")
     started = time.monotonic()
     with (
         pytest.raises(Exception, match=r"bias.*weight|weight.*bias"),
-        collecting(None, scheme, policy_factory=ConstantPolicy, num_workers=1),
+        parts.collecting(None, scheme, policy_factory=parts.ConstantPolicy, num_workers=1),
     ):
         pass
     assert time.monotonic() - started < scheme.timeout_s / 2, (
@@ -974,28 +959,28 @@ def test_first_weights_that_do_not_fit(address: Path) -> None:
     )
 
 
-def test_weights_that_cannot_be_published(scheme: DoubleBufferSyncScheme) -> None:
-    policy = ConstantPolicy(1.0)
-    with collecting(policy, scheme) as collector:
+def test_weights_that_cannot_be_published(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(policy, scheme) as collector:
         for weights in ({"weight": "two"}, {"weight": torch.zeros((), device="meta")}, 3):
             with pytest.raises(dbuffer.InvalidWeightsError):
                 collector.update_policy_weights_(weights)
         fill(policy, 2.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [2.0, 2.0]
+        assert parts.acts(collector) == [2.0, 2.0]
 
 
 def test_sends_that_overtake_each_other(address: Path) -> None:
     """Without waiting, all but the last may be skipped, and nobody goes back."""
-    policy = ConstantPolicy(0.0)
-    scheme = DoubleBufferSyncScheme(address, sync=False)
-    with collecting(policy, scheme) as collector:
+    policy = parts.ConstantPolicy(0.0)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
+    with parts.collecting(policy, scheme) as collector:
         rows: list[list[float]] = [[], []]
         for step in range(1, 301):
             fill(policy, float(step))
             collector.update_policy_weights_(worker_ids=None if step % 3 else [step % 2])
             if step % 20 == 0:
-                for row, new in zip(rows, actions(collector), strict=True):
+                for row, new in zip(rows, parts.actions(collector), strict=True):
                     row.extend(new)
         fill(policy, 1000.0)
         collector.update_policy_weights_()
@@ -1004,27 +989,27 @@ def test_sends_that_overtake_each_other(address: Path) -> None:
             assert row == sorted(row)
 
 
-def test_sends_from_two_threads(scheme: DoubleBufferSyncScheme) -> None:
+def test_sends_from_two_threads(scheme: parts.DoubleBufferSyncScheme) -> None:
     """They take turns, and each returns when its weights, or later ones, are applied."""
-    with collecting(ConstantPolicy(0.0), scheme) as collector:
+    with parts.collecting(parts.ConstantPolicy(0.0), scheme) as collector:
 
         def send(values: range) -> None:
             for value in values:
-                collector.update_policy_weights_(ConstantPolicy(float(value)))
+                collector.update_policy_weights_(parts.ConstantPolicy(float(value)))
 
         with ThreadPoolExecutor(2) as threads:
             sending = [threads.submit(send, range(first, 40, 2)) for first in (0, 1)]
             for future in sending:
                 future.result(TIMEOUT_S)
-        rows = acts(collector)
+        rows = parts.acts(collector)
         assert rows[0] == rows[1] in (38.0, 39.0)
 
 
 def test_first_weights_that_never_come(address: Path) -> None:
-    scheme = DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
-    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(1.0), num_workers=1)
+    scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
+    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
     worker = pickle.loads(pickle.dumps(scheme))
-    model = ConstantPolicy(-5.0)
+    model = parts.ConstantPolicy(-5.0)
     worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     with pytest.raises(TimeoutError):
         worker.connect(worker_idx=0)
@@ -1036,9 +1021,9 @@ def test_first_weights_that_never_come(address: Path) -> None:
 
 
 def test_a_fast_trainer_and_a_slow_worker(address: Path) -> None:
-    policy = WholePolicy(0.0, numel=100, forward_s=0.1)
-    scheme = DoubleBufferSyncScheme(address, sync=False)
-    with collecting(policy, scheme, num_workers=1, frames=6) as collector:
+    policy = parts.WholePolicy(0.0, numel=100, forward_s=0.1)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
+    with parts.collecting(policy, scheme, num_workers=1, frames=6) as collector:
         done = threading.Event()
         thread = threading.Thread(target=lambda: (collector.next(), done.set()))
         thread.start()
@@ -1055,16 +1040,16 @@ def test_a_fast_trainer_and_a_slow_worker(address: Path) -> None:
         for step in range(3):
             policy.say(2000.0 + step)
             collector.update_policy_weights_()
-            assert acts(collector) == [2000.0 + step]
+            assert parts.acts(collector) == [2000.0 + step]
 
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
 def test_weights_of_an_earlier_run_are_not_used(address: Path, leftover: str) -> None:
     """Not as first weights, and not when there are none yet."""
-    old = ConstantPolicy(7.0)
+    old = parts.ConstantPolicy(7.0)
     if leftover == "scheme":
-        with collecting(old, DoubleBufferSyncScheme(address)) as collector:
-            assert acts(collector) == [7.0, 7.0]
+        with parts.collecting(old, parts.DoubleBufferSyncScheme(address)) as collector:
+            assert parts.acts(collector) == [7.0, 7.0]
             collector.update_policy_weights_(worker_ids=[1])
     else:
         name = "policy~worker-1" if leftover == "for one worker" else "policy"
@@ -1073,64 +1058,69 @@ def test_weights_of_an_earlier_run_are_not_used(address: Path, leftover: str) ->
             for _ in range(3):
                 weights = {"other": torch.zeros(5)} if leftover == "other layout" else old
                 sender.send(weights, metadata={"after_version": 9})
-    policy = ConstantPolicy(1.0)
-    with collecting(policy, DoubleBufferSyncScheme(address)) as collector:
-        assert acts(collector) == [1.0, 1.0]
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
+        assert parts.acts(collector) == [1.0, 1.0]
         fill(policy, 2.0)
         collector.update_policy_weights_(worker_ids=[1])
-        assert acts(collector) == [1.0, 2.0]
+        assert parts.acts(collector) == [1.0, 2.0]
         fill(policy, 3.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [3.0, 3.0]
-    factories = [constant_factory(4.0), constant_factory(5.0)]
-    with collecting(None, DoubleBufferSyncScheme(address), policy_factory=factories) as collector:
-        assert acts(collector) == [4.0, 5.0]
+        assert parts.acts(collector) == [3.0, 3.0]
+    factories = [parts.constant_factory(4.0), parts.constant_factory(5.0)]
+    with parts.collecting(
+        None, parts.DoubleBufferSyncScheme(address), policy_factory=factories
+    ) as collector:
+        assert parts.acts(collector) == [4.0, 5.0]
 
 
 def test_two_collectors_with_an_address_each(shm_path: Path) -> None:
-    policies = [ConstantPolicy(1.0), ConstantPolicy(2.0)]
-    schemes = [DoubleBufferSyncScheme(shm_path / name) for name in "ab"]
+    policies = [parts.ConstantPolicy(1.0), parts.ConstantPolicy(2.0)]
+    schemes = [parts.DoubleBufferSyncScheme(shm_path / name) for name in "ab"]
     with contextlib.ExitStack() as stack:
         first, second = (
-            stack.enter_context(collecting(*pair)) for pair in zip(policies, schemes, strict=True)
+            stack.enter_context(parts.collecting(*pair))
+            for pair in zip(policies, schemes, strict=True)
         )
-        assert [acts(first), acts(second)] == [[1.0, 1.0], [2.0, 2.0]]
+        assert [parts.acts(first), parts.acts(second)] == [[1.0, 1.0], [2.0, 2.0]]
         fill(policies[0], 3.0)
         first.update_policy_weights_()
-        assert [acts(first), acts(second)] == [[3.0, 3.0], [2.0, 2.0]]
+        assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [2.0, 2.0]]
         fill(policies[1], 4.0)
         second.update_policy_weights_()
-        assert [acts(first), acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
+        assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
 
 
 def test_two_collectors_cannot_share_an_address(address: Path) -> None:
-    with collecting(ConstantPolicy(1.0), DoubleBufferSyncScheme(address)) as collector:
+    with parts.collecting(
+        parts.ConstantPolicy(1.0), parts.DoubleBufferSyncScheme(address)
+    ) as collector:
         with (
             pytest.raises(dbuffer.StoreBusyError),
-            collecting(ConstantPolicy(2.0), DoubleBufferSyncScheme(address)),
+            parts.collecting(parts.ConstantPolicy(2.0), parts.DoubleBufferSyncScheme(address)),
         ):
             pass
-        assert acts(collector) == [1.0, 1.0]
-        collector.update_policy_weights_(ConstantPolicy(3.0))
-        assert acts(collector) == [3.0, 3.0]
+        assert parts.acts(collector) == [1.0, 1.0]
+        collector.update_policy_weights_(parts.ConstantPolicy(3.0))
+        assert parts.acts(collector) == [3.0, 3.0]
 
 
-def test_awkward_tensors(scheme: DoubleBufferSyncScheme) -> None:
+def test_awkward_tensors(scheme: parts.DoubleBufferSyncScheme) -> None:
     """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
-    policy = AwkwardModel(1)
-    with collecting(policy, scheme) as collector:
+    policy = parts.AwkwardModel(1)
+    with parts.collecting(policy, scheme) as collector:
         for seed in (2, 3, 4):
             for worker in range(2):
-                assert_same_state(worker_state(collector, worker), policy.state_dict())
-            policy.load_state_dict(AwkwardModel(seed).state_dict())
+                parts.assert_same_state(parts.worker_state(collector, worker), policy.state_dict())
+            policy.load_state_dict(parts.AwkwardModel(seed).state_dict())
             policy.unsaved.fill_(seed)
             collector.update_policy_weights_(policy if seed == 3 else None)
             expected = policy(torch.zeros(())).item()
-            assert acts(collector) == [expected, expected]
+            assert parts.acts(collector) == [expected, expected]
 
 
-def _count_storages(connection: Connection, scheme: DoubleBufferSyncScheme) -> None:
-    model = AwkwardModel(0)
+def _count_storages(connection: Connection, scheme: parts.DoubleBufferSyncScheme) -> None:
+    model = parts.AwkwardModel(0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     scheme.connect(worker_idx=0)
     for _ in range(2):
@@ -1146,9 +1136,9 @@ def _count_storages(connection: Connection, scheme: DoubleBufferSyncScheme) -> N
     scheme.shutdown()
 
 
-def test_a_model_keeps_its_kinds_of_tensors(scheme: DoubleBufferSyncScheme) -> None:
+def test_a_model_keeps_its_kinds_of_tensors(scheme: parts.DoubleBufferSyncScheme) -> None:
     """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
-    policy = AwkwardModel(1)
+    policy = parts.AwkwardModel(1)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
     expected = {
         "tied": True,
@@ -1159,7 +1149,7 @@ def test_a_model_keeps_its_kinds_of_tensors(scheme: DoubleBufferSyncScheme) -> N
     with Child(_count_storages, scheme) as worker:
         scheme.connect()
         assert worker.receive() == expected
-        scheme.send(AwkwardModel(2))
+        scheme.send(parts.AwkwardModel(2))
         worker.send()
         assert worker.receive() == expected
         worker.send()
@@ -1167,42 +1157,42 @@ def test_a_model_keeps_its_kinds_of_tensors(scheme: DoubleBufferSyncScheme) -> N
     scheme.shutdown()
 
 
-def test_a_policy_without_weights(scheme: DoubleBufferSyncScheme) -> None:
-    policy = TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["action"])
-    with collecting(policy, scheme) as collector:
-        assert acts(collector) == [0.0, 0.0]
+def test_a_policy_without_weights(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["action"])
+    with parts.collecting(policy, scheme) as collector:
+        assert parts.acts(collector) == [0.0, 0.0]
         collector.update_policy_weights_()
         collector.update_policy_weights_(worker_ids=[1])
-        assert acts(collector) == [0.0, 0.0]
+        assert parts.acts(collector) == [0.0, 0.0]
 
 
 def test_shutdown_twice_and_what_comes_after(address: Path) -> None:
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address)
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address)
     scheme.shutdown()  # before anything
-    scheme = DoubleBufferSyncScheme(address)
-    with collecting(policy, scheme) as collector:
+    scheme = parts.DoubleBufferSyncScheme(address)
+    with parts.collecting(policy, scheme) as collector:
         collector.shutdown()
         scheme.shutdown()
         scheme.shutdown()
         with pytest.raises(RuntimeError):
             scheme.send()
-    with collecting(policy, DoubleBufferSyncScheme(address)) as collector:
+    with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
         scheme.shutdown()  # has nothing to do with its successor
         del scheme
         fill(policy, 2.0)
         collector.update_policy_weights_()
-        assert acts(collector) == [2.0, 2.0]
+        assert parts.acts(collector) == [2.0, 2.0]
 
 
-def test_order_of_calls(scheme: DoubleBufferSyncScheme) -> None:
+def test_order_of_calls(scheme: parts.DoubleBufferSyncScheme) -> None:
     with pytest.raises(RuntimeError):
         scheme.connect()
     with pytest.raises(RuntimeError):
         scheme.send()
     with pytest.raises(RuntimeError):
         scheme.receive()
-    scheme.init_on_sender(model_id="policy", model=ConstantPolicy(), num_workers=0)
+    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(), num_workers=0)
     with pytest.raises(RuntimeError):
         scheme.send()
     scheme.connect()
@@ -1211,9 +1201,9 @@ def test_order_of_calls(scheme: DoubleBufferSyncScheme) -> None:
     scheme.shutdown()
 
 
-def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> None:
-    policy = ConstantPolicy()
-    weights = TensorDict.from_module(policy)
+def test_arguments_that_exclude_each_other(scheme: parts.DoubleBufferSyncScheme) -> None:
+    policy = parts.ConstantPolicy()
+    weights = parts.TensorDict.from_module(policy)
     for more in ({"weights": weights}, {"model": policy}):
         with pytest.raises(ValueError, match="params_map"):
             scheme.init_on_sender(params_map={0: weights}, **more)
@@ -1226,8 +1216,8 @@ def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> No
 
 def test_pickling_at_any_time(address: Path) -> None:
     """A copy is a scheme that has not begun, and does not disturb the one that has."""
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
     copies = [pickle.loads(pickle.dumps(scheme))]
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=0)
     copies.append(pickle.loads(pickle.dumps(scheme)))
@@ -1235,7 +1225,7 @@ def test_pickling_at_any_time(address: Path) -> None:
     copies += [pickle.loads(pickle.dumps(scheme)), copy.deepcopy(scheme)]
     copies.append(pickle.loads(pickle.dumps(copies[-1])))
     for each in copies:
-        assert isinstance(each, DoubleBufferSyncScheme)
+        assert isinstance(each, parts.DoubleBufferSyncScheme)
         assert not each.initialized_on_sender
         assert not each.synchronized_on_sender
         assert (each.sync, each.timeout_s, each.num_threads) == (True, 30.0, 2)
@@ -1248,11 +1238,13 @@ def test_pickling_at_any_time(address: Path) -> None:
 def test_nothing_is_left_behind(address: Path) -> None:
     """No thread in the trainer, no process, no lock; and the stores are whole."""
     threads = set(threading.enumerate())
-    policy = ConstantPolicy(1.0)
-    with collecting(policy, DoubleBufferSyncScheme(address), env=SlowEnv) as collector:
+    policy = parts.ConstantPolicy(1.0)
+    with parts.collecting(
+        policy, parts.DoubleBufferSyncScheme(address), env=parts.SlowEnv
+    ) as collector:
         processes = list(collector.procs)
         collector.update_policy_weights_()
-        acts(collector)
+        parts.acts(collector)
         collector.shutdown()
         exit_codes = [process.exitcode for process in processes]
         assert exit_codes == [0, 0], "a worker that does not end by itself is terminated"

@@ -19,45 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.children import Child
-from tests.support.soak import in_soaks_alone, is_soak
-from tests.support.torchrl_parts import (
-    ConstantPolicy,
-    DoubleBufferSyncScheme,
-    NodeEnv,
-    PidPolicy,
-    ProbeEnv,
-    TensorDict,
-    WholePolicy,
-    forkserver_address,
-    linear_policy,
-    start_method,
-    torch,
-    use_forkserver,
-)
-from tests.support.waiting import TIMEOUT_S, until
-
-# The import above silences what torchrl warns of when it is imported, and stays the first.
-# isort: split
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.collectors.distributed import (
-    DistributedCollector,
-    DistributedSyncCollector,
-    RayCollector,
-    RPCCollector,
-)
-from torchrl.modules import RandomPolicy
+import torch
 
 import dbuffer
 from tests.support import ROOT
+from tests.support.children import Child
+from tests.support.later import Later
+from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.waiting import TIMEOUT_S, until
+
+parts = Later("tests.support.torchrl_parts")
+collectors = Later("torchrl.collectors")
+distributed = Later("torchrl.collectors.distributed")
+modules = Later("torchrl.modules")
 
 pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
 
-NODE_CLASSES = (Collector, MultiSyncCollector, MultiAsyncCollector)
-KIND_CLASSES = (DistributedCollector, RPCCollector)
-NODES = pytest.mark.parametrize("node", NODE_CLASSES, ids=lambda node: node.__name__)
-KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, ids=lambda kind: kind.__name__)
+NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
+KIND_CLASSES = ("DistributedCollector", "RPCCollector")
+NODES = pytest.mark.parametrize("node", NODE_CLASSES, indirect=True)
+KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, indirect=True)
 FRAMES = 8
 
 Collected = list[list[float]]
@@ -70,9 +51,22 @@ def address(shm_path: Path) -> Path:
     return shm_path / "weights"
 
 
+@pytest.fixture
+def node(request: pytest.FixtureRequest) -> Any:
+    return getattr(collectors, request.param)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Any:
+    return getattr(distributed, request.param)
+
+
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """Call it in a process of its own, which must end, and return what it returns."""
-    with start_method("forkserver"), Child(_call, forkserver_address(), function, args) as child:
+    with (
+        parts.start_method("forkserver"),
+        Child(_call, parts.forkserver_address(), function, args) as child,
+    ):
         result, error = child.receive(2 * TIMEOUT_S)
         assert error is None, error
         assert child.wait() == 0
@@ -82,7 +76,7 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
 def _call(
     connection: Connection, forkserver: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    use_forkserver(forkserver)
+    parts.use_forkserver(forkserver)
     try:
         connection.send((function(*args), None))
     except BaseException:
@@ -120,7 +114,7 @@ def end(collector: Any) -> None:
     TorchRL's nodes read an instruction and delete it then: one that comes in between is lost. If it
     was the end, ``DistributedCollector.shutdown`` fails after ten seconds (seen).
     """
-    if isinstance(collector, DistributedCollector):
+    if isinstance(collector, distributed.DistributedCollector):
         for rank in range(1, collector.num_workers + 1):
             told = [f"NODE_{rank}_in"]
             until("it is taken", lambda told=told: not collector._store.check(told), TIMEOUT_S)
@@ -137,12 +131,12 @@ def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
 
 
 def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
-    policy = RandomPolicy(ProbeEnv().action_spec)
+    policy = modules.RandomPolicy(parts.ProbeEnv().action_spec)
     collector = kind(
-        [NodeEnv()] * 2,
+        [parts.NodeEnv()] * 2,
         policy,
         collector_class=node,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(4),
     )
     total = sum(batch.numel() for batch in collector)
@@ -160,21 +154,21 @@ def test_distributed_collector_class(address: Path, kind: Any, node: Any) -> Non
 def _update_policy(
     kind: Any, node: Any, sync: bool, with_factory: bool, address: Path
 ) -> Collected:
-    policy = None if with_factory else ConstantPolicy(1.0)
-    source = ConstantPolicy(1.0) if with_factory else policy
+    policy = None if with_factory else parts.ConstantPolicy(1.0)
+    source = parts.ConstantPolicy(1.0) if with_factory else policy
     # Of several nodes that collect at their own pace, some batches may have begun before.
-    num_nodes = 1 if node is MultiAsyncCollector else 2
+    num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
     collector = kind(
-        [NodeEnv()] * num_nodes,
+        [parts.NodeEnv()] * num_nodes,
         policy,
-        policy_factory=ConstantPolicy if with_factory else None,
+        policy_factory=parts.ConstantPolicy if with_factory else None,
         collector_class=node,
         sync=sync,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         # Of workers that collect at their own pace, one may be late with what it began before.
         **local(
-            40 if node is MultiAsyncCollector else 8,
-            num_workers_per_collector=1 if node is Collector else 2,
+            40 if node is collectors.MultiAsyncCollector else 8,
+            num_workers_per_collector=1 if node is collectors.Collector else 2,
         ),
     )
     seen = []
@@ -183,7 +177,7 @@ def _update_policy(
         if len(seen) == 1:
             source.weight.data.add_(1)
             collector.update_policy_weights_(
-                TensorDict.from_module(source) if with_factory else None
+                parts.TensorDict.from_module(source) if with_factory else None
             )
     end(collector)
     return seen
@@ -191,7 +185,7 @@ def _update_policy(
 
 # Every pair of a kind, a node and a mode; in a soak every combination.
 WAYS = [
-    pytest.param(kind, node, sync, not sync, id=f"{kind.__name__}-{node.__name__}-{sync}")
+    pytest.param(kind, node, sync, not sync, id=f"{kind}-{node}-{sync}")
     for index, kind in enumerate(KIND_CLASSES)
     for other, node in enumerate(NODE_CLASSES)
     for sync in (False, True)
@@ -200,7 +194,7 @@ WAYS = [
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS)
+@pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS, indirect=["kind", "node"])
 def test_distributed_collector_updatepolicy(
     address: Path, kind: Any, node: Any, sync: bool, with_factory: bool
 ) -> None:
@@ -208,19 +202,19 @@ def test_distributed_collector_updatepolicy(
     seen = in_child(_update_policy, kind, node, sync, with_factory, address)
     assert seen[0] == [1.0]
     assert seen[-2:] == [[2.0], [2.0]]
-    if sync and node is not MultiAsyncCollector:
+    if sync and node is not collectors.MultiAsyncCollector:
         assert seen[1] == [2.0], "the update came before the next batch was asked for"
 
 
 def _update_by_itself(sync: bool, address: Path) -> Collected:
-    policy = ConstantPolicy(1.0)
-    collector = DistributedCollector(
-        [NodeEnv()] * 2,
+    policy = parts.ConstantPolicy(1.0)
+    collector = distributed.DistributedCollector(
+        [parts.NodeEnv()] * 2,
         policy,
-        policy_factory=ConstantPolicy,
+        policy_factory=parts.ConstantPolicy,
         sync=sync,
         update_interval=1,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(8),
     )
     seen = []
@@ -240,20 +234,11 @@ def test_update_interval(address: Path, sync: bool) -> None:
     assert seen[-2:] == [[2.0], [2.0]]
 
 
-class LateEnv(NodeEnv):
-    """Keeps its node waiting."""
-
-    def __call__(self) -> ProbeEnv:
-        if multiprocessing.parent_process().name != "MainProcess":
-            time.sleep(2.0)
-        return super().__call__()
-
-
 def _construct(address: Path) -> dict[str, int | None]:
-    collector = DistributedCollector(
-        [LateEnv()] * 2,
-        ConstantPolicy(1.0),
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address, sync=False)},
+    collector = distributed.DistributedCollector(
+        [parts.LateEnv()] * 2,
+        parts.ConstantPolicy(1.0),
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address, sync=False)},
         **local(2),
     )
     applied = {record.receiver: record.applied_version for record in records(address)}
@@ -269,12 +254,12 @@ def test_distributed_collector_waits_for_its_nodes(address: Path) -> None:
 
 
 def _update_one(kind: Any, address: Path) -> Collected:
-    policy = ConstantPolicy(1.0)
+    policy = parts.ConstantPolicy(1.0)
     collector = kind(
-        [NodeEnv()] * 2,
+        [parts.NodeEnv()] * 2,
         policy,
         sync=True,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(5),
     )
     seen = []
@@ -292,22 +277,22 @@ def test_worker_ids(address: Path, kind: Any) -> None:
     half = FRAMES // 2
     seen = in_child(_update_one, kind, address)
     # RPCCollector puts the batch of whoever is ready first in the first place.
-    if kind is RPCCollector:
+    if kind is distributed.RPCCollector:
         seen = [sorted(row) for row in seen]
     expected = [[1.0, 1.0], [1.0, 2.0], [3.0, 2.0], [4.0, 4.0], [5.0, 5.0]]
-    if kind is RPCCollector:
+    if kind is distributed.RPCCollector:
         expected = [sorted(pair) for pair in expected]
     assert seen == [[first] * half + [second] * half for first, second in expected]
 
 
 def _whole(kind: Any, node: Any, address: Path) -> Collected:
-    policy = WholePolicy(0.0, numel=50_000)
+    policy = parts.WholePolicy(0.0, numel=50_000)
     collector = kind(
-        [NodeEnv()] * 2,
+        [parts.NodeEnv()] * 2,
         policy,
         collector_class=node,
         sync=False,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address, sync=False)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address, sync=False)},
         **local(40),
     )
     seen = []
@@ -321,7 +306,7 @@ def _whole(kind: Any, node: Any, address: Path) -> Collected:
 
 @KINDS
 def test_no_forward_call_sees_weights_of_two_versions(address: Path, kind: Any) -> None:
-    seen = in_child(_whole, kind, Collector, address)
+    seen = in_child(_whole, kind, collectors.Collector, address)
     values = {value for row in seen for value in row}
     assert min(values) >= 0.0, "a forward call saw weights of two versions"
     assert len(values) > 5
@@ -329,10 +314,10 @@ def test_no_forward_call_sees_weights_of_two_versions(address: Path, kind: Any) 
 
 def _begin(kind: Any, address: Path) -> Collected:
     collector = kind(
-        [NodeEnv()] * 2,
-        ConstantPolicy(1.0),
+        [parts.NodeEnv()] * 2,
+        parts.ConstantPolicy(1.0),
         sync=True,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(2),
     )
     seen = [actions(batch) for batch in collector]
@@ -345,16 +330,20 @@ def test_weights_of_an_earlier_run_are_not_used(address: Path, kind: Any) -> Non
     """RPC's workers come to the store before the trainer does."""
     address.mkdir(mode=0o700)
     with dbuffer.WeightSender(address / "policy") as sender:
-        sender.send(ConstantPolicy(7.0))
-        sender.send(ConstantPolicy(8.0))
+        sender.send(parts.ConstantPolicy(7.0))
+        sender.send(parts.ConstantPolicy(8.0))
     assert in_child(_begin, kind, address) == [[1.0], [1.0]]
 
 
 def _lose_a_node(address: Path) -> tuple[str, float]:
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address)
-    collector = DistributedCollector(
-        [NodeEnv()] * 2, policy, sync=True, weight_sync_schemes={"policy": scheme}, **local(100)
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address)
+    collector = distributed.DistributedCollector(
+        [parts.NodeEnv()] * 2,
+        policy,
+        sync=True,
+        weight_sync_schemes={"policy": scheme},
+        **local(100),
     )
     next(iter(collector))
     lost, other = collector.jobs
@@ -383,16 +372,16 @@ def test_a_node_that_was_killed(address: Path) -> None:
 
 def _shut_down(kind: Any, address: Path) -> list[int]:
     collector = kind(
-        [NodeEnv()] * 2,
-        PidPolicy(),
-        collector_class=MultiSyncCollector,
+        [parts.NodeEnv()] * 2,
+        parts.PidPolicy(),
+        collector_class=collectors.MultiSyncCollector,
         sync=True,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(3, num_workers_per_collector=2),
     )
     pids = {job.pid for job in collector.jobs}
     for batch in collector:
-        collector.update_policy_weights_(PidPolicy())
+        collector.update_policy_weights_(parts.PidPolicy())
         pids |= {int(pid) for pid in actions(batch)}
     end(collector)
     collector.shutdown()
@@ -409,15 +398,15 @@ def test_collector_shutdown_clears_python_processes(address: Path, kind: Any) ->
 
 def _by_hand(address: Path) -> Collected:
     """This collector takes no schemes: its nodes are told of ours, and the trainer drives it."""
-    policy = ConstantPolicy(3.0)
+    policy = parts.ConstantPolicy(3.0)
     # It counts its nodes from 1, and does not say so: nobody can wait for them by name.
-    scheme = DoubleBufferSyncScheme(address, sync=False)
+    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
     scheme.connect()
     options = local(60)
     options["collector_kwargs"]["weight_recv_schemes"] = {"policy": scheme}
-    collector = DistributedSyncCollector(
-        [NodeEnv()] * 2, None, policy_factory=ConstantPolicy, **options
+    collector = distributed.DistributedSyncCollector(
+        [parts.NodeEnv()] * 2, None, policy_factory=parts.ConstantPolicy, **options
     )
     seen = []
     for batch in collector:
@@ -471,12 +460,12 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
     """Synchronously, by worker, and when an actor has been killed."""
-    policy = ConstantPolicy(1.0)
-    scheme = DoubleBufferSyncScheme(address)
-    collector = RayCollector(
-        [NodeEnv()] * 2,
+    policy = parts.ConstantPolicy(1.0)
+    scheme = parts.DoubleBufferSyncScheme(address)
+    collector = distributed.RayCollector(
+        [parts.NodeEnv()] * 2,
         policy,
-        collector_class=Collector,
+        collector_class=collectors.Collector,
         sync=True,
         weight_sync_schemes={"policy": scheme},
         **on_ray(100),
@@ -491,7 +480,7 @@ def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
         policy.weight.data.add_(1)
         collector.update_policy_weights_(worker_ids=1)
         assert actions(next(batches)) == [2.0, 3.0]
-        collector.update_policy_weights_(ConstantPolicy(5.0))
+        collector.update_policy_weights_(parts.ConstantPolicy(5.0))
         assert actions(next(batches)) == [5.0]
         with pytest.raises(dbuffer.ReceiverFailedError, match="weight"):
             collector.update_policy_weights_({"weight": torch.zeros(3)})
@@ -500,7 +489,7 @@ def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
         wait_for_end(pids["worker-0"])
         started = time.monotonic()
         with pytest.raises(dbuffer.ReceiverFailedError, match="worker-0"):
-            collector.update_policy_weights_(ConstantPolicy(6.0))
+            collector.update_policy_weights_(parts.ConstantPolicy(6.0))
         assert time.monotonic() - started < 10.0
     finally:
         collector.shutdown()
@@ -511,13 +500,13 @@ def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
 def test_ray_collector_policy_constructor(cluster: Any, address: Path) -> None:
     """The trainer has no policy; the nodes make theirs, and have workers of their own."""
-    weights = TensorDict.from_module(linear_policy(2.0))
-    collector = RayCollector(
-        [ProbeEnv],
-        policy_factory=lambda: linear_policy(0.0),
-        collector_class=MultiSyncCollector,
+    weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
+    collector = distributed.RayCollector(
+        [parts.ProbeEnv],
+        policy_factory=lambda: parts.linear_policy(0.0),
+        collector_class=collectors.MultiSyncCollector,
         num_workers_per_collector=2,
-        weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
+        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **on_ray(5),
     )
     try:

@@ -7,7 +7,6 @@ the engines. Tokens are compared with those of fresh engines on the same weights
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import pickle
@@ -31,11 +30,8 @@ from tests.programs.torchrl_engines import (
     wrong_metadata,
 )
 from tests.support.engines.tiny_models import make_model
-from tests.support.engines.vllm_engines import (
-    NEEDS_VLLM,
-    environment,
-    observe,
-)
+from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
+from tests.support.later import Later
 from tests.support.soak import in_soaks_alone
 
 with warnings.catch_warnings():
@@ -43,10 +39,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch
     from tensordict import TensorDict
-    from torchrl.collectors import Collector
     from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
-
-    from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
 import dbuffer
 from dbuffer.integrations.torchrl import (
@@ -72,33 +65,28 @@ CLASSES = [
     "VLLMWeightSender",
     "VLLMWeightReceiver",
 ]
+COLLECTORS = "DoubleBufferSyncScheme"
 # Without an engine.
 
 
 def of_torchrl(name: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        module = importlib.import_module("torchrl.weight_update.llm")
-    return getattr(module, name)
+    return getattr(Later("torchrl.weight_update.llm"), name)
 
 
 def ours(name: str) -> Any:
-    return getattr(importlib.import_module("dbuffer.integrations.torchrl"), name)
+    return getattr(Later("dbuffer.integrations.torchrl"), name)
 
 
-PAIRS = [(ours(name), of_torchrl(name)) for name in CLASSES] + [
-    (DoubleBufferSyncScheme, WeightSyncScheme)
-]
-"""Our classes, and those of the installed TorchRL whose place they take."""
+def pair(name: str) -> tuple[Any, Any]:
+    """Return our class of this name, and the installed TorchRL's whose place it takes."""
+    return ours(name), WeightSyncScheme if name == COLLECTORS else of_torchrl(name)
 
-METHODS = [
-    (mine, theirs, method)
-    for mine, theirs in PAIRS
-    for method, function in inspect.getmembers(theirs, callable)
-    if method == "__init__" or not method.startswith("_")
-    if (mine, method) != (DoubleBufferSyncScheme, "__init__")  # that one is asked for a directory
-]
-METHOD_IDS = [f"{mine.__name__}.{method}" for mine, _, method in METHODS]
+
+def methods(name: str) -> set[str]:
+    _, theirs = pair(name)
+    found = {method for method, _ in inspect.getmembers(theirs, callable) if method[0] != "_"}
+    return found if name == COLLECTORS else {*found, "__init__"}  # that one asks for a directory
+
 
 DOCUMENTED = """
 VLLMDoubleBufferSyncScheme.__init__(remote_addr, local_addr=None, num_threads=1, \
@@ -142,14 +130,18 @@ VLLMWeightReceiver.poll_and_apply(timeout=0.1)
 
 
 def test_methods_of_torchrl_were_found() -> None:
-    methods = {method for mine, _, method in METHODS if mine.__name__ == "VLLMWeightReceiver"}
-    assert methods == {"__init__", "init_all_workers_group", "apply_weights", "poll_and_apply"}
-    assert {mine.__name__ for mine, _, _ in METHODS} == {*CLASSES, "DoubleBufferSyncScheme"}
-    assert "connect" in {method for mine, _, method in METHODS if mine is DoubleBufferSyncScheme}
+    expected = {"__init__", "init_all_workers_group", "apply_weights", "poll_and_apply"}
+    assert methods("VLLMWeightReceiver") == expected
+    assert "connect" in methods(COLLECTORS)
 
 
-@pytest.mark.parametrize(("mine", "theirs", "method"), METHODS, ids=METHOD_IDS)
-def test_signatures_are_those_of_torchrl(mine: Any, theirs: Any, method: str) -> None:
+@pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
+def test_signatures_are_those_of_torchrl(name: str) -> None:
+    for method in methods(name):
+        assert_same_signature(*pair(name), method)
+
+
+def assert_same_signature(mine: Any, theirs: Any, method: str) -> None:
     wanted = inspect.signature(getattr(theirs, method)).parameters.values()
     there = list(inspect.signature(getattr(mine, method)).parameters.values())
     more = there[len(wanted) :]
@@ -182,8 +174,9 @@ def test_signatures_are_those_that_torchrl_documents(documented: str) -> None:
             assert keywords[parameter.name] == parameter.default
 
 
-@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
-def test_properties_are_those_of_torchrl(mine: Any, theirs: Any) -> None:
+@pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
+def test_properties_are_those_of_torchrl(name: str) -> None:
+    mine, theirs = pair(name)
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert public <= set(dir(mine))
 
@@ -285,13 +278,14 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(
 ) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from torchrl.modules.llm import TransformersWrapper
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
     model = make_model("qwen3", 0)
-    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    wrapper = Later("torchrl.modules.llm").TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False
+    )
     sender, transport = scheme.create_sender(), scheme.create_transport()
     sender.register_model(wrapper)
     sender.update_weights()
@@ -415,7 +409,7 @@ def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyn
     from tests.support.torchrl_parts import ConstantPolicy, ProbeEnv
 
     policy = ConstantPolicy(1.0)
-    collector = Collector(
+    collector = Later("torchrl.collectors").Collector(
         ProbeEnv,
         policy,
         frames_per_batch=2,
@@ -486,10 +480,10 @@ def test_adapters_are_merged(store: Path) -> None:
 
 
 def test_metadata_is_that_of_torchrl() -> None:
-    from torchrl.weight_update.llm.vllm_nccl import get_model_metadata as metadata_of_torchrl
-
     model = make_model("qwen3", 1)
-    assert get_model_metadata(model) == metadata_of_torchrl(model)
+    assert get_model_metadata(model) == Later(
+        "torchrl.weight_update.llm.vllm_nccl"
+    ).get_model_metadata(model)
 
 
 def test_collective_scheme_must_be_given_a_store() -> None:
@@ -553,11 +547,11 @@ class OnlyGetModel:
         return self._models[model_id]
 
 
-@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
-def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
+@pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
+def test_prepare_weights_asks_the_context(kind: str, store: Path) -> None:
     model = torch.nn.Linear(1, 1)
     context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
-    scheme = kind(str(store))
+    scheme = ours(kind)(str(store))
     prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), context)
     assert torch.equal(prepared["weight"], model.weight)
     prepared = scheme.prepare_weights("critic", "policy", WeightStrategy(), context)
@@ -567,13 +561,13 @@ def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
     scheme.shutdown()
 
 
-@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+@pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
 @pytest.mark.parametrize("given", ["model", "context"])
 def test_prepare_weights_knows_what_the_sender_was_given(
-    kind: Any, given: str, store: Path
+    kind: str, given: str, store: Path
 ) -> None:
     model = torch.nn.Linear(1, 1)
-    scheme = kind(str(store))
+    scheme = ours(kind)(str(store))
     context = OnlyGetModel(policy=model)
     scheme.init_on_sender("policy", **{given: model if given == "model" else context})
     prepared = scheme.prepare_weights(None, "policy", WeightStrategy())

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
+from tests.support.peft_parts import NEEDS_PEFT
 
-pytest.importorskip("peft")
-
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, *NEEDS_PEFT]
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from tests.support.later import Later
+
+transformers = Later("transformers")
 
 FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
 
@@ -89,7 +92,7 @@ def save_tokenizer(checkpoint: Path) -> None:
     make_tokenizer().save_pretrained(checkpoint)
 
 
-def make_tokenizer(*special: str) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(*special: str) -> Any:
     """A word for each token, the last ones of their own names; words stand between spaces."""
     plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
     words = {word: number for number, word in enumerate([*plain, *special])}
