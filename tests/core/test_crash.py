@@ -340,7 +340,7 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
 
 @pytest.mark.slow
 def test_killed_at_random_moments(shm_path, record_property):
-    deaths = 2_500 if is_soak() else 50
+    deaths = 2_500 if is_soak() else 25
     with contextlib.ExitStack() as stack:
         children = [
             stack.enter_context(Child(kill_at_random_moments, shm_path / f"{seed}", deaths, seed))

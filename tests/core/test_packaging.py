@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.soak import IN_SOAKS_ALONE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -138,7 +139,7 @@ def test_an_extra_resolves_in_a_new_environment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
+@pytest.mark.parametrize("version", ["0.10.0", pytest.param("0.15.3", marks=IN_SOAKS_ALONE)])
 def test_the_oldest_and_the_newest_tensordict_will_do(
     version: str, tmp_path: Path, environment_of_uv: dict[str, str]
 ) -> None:

@@ -39,7 +39,7 @@ from tests.support.sharded import (
     two_dimensions,
     whole,
 )
-from tests.support.soak import is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.stores import fill, small_disk
 from tests.support.worlds import Failure, World, world_of
 
@@ -141,17 +141,18 @@ def follow(
 CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, STRIDED, sums, few]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("turn", range(len(MOUNTS)) if is_soak() else [0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_every_version_is_what_the_ranks_hold(request, world, store, case, turn):
     """Outside of soaks, each way to hold weights is on one kind of mount, in turn."""
     mount = MOUNTS[(request.node.callspec.indices["case"] + turn) % len(MOUNTS)]
     # Some, none, all of a few tensors, far too much, and some again; and across anchors.
-    one_in = [64, 64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
+    one_in = [64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
     by_rank = world.run(follow, case, store, mount, one_in, {})
     assert all(of_rank == by_rank[0] for of_rank in by_rank)
     has_delta = [found is not None for found in by_rank[0]]
-    assert has_delta == [False, *[True] * 4, False, *[True] * 5]
+    assert has_delta == [False, *[True] * 3, False, *[True] * 5]
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
@@ -165,6 +166,7 @@ ALL_WAYS = [*CASES, hsdp]
 STORES = [("local", False), ("local", True), ("network", True)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("turn", range(len(STORES)) if is_soak() else [0])
 @pytest.mark.parametrize("case", ALL_WAYS, ids=lambda case: case.__name__)
 def test_ranks_that_were_restarted_go_on(request, world, store, case, turn):
@@ -287,8 +289,19 @@ def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
     assert sum("not upon its last" in message for message in first.log) == 1, first.log
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("failing", "mount"),
+    [
+        pytest.param(failing, mount, marks=() if is_typical else IN_SOAKS_ALONE)
+        for failing, mount, is_typical in (
+            (0, "local", True),
+            (3, "network", True),
+            (0, "network", False),
+            (3, "local", False),
+        )
+    ],
+)
 @pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
 def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world, store, failing, mount, why
