@@ -40,7 +40,7 @@ from tests.support.waiting import TIMEOUT_S, until
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
 
-NUM_PUBLISHES = 150 if is_soak() else 50
+NUM_PUBLISHES = 150 if is_soak() else 30
 POLL_INTERVAL_S = 0.5
 STALE_S = 10.0
 """Less than what a host keeps of a store after silence, more than a look takes at any load."""
@@ -48,7 +48,9 @@ READER_TIMEOUT_S = 9.0
 NO_WAIT_S = 6.0
 """Less than a sender waits for readers, and than the 10 s for which the server waits for what a
 host has that was cut off: who waits for either takes longer than this and the usual time."""
-ENOUGH_READS = 8
+ENOUGH_READS = 8 if is_soak() else 5
+PUBLISH_INTERVAL_S = 0.05
+"""Less than the shortest read, by far."""
 MAX_KEPT = 400  # twice that many descriptors
 
 
@@ -157,14 +159,14 @@ def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, d
 
 
 def publish_until_told(connection: Connection, path: Path, name: str) -> None:
-    """Publish at full speed, and keep old files for those alone who say that they read them."""
+    """Publish again and again, and keep old files for those alone who say that they read them."""
     TIMING.keep_superseded_s = 0.0
     with dbuffer.WeightSender(path / name, num_threads=1) as sender:
         for version in itertools.count(1):
             sender.send(WEIGHTS.weights(version))
             if version == 1:
                 connection.send("published")
-            if connection.poll():
+            if connection.poll(PUBLISH_INTERVAL_S):
                 break
 
 
