@@ -186,7 +186,7 @@ def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def names_imported(module: ast.Module) -> Iterator[str]:
+def names_imported(module: ast.AST) -> Iterator[str]:
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
@@ -205,6 +205,21 @@ def test_scopes_name_files_that_exist() -> None:
     for name, beginnings in SCOPES.items():
         assert all((unchanged.ROOT / beginning).exists() for beginning in beginnings)
         assert {scope_of(beginning) for beginning in beginnings} == {name}
+
+
+def test_no_test_file_imports_at_once_what_takes_seconds() -> None:
+    """`Later` imports it when a test uses it."""
+    slow = re.compile(r"(peft|transformers|trl|vllm|torchrl\.(collectors|envs|modules))(\.|$)")
+    importing = [
+        f"{path.relative_to(unchanged.ROOT)}: {name}"
+        for path, module in modules().items()
+        if path.name.startswith("test_")
+        for statement in module.body
+        if isinstance(statement, ast.Import | ast.ImportFrom | ast.With)
+        for name in names_imported(statement)
+        if slow.match(name)
+    ]
+    assert not importing, "\n".join(importing)
 
 
 def test_no_module_imports_a_test_module() -> None:
