@@ -208,7 +208,7 @@ def test_what_asks_for_another_version_is_refused(scene):
             follower.sync(at_least=3)
         assert follower.sync(at_least=1) is None
         for request in (UpdateRequest(version=3), UpdateRequest(at_least=3)):
-            with pytest.raises(dbuffer.OptionError, match="stay on version 2"):
+            with pytest.raises(dbuffer.OptionError, match="stays on version 2"):
                 scene.engine.receiver.update(request)
         scene.engine.receiver.update(UpdateRequest())
         assert scene.engine.serves == (2, "2")
@@ -300,7 +300,7 @@ def test_engine_that_loads_by_callbacks_has_only_that_version(scene):
     loaded = {}
     loader.load(UpdateRequest(), loaded.update)
     assert SMALL.version_of(loaded) == 2
-    with pytest.raises(dbuffer.OptionError, match="stay on version 2"):
+    with pytest.raises(dbuffer.OptionError, match="stays on version 2"):
         loader.load(UpdateRequest(version=3), loaded.update)
     loader.end()
 

@@ -48,8 +48,8 @@ class EngineOptions:
     """Directory in shared memory, to which one process of the node copies each version once, and
     from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
     version: int | None = None
-    """Version to serve and stay on, whatever is published later. Default: the newest, each time.
-    It must be in the store, kept or not yet published; with ``local_store`` there is no choice."""
+    """Version to serve and stay on, whatever is published later: in a buffer, kept, or not yet
+    published. Not with ``local_store``. Default: the newest, each time."""
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from what
     the engine calls itself, or from its address."""
@@ -132,17 +132,17 @@ class EngineOptions:
         )
 
     def admit(self, request: UpdateRequest) -> UpdateRequest | OptionError:
-        """Return a request as it is to be served; an error, if the engine stays on another version.
+        """Return a request as it is to be served; an error if the engine stays on another version.
 
-        It is returned, because all ranks must know of it.
+        The error is returned, because all ranks must know of it.
         """
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
             return replace(request, version=self.version, at_least=None)
         return OptionError(
-            f"this engine was told to stay on version {self.version} of {self.store}, and not to "
-            f"load version {request.version or request.at_least}: let it follow without version"
+            f"this engine stays on version {self.version} of {self.store}, and was asked to load "
+            f"version {request.version or request.at_least}: let it follow again without version"
         )
 
     @classmethod
@@ -220,7 +220,7 @@ def _require(options: Any, name: str, is_right: bool) -> None:
 _RULES = {
     "store": "the path of the store's directory",
     "local_store": "the path of a directory",
-    "version": "given without local_store, which gets the newest versions only: follow the store",
+    "version": "it without local_store, which gets the newest only: follow the store itself",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
     "history": "16 hexadecimal digits, as a pointer has them",

@@ -95,14 +95,17 @@ class StoreView:
         """Return the newest version, or ``at_least``, if the engine does not have it.
 
         For an engine that stays on a version, that one, once it is published.
+
+        Raises:
+            VersionError: that one is gone from the store.
         """
         only = self.options.version
-        if only is not None and at_least is not None:
-            if at_least > only:
+        if only is not None:
+            if at_least is not None and at_least > only:
                 raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
-            at_least = only if at_least == only else None  # a version below says nothing of it
-        if only is not None and served is not None and served.version == only:
-            return None
+            if served is not None and served.version == only:
+                return None
+            at_least = None  # of another version, which says nothing of this one
         if self._store.exists():
             self._store.check()
         elif served is None:
@@ -122,9 +125,10 @@ class StoreView:
         version = max(newest, at_least or 0)
         if only is None:
             return VersionId(version, history) if version > has else None
-        if newest >= only:
-            kept.require(store, only, history)
-        return VersionId(only, history) if version >= only else None
+        if newest < only:
+            return None
+        kept.require(store, only, history)
+        return VersionId(only, history)
 
     def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
         what = (
