@@ -115,6 +115,9 @@ class FollowLoop(RetryLoop):
             newer_than, self._is_exact = exactly - 1, True
         version = self._wait(newer_than, timeout_s, interrupt or self._stop)
         self._version = version if version is None or exactly is None else exactly
+        if version is not None:
+            # This attempt is the one that was asked for: if it fails, that is waited out.
+            self._is_due = False
         return self._version
 
     def used(self) -> None:

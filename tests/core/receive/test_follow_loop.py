@@ -96,6 +96,21 @@ def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loo
         assert loop.wait(None) == 1
 
 
+def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, loop):
+    """It comes while the loop waits, and the attempt that follows is of a new version."""
+
+    def ask_and_publish() -> None:
+        loop.retry_now()
+        publish(store, 2)
+
+    later = threading.Timer(0.2, ask_and_publish)
+    later.start()
+    assert fail(loop, dbuffer.WeightsMismatchError("one too many"), newer_than=1) == 2
+    later.join()
+    with loop.attempt():
+        assert loop.wait(1, timeout_s=0.0) is None
+
+
 def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
     with loop.attempt():
         assert loop.wait(None) == 1
