@@ -108,7 +108,7 @@ def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, lo
     assert fail(loop, dbuffer.WeightsMismatchError("one too many"), newer_than=1) == 2
     later.join()
     with loop.attempt():
-        assert loop.wait(1, timeout_s=0.0) is None
+        assert loop.wait(1, timeout_s=0.3) is None
 
 
 def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
