@@ -5,6 +5,7 @@ python3 dev.py demo
 python3 dev.py test   [options of pytest]            (ruff comes first, mypy beside)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
+python3 dev.py megatron [options of pytest]          (those of Megatron-Core's models)
 python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
 python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
                                                       it and its extras allow)
@@ -65,7 +66,7 @@ CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of th
 SIDE_BY_SIDE = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 # Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
 SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]
-FRAMEWORKS = ("atropos", "lightrft", "sglang", "torchrl", "trl", "verl", "vllm")
+FRAMEWORKS = ("atropos", "lightrft", "megatron", "sglang", "torchrl", "trl", "verl", "vllm")
 WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/integrations/{name}" for name in FRAMEWORKS),
     *(f"--ignore=tests/core/test_{name}.py" for name in ("docs", "packaging", "fleet")),
@@ -89,6 +90,7 @@ COMMANDS = {
     "sglang": ["python", "-m", "pytest", "-m", "sglang"],
     # By name: other files need packages that are hidden from verl, or older than theirs.
     "verl": ["python", "-m", "pytest", "tests/integrations/verl"],
+    "megatron": ["python", "-m", "pytest", "tests/integrations/megatron"],
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
@@ -199,13 +201,13 @@ def stubs_for(name: str) -> Path:
 
 
 def make_framework_environment(name: str) -> Path:
-    """Make .venv-sglang or .venv-verl: what .venv lacks for it, and what stands for GPUs there."""
-    place = ROOT / f".venv-{name}"
+    """Make .venv-sglang and the like: what .venv lacks for it, and what stands for GPUs there."""
+    place, stubs = ROOT / f".venv-{name}", stubs_for(name)
     make_overlay(
         place,
         (ROOT / f"requirements-{name}-cpu.txt").read_text().splitlines(),
-        paths=[stubs_for(name)],
-        lines=[f"import {name}_without_gpu"],
+        paths=[stubs] if stubs.is_dir() else [],
+        lines=[f"import {name}_without_gpu"] if stubs.is_dir() else [],
     )
     return place
 
@@ -312,10 +314,10 @@ def main(arguments: list[str]) -> NoReturn:
         if not options or not takes_cpu_pins():
             sys.exit("dev.py: vllm needs a VERSION, and Linux on x86-64 without a GPU.")
         bin_ = make_vllm_environment(options.pop(0)) / "bin"
-    if task == "verl":
+    if task in ("verl", "megatron"):
         if not takes_cpu_pins():
-            sys.exit("dev.py: verl needs Linux on x86-64 without a GPU.")
-        bin_ = make_framework_environment("verl") / "bin"
+            sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")
+        bin_ = make_framework_environment(task) / "bin"
     if task == "lowest":
         bin_ = make_lowest_environment() / "bin"
     os.chdir(ROOT)

@@ -1,0 +1,1 @@
+"""Tests of the lines for Megatron-Core in ``docs/integrations/megatron.md``."""
