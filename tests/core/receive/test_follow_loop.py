@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,14 @@ def fail(loop: FollowLoop, error: Exception, newer_than: int | None = None) -> i
     return version
 
 
+def wait(loop: FollowLoop, newer_than: int | None, **more: Any) -> int | None:
+    """Return the version for which an attempt waits. In its block, a failed assertion would be its
+    failure, and be retried."""
+    with loop.attempt():
+        return loop.wait(newer_than, **more)
+    raise AssertionError(loop.error)
+
+
 def problem_in(store: Path) -> tuple[str | None, int | None]:
     record = DoubleBuffer(store).receiver("follower")
     return record.problem, record.problem_version
@@ -62,9 +71,8 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
         assert loop.failure.version == 1
     assert problem_in(store) == ("ValueError: as it was before", 1)
     assert receiver.record.current.stats["failures"] == 2
-    with loop.attempt():
-        assert loop.wait(None) == 1
-        loop.used()
+    assert wait(loop, None) == 1
+    loop.used()
     assert (loop.error, loop.failure) == (None, None)
     assert problem_in(store) == (None, None)
     began, ended = [entry.getMessage() for entry in caplog.records if entry.name == __name__]
@@ -75,12 +83,10 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
 @pytest.mark.timing(retry_min_s=1000.0)
 def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
     fail(loop, ValueError("not this one"))
-    with loop.attempt():
-        assert loop.wait(None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
+    assert wait(loop, None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
     later = threading.Timer(0.2, publish, (store, 2))
     later.start()
-    with loop.attempt():
-        assert loop.wait(None) == 2
+    assert wait(loop, None) == 2
     later.join()
 
 
@@ -89,11 +95,9 @@ def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loo
     fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
     interrupt = threading.Event()
     threading.Timer(0.3, interrupt.set).start()
-    with loop.attempt():
-        assert loop.wait(None, interrupt=interrupt) is None
+    assert wait(loop, None, interrupt=interrupt) is None
     loop.retry_now()
-    with loop.attempt():
-        assert loop.wait(None) == 1
+    assert wait(loop, None) == 1
 
 
 def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, loop):
@@ -107,14 +111,14 @@ def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, lo
     later.start()
     assert fail(loop, dbuffer.WeightsMismatchError("one too many"), newer_than=1) == 2
     later.join()
-    with loop.attempt():
-        assert loop.wait(1, timeout_s=0.3) is None
+    interrupt = threading.Event()
+    threading.Timer(0.3, interrupt.set).start()
+    assert wait(loop, 1, interrupt=interrupt) is None
 
 
 def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
-    with loop.attempt():
-        assert loop.wait(None) == 1
-        loop.used()
+    assert wait(loop, None) == 1
+    loop.used()
     whole = (store / "CURRENT").read_bytes()
     (store / "CURRENT").write_bytes(b"{")
     with loop.attempt():
@@ -122,8 +126,7 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store,
     assert (loop.failure.version, type(loop.failure.error)) == (None, dbuffer.StoreCorruptError)
     assert problem_in(store)[0] is not None
     (store / "CURRENT").write_bytes(whole)
-    with loop.attempt():
-        assert loop.wait(1, timeout_s=2.0) is None
+    assert wait(loop, 1, timeout_s=2.0) is None
     assert loop.failure is None
     assert problem_in(store) == (None, None)
 
@@ -135,8 +138,7 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
     with dbuffer.WeightReceiver(store) as another:
         refuses = FollowLoop(another, "testing", logger, new_history="refuse")
         for loop in (follows, refuses):
-            with loop.attempt():
-                assert loop.wait(None) == 5
+            assert wait(loop, None) == 5
         shutil.rmtree(store)
         publish(store, version)
         for _ in range(2):
@@ -150,8 +152,7 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
     with follows.attempt():
         follows.wait(5)
     assert follows.has_started_over
-    with follows.attempt():
-        assert follows.wait(None) == version
+    assert wait(follows, None) == version
 
 
 def test_a_snapshot_that_was_evicted_is_no_failure(loop):
