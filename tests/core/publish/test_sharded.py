@@ -64,14 +64,16 @@ from tests.support.soak import in_soaks_alone, is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
 from tests.support.worlds import World, world_of
 
+four = world_of(4)
+
 
 @pytest.fixture(scope="module", params=[4, 2] if is_soak() else [4], ids="{} ranks".format)
 def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
+    if request.param == 4:
+        yield request.getfixturevalue("four")
+        return
     with World(tmp_path_factory.mktemp("world"), request.param) as world:
         yield world
-
-
-four = world_of(4)
 
 
 # What is sent
