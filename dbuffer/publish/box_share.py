@@ -119,7 +119,7 @@ class BoxShare(Share):
 
         def with_all_gathered() -> int:
             rank, assignment = self._world.rank, self._assignment
-            return shards.each_gathered(source.tensors, assignment, rank, with_gathered)
+            return shards.each_gathered(source, assignment, rank, with_gathered)
 
         parts = shards.HeldParts()
 

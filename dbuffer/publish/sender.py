@@ -37,7 +37,7 @@ from dbuffer.runtime import options
 from dbuffer.store.hold import Held
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Source, Weights, fetch
+from dbuffer.weights.sources import Describer, Source, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ class WeightSender(Publisher):
 
         Args:
             weights: a module (its parameters and persistent buffers), a state dict, a
-                TensorDict, ``(name, tensor)`` pairs, or the path of a HuggingFace checkpoint.
+                TensorDict, ``(name, tensor)`` pairs, the path of a HuggingFace checkpoint, or a
+                weight source as vLLM has them.
                 An iterator is consumed tensor by tensor, for weights that do not fit into
                 memory at once; all else is faster.
             version: above all versions before. Default: the last one plus one.
@@ -359,7 +360,9 @@ class WeightSender(Publisher):
             self._refuse_idle_buffer(source)
             footer = self._footer_of(source)
             if self._has_deltas and source.is_lazy:
-                source = replace(source, tensors=list(map(fetch, source.tensors)), is_lazy=False)
+                # Away from the device, and from what a source uses again for its next tensor.
+                copies = [tensor.detach().to("cpu", copy=True) for tensor in source.fetched()]
+                source = replace(source, tensors=copies, is_lazy=False)
         request = PublishRequest(
             started, source, footer, version, metadata, self._base, progress, check
         )

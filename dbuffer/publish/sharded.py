@@ -8,18 +8,17 @@ it was to write is written, and on a network mount flushed.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, NoReturn
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import distributed
 
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.format.delta import require_compression
-from dbuffer.format.layout import digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish import shards
@@ -29,7 +28,7 @@ from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
-from dbuffer.publish.shards import Boxes, WriteAssignment
+from dbuffer.publish.shards import Boxes, Inventory, Joined, WriteAssignment
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.translated import TranslatedErrors
@@ -43,9 +42,12 @@ from dbuffer.weights.sources import Describer, Source, Weights
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
+_ELSEWHERE = torch.empty(0)
+"""In the place of a tensor that other ranks hold."""
+
 
 class ShardedWeightSender(Publisher):
-    """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3.
+    """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3, stages.
 
     Every rank makes one, and every rank makes each call, with its own model: all of them are
     collective. Where one fails on one rank, it raises on all.
@@ -156,10 +158,12 @@ class ShardedWeightSender(Publisher):
             buffers, copier, chain = self._buffers, self._copier, self._chain
             super().__init__(buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta)
             opened.pop_all()
-        self._held: list[Boxes] = []
-        """Boxes that each rank holds."""
-        self._assigned: str | None = None
-        """Digest of the layout that the assignment is for."""
+        of_job = distributed.get_process_group_ranks(group)
+        self._group_rank = {rank: number for number, rank in enumerate(of_job)}
+        """Ranks of the group by those of the job."""
+        self._inventory: tuple[Inventory, Boxes] | None = None
+        """Inventory and boxes of this rank, as all were joined; None: they were not."""
+        self._joined = Joined((), {}, {}, [])
         self._assignment = WriteAssignment((), ())
         self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
@@ -174,14 +178,16 @@ class ShardedWeightSender(Publisher):
     ) -> Publication:
         """Publish weights of which each rank holds a part. Every rank makes this call.
 
-        What the ranks describe must be the same: names, shapes, dtypes, the order. DTensors are
-        written by the ranks that hold them; plain tensors are taken to be the same everywhere,
-        and written by one rank. What can be written by rows, columns or other boxes is; the rest
-        (strided shards, sums that are not added up, ZeRO-3) is gathered tensor by tensor.
+        Ranks may hold different tensors: those of all ranks are published. A tensor that several
+        ranks hold must have the same shape and dtype on each. DTensors are written by the ranks
+        that hold them; a plain tensor is taken to be the same on all ranks that have it, and
+        written by one. What can be written by rows, columns or other boxes is; the rest (strided
+        shards, sums that are not added up, ZeRO-3) is gathered tensor by tensor.
 
         Args:
-            weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs or the
-                path of a HuggingFace checkpoint; no iterator. Of a ZeRO-3 model, the module.
+            weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs, the
+                path of a HuggingFace checkpoint or a weight source of vLLM's; no iterator. Of a
+                ZeRO-3 model, the module. On a rank that holds nothing, ``{}``.
             version: the same on all ranks; above all versions before. Default: the last plus one.
             metadata: anything JSON can hold. Rank 0's is published.
 
@@ -190,7 +196,7 @@ class ShardedWeightSender(Publisher):
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published, or
-                the ranks describe different weights. Nothing was written.
+                the ranks' weights do not fit together. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
             VersionError: ``version`` is not above the last one.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
@@ -259,9 +265,9 @@ class ShardedWeightSender(Publisher):
         version: int | None,
         metadata: Mapping[str, Any] | None,
     ) -> PublishRequest:
-        """Describe the weights, alike on all ranks, and assign who writes what of them."""
+        """Describe what all ranks hold, and assign who writes what of it."""
         ranks = self._world
-        sources: list[Source] = []
+        described: list[tuple[Source, tuple[Inventory, Boxes]]] = []
         on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
 
         def describe() -> dict[str, Any]:
@@ -271,64 +277,73 @@ class ShardedWeightSender(Publisher):
                     "an iterator is not supported here, where all ranks publish: give the module, "
                     "or a dict"
                 )
-            sources.append(source)
+            inventory = shards.take_inventory(source, ranks.rank, self._group_rank)
+            described.append((source, inventory))
             if ranks.rank == 0:
                 on_rank_0["version"] = self._lead().writer.next_version(version)
                 on_rank_0["metadata"] = checked_metadata(metadata)
-            footer = self._footer_of(source)
-            self._shard_writer.keep_only(footer.layout)
-            boxes = shards.held_boxes(source.tensors)
-            is_known = self._assigned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
-            return {
-                "weights_xxh3": _digest_of(source, footer, version),
-                "boxes": None if is_known else boxes,  # what this rank held the last time
-                "base": self._base,
-            }
+            is_known = self._inventory == inventory
+            return {"version": version, "is_known": is_known, "base": self._base}
 
-        described = ranks.each("describe its weights", describe)
-        [source] = sources
-        if len({one["weights_xxh3"] for one in described}) > 1:
-            self._refuse_difference(source, version)
+        steps = ranks.each("describe its weights", describe)
+        [(source, inventory)] = described
         # A base is decided by what all ranks say, and never by one.
-        bases = {one["base"] for one in described}
+        bases = {one["base"] for one in steps}
         base = bases.pop() if len(bases) == 1 else None
-        boxes = [one["boxes"] for one in described]
-        if boxes != [None] * ranks.size:
-            self._assign_writes(source, boxes)
+        versions = [one["version"] for one in steps]
+        if not all(one["is_known"] for one in steps) or len(set(versions)) > 1:
+            self._join(inventory, versions)
             base = base if base == EARLIER_SENDER else None
-        footer = self._shard_writer.footer_of(self._footer_of(source), self._assignment)
+        source = self._placed(source)
+        plain = self._footer_of(source)
+        self._shard_writer.keep_only(plain.layout)
+        footer = self._shard_writer.footer_of(plain, self._assignment)
         return PublishRequest(started, source, footer, **on_rank_0, base=base)
 
-    def _assign_writes(self, source: Source, by_rank: list[list[Any] | None]) -> None:
-        """Assign anew who writes what; ``by_rank``: boxes as JSON has them, None: as before.
+    def _join(self, mine: tuple[Inventory, Boxes], versions: list[int | None]) -> None:
+        """Join the inventories of all ranks, and assign anew who writes what. Collective.
 
-        All ranks know the boxes of all, and come to the same plan.
+        All ranks know what all hold, and come to the same plan.
         """
-        last = self._held or [[]] * len(by_rank)
-        self._held = [
-            known if boxes is None else shards.boxes_of(boxes)
-            for boxes, known in zip(by_rank, last, strict=True)
-        ]
-        self._assignment = shards.assign_writes(
-            source.specs, self._held, rows_only=self._shard_writer.rows_only
-        )
-        self._assigned = self._footer_of(source).layout_xxh3
+        ranks = self._world
+        inventory, held = mine
+        digests = ranks.each("list its tensors", lambda: inventory.xxh3)
+        by_digest = {digests[ranks.rank]: inventory}
+        # Most trainers' ranks describe the same: the list, which is long, is not sent then.
+        if len(set(digests)) > 1:
+            is_first = digests.index(digests[ranks.rank]) == ranks.rank
+            encoded = ranks.each(
+                "send the list of its tensors", lambda: inventory.encode() if is_first else {}
+            )
+            for digest, one in zip(digests, encoded, strict=True):
+                if digest not in by_digest:
+                    by_digest[digest] = Inventory.decode(one)
+        boxes = ranks.each("say what it holds", lambda: shards.encode_boxes(held))
 
-    def _refuse_difference(self, source: Source, version: int | None) -> NoReturn:
-        """Raise on all ranks what the first one that differs is to publish instead."""
-        ranks, mine = self._world, [f"version {version}", *_rows_of(source)]
-        rows = ranks.first("list its weights", lambda: mine)
-
-        def compare() -> None:
-            for row, other in itertools.zip_longest(rows, mine, fillvalue="nothing more"):
-                if row != other:
+        def join() -> None:
+            for rank, version in enumerate(versions):
+                if version != versions[0]:
                     raise InvalidWeightsError(
-                        f"rank {ranks.rank} is to publish {other}, where rank 0 is to publish "
-                        f"{row}; every rank must call send with the same weights and version"
+                        f"rank {rank} is to publish version {version}, and rank 0 version "
+                        f"{versions[0]}: every rank must call send with the same version"
                     )
+            inventories = [by_digest[digest] for digest in digests]
+            joined = Joined.of(inventories, list(map(shards.decode_boxes, boxes)))
+            rows_only = self._shard_writer.rows_only
+            self._assignment = shards.assign_writes(joined.specs, joined.held, rows_only=rows_only)
+            self._joined, self._inventory = replace(joined, held=[]), mine
 
-        ranks.each("publish what rank 0 does", compare)
-        raise InvalidWeightsError("the ranks describe different weights")
+        ranks.each("join what the ranks hold", join)
+
+    def _placed(self, source: Source) -> Source:
+        """Return the source with its tensors at their places among those of all ranks."""
+        joined = self._joined
+        if source.specs == joined.specs:
+            return replace(source, specs=joined.specs, aliases=joined.aliases)
+        tensors: list[torch.Tensor | LazyTensor] = [_ELSEWHERE] * len(joined.specs)
+        for spec, tensor in zip(source.specs, source.tensors, strict=True):
+            tensors[joined.index_of[spec.name]] = tensor
+        return replace(source, specs=joined.specs, tensors=tensors, aliases=joined.aliases)
 
 
 def _step_timeout_s(rank_timeout_s: Any, reader_timeout_s: Any) -> float:
@@ -357,20 +372,3 @@ def _share_of_cores(ranks: Agreement) -> int:
     here = Process.here().machine
     ranks_here = sum(peer.machine == here for peer in ranks.peers)
     return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
-
-
-def _rows_of(source: Source) -> list[str]:
-    """All that must be the same on all ranks, for people."""
-    pairs = zip(source.specs, source.tensors, strict=True)
-    aliases = [f"{alias} tied to {name}" for alias, name in source.aliases.items()]
-    return [f"{spec}{', sharded' * _is_sharded(tensor)}" for spec, tensor in pairs] + aliases
-
-
-def _digest_of(source: Source, footer: Footer, version: int | None) -> str:
-    """A digest of the same."""
-    kinds = bytes(map(_is_sharded, source.tensors))
-    return digest(f"{version} {footer.layout_xxh3} ".encode() + kinds)
-
-
-def _is_sharded(tensor: torch.Tensor | LazyTensor) -> bool:
-    return isinstance(tensor, LazyTensor) and tensor.sharded is not None

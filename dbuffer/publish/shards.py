@@ -1,26 +1,30 @@
 """Boxes of tensors that the ranks of a sharded trainer hold, and who writes which of them.
 
-Each rank says which box of each tensor it holds: a first index and an extent in every dimension.
-Where the boxes of all ranks cover a tensor, each box is written by one of those that hold it.
-Where they do not, the tensor is gathered by all ranks, written by one of them, and dropped.
+Each rank takes an inventory: the tensors that it describes, and which box of each it holds, a first
+index and an extent in every dimension. The inventories of all ranks are joined: ranks of different
+pipeline stages or experts describe different tensors. Where the boxes of all ranks cover a tensor,
+each box is written by one of those that hold it. Where they do not, the tensor is gathered by the
+ranks that hold parts of it, written by one of them, and dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
+from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align, digest
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, View
-from dbuffer.weights.sources import fetch
+from dbuffer.weights.sources import Source, fetch
 
 if TYPE_CHECKING:  # its import takes half as long as torch's
     from torch.distributed.tensor import DTensor
@@ -29,8 +33,6 @@ SPREAD_FROM_BYTES = 1 << 20
 """Size from which a box that several ranks hold is written by the least busy of them; below it, the
 first writes it. What a trainer lets drift apart between ranks is small (the statistics of a batch
 norm), and must not be put together from several."""
-
-HeldTensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
 
 
 class Box(NamedTuple):
@@ -55,25 +57,221 @@ class WriteAssignment:
     boxes: tuple[tuple[Box, ...], ...]
     """Boxes that each rank holds and writes, by rank."""
     gathered: tuple[tuple[int, int], ...]
-    """Tensors that all ranks gather, in this order, each with the rank that writes it."""
+    """Tensors that are gathered, in this order, each with the rank that writes it."""
 
 
-Boxes: TypeAlias = list[Box | None]
-"""Boxes of all tensors that a rank holds; None where that is no box, or must be added up first."""
+Boxes: TypeAlias = dict[int, Box | None]
+"""Boxes that a rank holds, by the tensor's index; None: no box, or one that must be added up."""
+
+Ranks: TypeAlias = tuple[int, ...]
+"""Ranks that hold parts of a tensor; none where it is whole."""
 
 
-def boxes_of(boxes: list[Any]) -> Boxes:
-    """The boxes of which these are the fields, as JSON has them."""
-    return [
-        None if box is None else Box(tensor=box[0], start=tuple(box[1]), shape=tuple(box[2]))
-        for box in boxes
-    ]
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Tensors that a rank describes, as all ranks that hold the same describe them."""
+
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    """Other names of tied tensors."""
+    ranks: list[Ranks]
+    """Ranks that hold parts of each tensor."""
+
+    def encode(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        groups = list(dict.fromkeys(self.ranks))
+        number = {group: index for index, group in enumerate(groups)}
+        numbers = [number[ranks] for ranks in self.ranks]
+        return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
+
+    @classmethod
+    def decode(cls, encoded: dict[str, Any]) -> Self:
+        groups = [tuple(group) for group in encoded["groups"]]
+        return cls(
+            tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
+            encoded["aliases"],
+            [groups[number] for number in encoded["ranks"]],
+        )
+
+    @property
+    def xxh3(self) -> str:
+        return digest(json.dumps(self.encode()).encode())
 
 
-def held_boxes(tensors: HeldTensors) -> Boxes:
-    """Return the box of each tensor that this rank holds."""
+def take_inventory(
+    source: Source, rank: int, group_rank: Mapping[int, int]
+) -> tuple[Inventory, Boxes]:
+    """Return what a rank describes, and its boxes.
+
+    ``group_rank``: ranks of the sender's group by those of the job.
+
+    Raises:
+        InvalidWeightsError: ranks outside of the group hold parts of a tensor.
+    """
+    if source.reader is not None:
+        # Its tensors come one by one, whole, in a pass that all ranks make.
+        held = source.reader.held_on(rank)
+        nowhere: list[Ranks] = [()] * len(source.specs)
+        return Inventory(source.specs, source.aliases, nowhere), dict.fromkeys(held)
     parts = HeldParts()
-    return [parts.box(index, tensor) for index, tensor in enumerate(tensors)]
+    known: dict[Any, tuple[Ranks, bool]] = {}
+    ranks: list[Ranks] = []
+    boxes: Boxes = {}
+    for index, tensor in enumerate(source.tensors):
+        sharded = _sharded_in(tensor)
+        if sharded is None:
+            way: Any = None
+        elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all of them hold parts
+            way = "zero"
+        else:
+            way = sharded.device_mesh, sharded.placements
+        if way not in known:
+            known[way] = _part_ranks(way, group_rank, source.specs[index].name)
+        holding, is_held = known[way]
+        ranks.append(holding)
+        if is_held:
+            boxes[index] = parts.box(index, tensor)
+    return Inventory(source.specs, source.aliases, ranks), boxes
+
+
+def _part_ranks(way: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
+    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it."""
+    if way is None:
+        return (), True
+    if way == "zero":
+        return tuple(group_rank.values()), True
+    mesh, placements = way
+    here = mesh.get_coordinate()
+    # Of replicas, only the one that this rank is in: the others hold the same.
+    pairs = zip(here or [0] * mesh.ndim, placements, strict=True)
+    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
+    of_job = mesh.mesh[index].flatten().tolist()
+    if outside := [rank for rank in of_job if rank not in group_rank]:
+        raise InvalidWeightsError(
+            f"ranks {listed(outside)} of the job hold parts of {name!r}, and are not in this "
+            "sender's group: make the sender on all ranks that hold the weights"
+        )
+    is_whole = len(of_job) == 1
+    return () if is_whole else tuple(group_rank[rank] for rank in of_job), here is not None
+
+
+def encode_boxes(boxes: Boxes) -> list[Any]:
+    """Return boxes as JSON has them."""
+    return [[index, *(box or ())[1:]] for index, box in boxes.items()]
+
+
+def decode_boxes(encoded: list[Any]) -> Boxes:
+    """Return the boxes that a rank has encoded."""
+    return {
+        index: Box(index, tuple(place[0]), tuple(place[1])) if place else None
+        for index, *place in encoded
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors of all ranks."""
+
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    index_of: dict[str, int]
+    """Index of each tensor by its name."""
+    held: list[Boxes]
+    """Boxes that each rank holds."""
+
+    @classmethod
+    def of(cls, inventories: Sequence[Inventory], boxes: Sequence[Boxes]) -> Self:
+        """Join the inventories and boxes of all ranks; equal inventories are one object.
+
+        Raises:
+            InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps,
+                has a gap, or is on no rank.
+        """
+        describing: dict[int, list[int]] = defaultdict(list)
+        for rank, inventory in enumerate(inventories):
+            describing[id(inventory)].append(rank)
+        tensors: dict[str, _JoinedTensor] = {}
+        aliases: dict[str, str] = {}
+        held: list[Boxes] = [{} for _ in boxes]
+        for ranks in describing.values():
+            inventory = inventories[ranks[0]]
+            index_of = []
+            for spec, holding in zip(inventory.specs, inventory.ranks, strict=True):
+                joined = tensors.setdefault(spec.name, _JoinedTensor(len(tensors), spec, ranks[0]))
+                joined.add(ranks, spec, holding)
+                index_of.append(joined.index)
+            for rank in ranks:
+                held[rank] = _moved(boxes[rank], index_of)
+            for alias, name in inventory.aliases.items():
+                if aliases.setdefault(alias, name) != name:
+                    raise InvalidWeightsError(
+                        f"rank {ranks[0]} ties {alias!r} to {name!r}, and another rank to "
+                        f"{aliases[alias]!r}"
+                    )
+        if not tensors:
+            raise InvalidWeightsError("no rank holds a tensor to publish")
+        for alias in aliases.keys() & tensors.keys():
+            raise InvalidWeightsError(
+                f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
+                f"rank {tensors[alias].rank}: give one of the two names on all ranks"
+            )
+        everywhere = set().union(*held)
+        for joined in tensors.values():
+            joined.check()
+            if joined.index not in everywhere:
+                raise InvalidWeightsError(f"no rank holds {joined.spec}")
+        specs = tuple(joined.spec for joined in tensors.values())
+        return cls(specs, aliases, {name: joined.index for name, joined in tensors.items()}, held)
+
+
+def _moved(boxes: Boxes, index_of: list[int]) -> Boxes:
+    """Return boxes with other indices of their tensors."""
+    if index_of == list(range(len(index_of))):
+        return boxes
+    return {
+        index_of[index]: box and box._replace(tensor=index_of[index])
+        for index, box in boxes.items()
+    }
+
+
+@dataclass(slots=True)
+class _JoinedTensor:
+    """One tensor, as all ranks describe it."""
+
+    index: int
+    spec: TensorSpec
+    rank: int
+    """First rank that describes it."""
+    described: dict[Ranks, list[int]] = field(default_factory=dict)
+    """Ranks that describe it, by the ranks that hold parts of it."""
+
+    def add(self, ranks: Sequence[int], spec: TensorSpec, holding: Ranks) -> None:
+        if spec != self.spec:
+            raise InvalidWeightsError(
+                f"rank {ranks[0]} is to publish {spec}, and rank {self.rank} {self.spec}: give a "
+                "tensor of one name the same shape and dtype on all ranks that hold it"
+            )
+        self.described.setdefault(holding, []).extend(ranks)
+
+    def check(self) -> None:
+        """Refuse an overlap, and a gap."""
+        whole = self.described.get((), [])
+        for holding, describing in self.described.items():
+            if holding and whole:
+                raise InvalidWeightsError(
+                    f"{_named(whole)} the whole of {self.spec}, and {_named(describing)} parts: "
+                    "give it whole or sharded, alike on all ranks that hold it"
+                )
+            if missing := sorted(set(holding).difference(describing)):
+                raise InvalidWeightsError(
+                    f"{self.spec} has a gap: {_named(missing)} parts of it, as rank "
+                    f"{describing[0]} says, but not under this name: give every tensor on all "
+                    "ranks that hold parts of it, under one name"
+                )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {listed(ranks)} hold"
 
 
 class HeldParts:
@@ -160,8 +358,6 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    if not start and tensor.ndim:  # a rank outside of the mesh
-        return Box(index, (0,) * tensor.ndim, (0,) * tensor.ndim)
     return Box(index, tuple(start), tuple(shape))
 
 
@@ -181,7 +377,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def each_gathered(
-    tensors: HeldTensors,
+    source: Source,
     assignment: WriteAssignment,
     rank: int,
     action: Callable[[int, torch.Tensor], int],
@@ -194,29 +390,41 @@ def each_gathered(
     Returns:
         The sum of its results.
     """
+    tensors = source.tensors
     total = 0
     problem: Exception | None = None
 
     def whole_of(pair: tuple[int, int]) -> int:
         tensor = tensors[pair[0]]
-        sharded = tensor.sharded if isinstance(tensor, LazyTensor) else None
+        sharded = _sharded_in(tensor)
         return id(tensor if sharded is None else sharded)
 
-    # A tensor of which several views are published is gathered once.
-    for _, pairs in itertools.groupby(assignment.gathered, whole_of):
-        views = list(pairs)
-        with gathered(tensors[views[0][0]]) as whole:
-            for index, writer in views:
-                if writer != rank or problem is not None:
-                    continue
-                try:
-                    total += action(index, _viewed(tensors[index], whole))
-                except Exception as error:  # noqa: BLE001 - raised when all are through
-                    problem = error
-        del whole  # before the next is gathered
+    try:
+        # A tensor of which several views are published is gathered once.
+        for _, pairs in itertools.groupby(assignment.gathered, whole_of):
+            views = list(pairs)
+            tensor = tensors[views[0][0]]
+            if _sharded_in(tensor) is None and rank not in {writer for _, writer in views}:
+                continue  # held by other ranks, or whole without them
+            with gathered(tensor) as whole:
+                for index, writer in views:
+                    if writer != rank or problem is not None:
+                        continue
+                    try:
+                        total += action(index, _viewed(tensors[index], whole))
+                    except Exception as error:  # noqa: BLE001 - raised when all are through
+                        problem = error
+            del whole  # before the next is gathered
+    except Exception as error:  # noqa: BLE001 - likewise
+        problem = error
+    source.finish()
     if problem is not None:
         raise problem
     return total
+
+
+def _sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
+    return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 
 def _viewed(tensor: torch.Tensor | LazyTensor, whole: torch.Tensor) -> torch.Tensor:
@@ -239,7 +447,7 @@ def assign_writes(
     for index, spec in enumerate(specs):
         if not spec.num_bytes:  # also of what would be gathered: a piece of a part has bytes
             continue
-        owners = _owners([boxes[index] for boxes in held])
+        owners = _owners(index, held)
         if (
             owners is None
             or not _covers(list(owners), spec.shape)
@@ -261,7 +469,8 @@ def assign_writes(
         busy_bytes[writer] += num_bytes
     spread = []
     for index in gathered:
-        writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
+        holders = [rank for rank, boxes in enumerate(held) if index in boxes]
+        writer = min(holders, key=busy_bytes.__getitem__)
         busy_bytes[writer] += specs[index].num_bytes
         spread.append((index, writer))
     return WriteAssignment(
@@ -309,11 +518,13 @@ def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return flat
 
 
-def _owners(boxes: Sequence[Box | None]) -> dict[Box, list[int]] | None:
-    """The ranks that hold each box; None if one of them holds no box."""
+def _owners(index: int, held: Sequence[Boxes]) -> dict[Box, list[int]] | None:
+    """The ranks that hold each box of a tensor; None if one of them holds no box."""
     owners: dict[Box, list[int]] = defaultdict(list)
-    for rank, box in enumerate(boxes):
-        if box is None:
+    for rank, boxes in enumerate(held):
+        if index not in boxes:
+            continue
+        if (box := boxes[index]) is None:
             return None
         if math.prod(box.shape):
             owners[box].append(rank)

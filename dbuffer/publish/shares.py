@@ -29,7 +29,7 @@ from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Draft, Progress
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
-from dbuffer.weights.sources import Source, fetch
+from dbuffer.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class WholeShare(Share):
             return draft.fill_from_stream(source.stream, progress)
         if source.is_lazy:
             # A tensor that was gathered or read is dropped before the next.
-            return draft.fill_one_by_one(map(fetch, source.tensors), self._copier, progress)
+            return draft.fill_one_by_one(source.fetched(), self._copier, progress)
         tensors = source.eager
         if self._is_kept and self._chain.keeps_buffers_whole:
             self._contents = draft.mapped

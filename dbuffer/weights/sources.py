@@ -1,7 +1,8 @@
 """Weights of any kind in one form: names, specs, and tensors or functions that make them.
 
-A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, or a HuggingFace
-checkpoint directory; some of a mapping's or list's tensors may be lazy ones. Everything is checked
+A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a HuggingFace
+checkpoint directory, or a weight source of vLLM's; some of a mapping's or list's tensors may be
+lazy ones. Everything is checked
 before a byte is written, except what an iterator or a lazy tensor has not yet produced.
 """
 
@@ -12,7 +13,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -30,6 +31,7 @@ from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.conversion import Conversion, shapes_of
 from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
+from dbuffer.weights.weight_source import SourceReader, WeightSource, is_weight_source
 
 if TYPE_CHECKING:  # its import takes as long as torch's
     from tensordict import TensorDictBase
@@ -44,6 +46,7 @@ Weights: TypeAlias = (
     " | TensorDictBase"
     " | Mapping[str, torch.Tensor | LazyTensor]"
     " | Iterable[tuple[str, torch.Tensor | LazyTensor]]"
+    " | WeightSource"
     " | str"
     " | os.PathLike[str]"
 )
@@ -97,6 +100,18 @@ class Source:
     """Whether there are lazy ones among the tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
     """Tensors that come one by one, in place of all others."""
+    reader: SourceReader | None = None
+    """Reader that the lazy tensors come from, each in its turn."""
+
+    def fetched(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors, one at a time; each may be gone when the next has come."""
+        yield from map(fetch, self.tensors)
+        self.finish()
+
+    def finish(self) -> None:
+        """Finish a pass over lazy tensors, of which some may not have been fetched."""
+        if self.reader is not None:
+            self.reader.finish()
 
     @property
     def eager(self) -> list[torch.Tensor]:
@@ -145,6 +160,15 @@ class Describer:
         if is_stream(weights):
             return Source((), [], {}, is_lazy=False, stream=self._stream(weights))
         named: Mapping[str, Any] | None = _as_mapping(weights)
+        if named is None and is_weight_source(weights):
+            if self._changes_tensors:
+                raise UnsupportedError(
+                    "the tensors of a weight source come one by one, and this rename cuts, joins "
+                    "or transposes tensors: let the source do that, and rename whole tensors"
+                )
+            reader = SourceReader(weights)
+            source = self._describe_pairs(*self._checked_pairs(reader.tensors.items()))
+            return replace(source, reader=reader)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
         if self.as_checkpoint and is_module(weights) and has_model(weights):
@@ -192,7 +216,7 @@ class Describer:
             names = [renamed(name, self.rename) for name in names]
         _check_names(names)
         names, tensors, aliases = _without_ties(names, tensors)
-        if not names:
+        if not names and not self.sharded:  # other ranks may hold some
             raise InvalidWeightsError("the weights hold no tensor to publish")
         pairs = zip(names, tensors, strict=True)
         return Source(
@@ -226,7 +250,8 @@ class Describer:
             return self._checked_pairs(weights)
         raise InvalidWeightsError(
             f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
-            "TensorDict, (name, tensor) pairs or the path of a checkpoint directory"
+            "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of vLLM's "
+            "weight sources"
         )
 
     def _checked_pairs(

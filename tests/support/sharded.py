@@ -137,14 +137,19 @@ def made_when_sent(size: int) -> Case:
     return full | {"made": lazy, "tied": lazy}, full
 
 
-def experts(size: int, *, columns: bool = False) -> Case:
-    """A transformers model, whose checkpoint has each of its experts by itself."""
+def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
 
     shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 30}
     config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1)
-    model = MixtralForCausalLM(config)
+    return MixtralForCausalLM(config)
+
+
+def experts(size: int, *, columns: bool = False) -> Case:
+    """A transformers model, whose checkpoint has each of its experts by itself."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = mixtral()
     full = revert_weight_conversion(model, state_of(model))
     for part in (*model.model.layers, model):
         fully_shard(part, shard_placement_fn=lambda p: Shard(int(columns and p.ndim == 3)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -22,6 +22,8 @@ from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.publish.sender import WeightSender
+from dbuffer.weights.sources import Weights
+from dbuffer.weights.weight_source import SourceReader, pass_over
 
 # vLLM loads its plugins in engines, and not in trainers.
 register()
@@ -62,13 +64,10 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     # For trainers of releases before this interface, which look for it on the workers' half.
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
-    def __init__(
-        self, *, client: Any, source: Any, sender: WeightSender | None, delta: bool = False
-    ) -> None:
+    def __init__(self, *, client: Any, source: Any, sender: WeightSender | None) -> None:
         # By hand: vLLM 0.26 asks for a configuration as well, which later releases do not have.
         self.client, self.source, self.is_sender = client, source, sender is not None
         self._sender = sender
-        self._delta = delta
         self._is_behind = False
         """Whether the source could not be published, so that patches of it fit nothing."""
 
@@ -120,7 +119,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         except BaseException:
             sender.close()
             raise
-        return cls(client=client, source=source, sender=sender, delta=how.get("delta", False))
+        return cls(client=client, source=source, sender=sender)
 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
         """Publish, and switch the engine. Called on every rank.
@@ -186,15 +185,11 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     def _publish_source(self) -> int | None:
         if self._sender is None:
-            for _ in _pairs(self.source):
-                pass  # gathering is a collective, in which every rank takes part
+            # Gathering is a collective, in which every rank takes part.
+            SourceReader(self.source).finish()
             return None
         self._is_behind = True
-        weights = _weights(self.source)
-        if self._delta and not isinstance(weights, dict):
-            # Away from the device, and from what a source may use again for its next tensor.
-            weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
-        version = self._sender.send(weights).version
+        version = self._sender.send(_weights(self.source)).version
         self._is_behind = False
         return version
 
@@ -209,17 +204,12 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             self._sender.close()
 
 
-def _pairs(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make one pass over a source: by a method since vLLM 0.33, by iterating it before."""
-    return iter(source.iter_full() if hasattr(source, "iter_full") else source)
-
-
-def _weights(source: Any) -> dict[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]:
-    """Return all tensors at once where that costs no memory, and is faster; else one by one."""
+def _weights(source: Any) -> Weights:
+    """Return all tensors at once where that costs no memory, and is faster; else the source."""
     if not isinstance(source, ModuleSource):
-        return _pairs(source)
+        return source
     is_sharded = any(hasattr(parameter, "full_tensor") for parameter in _parameters(source))
-    return _pairs(source) if is_sharded else dict(_pairs(source))
+    return source if is_sharded else dict(pass_over(source))
 
 
 def _parameters(source: Any) -> Iterable[torch.Tensor]:

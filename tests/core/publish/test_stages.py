@@ -1,0 +1,474 @@
+"""Ranks that hold different tensors publish together: pipeline stages, experts, replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
+from dbuffer.publish.shards import Box
+from dbuffer.ranks.agreement import Agreement
+from tests.support.sharded import mixtral, mounted, state_of, whole
+from tests.support.worlds import World, world_of
+
+four = world_of(4)
+
+WIDTH = 64
+
+Weights = dict[str, torch.Tensor]
+
+
+class Trainer(NamedTuple):
+    """What a rank holds, and how it trains."""
+
+    weights: nn.Module | Weights
+    step: Callable[[], Any]
+
+
+class Layers(nn.Module):
+    """Some layers of a model, by their numbers in it."""
+
+    def __init__(self, numbers: range) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = {str(number): nn.Linear(WIDTH, WIDTH) for number in range(4)}
+        self.layers = nn.ModuleDict({str(number): whole[str(number)] for number in numbers})
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            states = layer(states).relu()
+        return states
+
+
+def mesh_of_stages() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+
+
+def pipeline(rank: int, *, is_sharded: bool = True) -> Trainer:
+    """Two pipeline stages, each sharded over two ranks with FSDP2, or in two replicas."""
+    mesh = mesh_of_stages()
+    number = mesh.get_local_rank("stage")
+    model = Layers(range(2 * number, 2 * number + 2))
+    if is_sharded:
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    states, target = torch.rand(4, WIDTH), torch.rand(4, WIDTH)
+
+    def step() -> None:
+        schedule.step(*([states] if number == 0 else []), **({"target": target} if number else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(model, step)
+
+
+def replicas(rank: int) -> Trainer:
+    return pipeline(rank, is_sharded=False)
+
+
+def nudged(weights: Weights) -> Trainer:
+    """Train by hand: a few elements of each tensor, alike in all replicas."""
+
+    def step() -> None:
+        for tensor in weights.values():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.view(-1)[:2] += 1
+
+    return Trainer(weights, step)
+
+
+def experts(rank: int) -> Trainer:
+    """Each of two ranks has half of the experts, in two replicas, and all of the rest."""
+    torch.manual_seed(0)
+    names = [f"experts.{number}" for number in range(8)]
+    full = {"router": whole(8, WIDTH), **{name: whole(WIDTH, WIDTH) for name in names}}
+    mine = names[4 * (rank % 2) :][:4]
+    return nudged({name: full[name] for name in ("router", *mine)})
+
+
+def first_and_last(rank: int) -> Trainer:
+    """The embedding, tied in the model, is on the first stage and on the last."""
+    torch.manual_seed(0)
+    full = {"embedding": whole(700, 600), **{str(number): whole(5, 5) for number in range(4)}}
+    names = {0: ("embedding", "0"), 1: ("1",), 2: ("2",), 3: ("embedding", "3")}[rank]
+    return nudged({name: full[name] for name in names})
+
+
+def one_has_nothing(rank: int) -> Trainer:
+    torch.manual_seed(0)
+    return nudged({} if rank == 0 else {f"{rank}": whole(5, 5), "scalar": whole()})
+
+
+def columns(rank: int) -> Trainer:
+    """Stages of which each rank holds columns: not in a row in the file."""
+    mesh = mesh_of_stages()
+    torch.manual_seed(0)
+    full = [whole(10, 6) for _ in range(4)]
+    number = mesh.get_local_rank("stage")
+    return nudged(
+        {
+            f"{layer}": distribute_tensor(full[layer], mesh["shard"], [Shard(1)])
+            for layer in range(2 * number, 2 * number + 2)
+        }
+    )
+
+
+def tensors_of(weights: nn.Module | Weights) -> Weights:
+    return weights.state_dict() if isinstance(weights, nn.Module) else weights
+
+
+def wholes(weights: nn.Module | Weights) -> Weights:
+    """All tensors of all ranks, whole."""
+    mine = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in tensors_of(weights).items()
+    }
+    by_rank: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(by_rank, mine)
+    return {name: tensor for of_rank in by_rank for name, tensor in of_rank.items()}
+
+
+def num_bytes_held(weights: nn.Module | Weights) -> int:
+    tensors = tensors_of(weights).values()
+    return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+
+
+@contextlib.contextmanager
+def counted(seen: dict[str, int]) -> Iterator[None]:
+    """Count the bytes that this rank writes and sends, and the collectives of its tensors."""
+    seen |= {"written": 0, "sent": 0}
+    write = {owner: owner.write for owner in (SharedFileWriter, PartFileWriter)}
+    gather, collect = Agreement._gather, Agreement.collect
+
+    def counting(owner: Any) -> Callable[..., None]:
+        def counted_write(self: Any, box: Box, source: torch.Tensor) -> None:
+            seen["written"] += source.nbytes
+            write[owner](self, box, source)
+
+        return counted_write
+
+    def counted_gather(self: Any, data: bytes) -> Any:
+        seen["sent"] += len(data)
+        return gather(self, data)
+
+    def counted_collect(self: Any, what: str, action: Callable[[], Any]) -> Any:
+        def arrays() -> Any:
+            result = action()
+            seen["sent"] += sum(one.nbytes for one in result if one is not None)
+            return result
+
+        return collect(self, what, arrays)
+
+    with pytest.MonkeyPatch.context() as patch, CommDebugMode() as collectives:
+        for owner in write:
+            patch.setattr(owner, "write", counting(owner))
+        patch.setattr(Agreement, "_gather", counted_gather)
+        patch.setattr(Agreement, "collect", counted_collect)
+        yield
+    seen["gathers"] = collectives.get_total_counts()
+
+
+class Went(NamedTuple):
+    """How a version was published, on one rank."""
+
+    held: int
+    written: int
+    sent: int
+    gathers: int
+    delta_bytes: int | None
+
+
+def publish(
+    rank: int,
+    case: Callable[[int], Trainer],
+    store: Path,
+    mount: str,
+    delta: bool = False,
+) -> list[Went]:
+    """Publish a version after each step; rank 0 reads each, as one who has not seen any before.
+
+    With deltas, a new sender goes on with the third.
+    """
+    trainer = case(rank)
+    options: dict[str, Any] = {"delta": delta, "keep": 1}
+    went = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mounted(mount))
+        sender = stack.enter_context(ShardedWeightSender(store, **options))
+        for version in range(1, 5):
+            if delta and version == 3:
+                sender.close()
+                sender = stack.enter_context(ShardedWeightSender(store, **options))
+            trainer.step()
+            seen: dict[str, int] = {}
+            with counted(seen):
+                publication = sender.send(trainer.weights)
+            went.append(
+                Went(num_bytes_held(trainer.weights), **seen, delta_bytes=publication.delta_bytes)
+            )
+            full = wholes(trainer.weights)
+            assert publication.num_bytes == sum(tensor.nbytes for tensor in full.values())
+            if rank == 0:
+                with WeightReceiver(store, verify=mount == "network") as late:
+                    assert_holds(late, full)
+            distributed.barrier()
+    return went
+
+
+def assert_holds(receiver: WeightReceiver, full: Weights) -> None:
+    with receiver.open() as snapshot:
+        assert snapshot.tensors.keys() == full.keys()
+        for name, tensor in full.items():
+            assert torch.equal(snapshot.tensors[name], tensor), name
+
+
+MOUNTS = ["local", "network"]
+CASES = [pipeline, replicas, experts, first_and_last, one_has_nothing, columns]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_ranks_that_hold_different_tensors_publish_all(four, store, case, mount, delta):
+    by_rank = four.run(publish, case, store, mount, delta)
+    for of_rank in zip(*by_rank, strict=True):
+        assert len({went.delta_bytes for went in of_rank}) == 1
+    if delta and case not in (pipeline, replicas):  # of which a step changes all
+        assert all(went.delta_bytes is not None for went in by_rank[0][1:])
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_stages_are_written_in_place_each_byte_once_and_nothing_is_gathered(four, store, mount):
+    by_rank = four.run(publish, pipeline, store, mount)
+    for of_rank in by_rank:
+        for went in of_rank:
+            assert went.written == went.held
+            assert went.gathers == 0
+            assert went.sent < went.held / 4
+        assert of_rank[-1].sent < 2000  # who holds what is said once
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_replicas_write_each_byte_once(four, store, mount):
+    for case in (replicas, experts, first_and_last):
+        [last, *_] = [went[-1] for went in four.run(publish, case, store / case.__name__, mount)]
+        assert last.gathers == 0
+    by_rank = four.run(publish, first_and_last, store / "again", mount)
+    written = [went[-1].written for went in by_rank]
+    assert sum(written) == 4 * (700 * 600 + 4 * 25)
+
+
+def test_columns_are_gathered_in_their_stage_on_a_network_mount_alone(four, store):
+    for mount, gathers in (("local", 0), ("network", 2)):
+        by_rank = four.run(publish, columns, store / mount, mount)
+        assert {went[-1].gathers for went in by_rank} == {gathers}
+
+
+def send_transformers_stages(rank: int, store: Path) -> None:
+    """Mixtral in two stages of two ranks each: fused experts, published one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    mesh = mesh_of_stages()
+    model = mixtral()
+    full = revert_weight_conversion(model, state_of(model))
+    number = mesh.get_local_rank("stage")
+    layer = model.model.layers[number]
+    model.model.layers[1 - number] = nn.Identity()
+    if number == 0:
+        model.model.norm = model.lm_head = nn.Identity()
+    else:
+        model.model.embed_tokens = nn.Identity()
+    for part in (layer, model):
+        fully_shard(part, mesh=mesh["shard"])
+    with ShardedWeightSender(store) as sender, CommDebugMode() as collectives:
+        sender.send(model)
+    assert collectives.get_total_counts() == 0
+    if rank == 0:
+        with WeightReceiver(store) as receiver:
+            assert_holds(receiver, full)
+
+
+def test_stages_of_a_transformers_module_are_published_as_its_checkpoint(four, store):
+    four.run(send_transformers_stages, store)
+
+
+# What does not fit together
+
+
+def rows(tensor: torch.Tensor, *ranks: int) -> torch.Tensor:
+    """A tensor of which each of these ranks holds rows."""
+    return distribute_tensor(tensor, DeviceMesh("cpu", list(ranks)), [Shard(0)])
+
+
+def other_shape(rank: int) -> Weights:
+    return {f"{rank}": torch.ones(3), "shared": torch.ones(4 + rank // 2)}
+
+
+def other_dtype(rank: int) -> Weights:
+    return {"shared": torch.ones(4, dtype=torch.float64 if rank == 3 else torch.float32)}
+
+
+def whole_and_parts(rank: int) -> Weights:
+    part = rows(torch.ones(4), 0, 1)  # by all ranks: it makes a group
+    return {f"{rank}": torch.ones(3), "shared": part if rank < 2 else torch.ones(4)}
+
+
+def gap(rank: int) -> Weights:
+    return {("other" if rank == 2 else "mine"): rows(torch.ones(8), 0, 1, 2, 3)}
+
+
+def gap_in_sum(rank: int) -> Weights:
+    """As a gap, where no box says so."""
+    mesh = init_device_mesh("cpu", (4,))
+    from torch.distributed.tensor import Partial
+
+    part = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    return {f"{rank}": torch.ones(3)} | ({} if rank == 1 else {"sum": part})
+
+
+def tied_on_one(rank: int) -> Weights:
+    embedding = torch.ones(4)
+    return {0: {"embedding": embedding, "head": embedding}, 3: {"head": torch.ones(4)}}.get(
+        rank, {}
+    )
+
+
+def tied_differently(rank: int) -> Weights:
+    one, other = torch.ones(4), torch.zeros(4)
+    return {"one": one, "other": other, "head": one if rank else other}
+
+
+def nothing(rank: int) -> Weights:
+    return {}
+
+
+def nowhere(rank: int) -> Weights:
+    """A tensor of ranks that do not describe it."""
+    part = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Replicate()])
+    return {f"{rank}": torch.ones(3)} | ({"away": part} if rank > 1 else {})
+
+
+REFUSED: dict[Callable[[int], Weights], str] = {
+    other_shape: r"rank 2 is to publish shared float32\[5\], and rank 0 shared float32\[4\]",
+    other_dtype: r"rank 3 is to publish shared float64\[4\], and rank 0 shared float32\[4\]",
+    whole_and_parts: r"ranks 2, 3 hold the whole of shared float32\[4\], and ranks 0, 1 hold parts",
+    gap: r"mine float32\[8\] has a gap: rank 2 holds parts of it, as rank 0 says",
+    gap_in_sum: r"sum float32\[4\] has a gap: rank 1 holds parts of it, as rank 0 says",
+    tied_on_one: "'head' is tied to 'embedding' on one rank, and a tensor of its own on rank 3",
+    tied_differently: "rank 1 ties 'head' to 'one', and another rank to 'other'",
+    nothing: "no rank holds a tensor to publish",
+    nowhere: r"no rank holds away float32\[2\]",
+}
+
+
+def send_refused(rank: int, store: Path, case: Callable[[int], Weights], delta: bool) -> str:
+    """Publish, try to publish what is refused, and publish again, with one sender."""
+    with ShardedWeightSender(store, delta=delta) as sender:
+        good = nudged({"all": torch.zeros(9), f"{rank}": torch.ones(9)})
+        sender.send(good.weights)
+        before = content_of(store)
+        distributed.barrier()
+        with pytest.raises(dbuffer.InvalidWeightsError) as caught:
+            sender.send(case(rank))
+        assert content_of(store) == before
+        distributed.barrier()
+        for version in (2, 3):
+            good.step()
+            publication = sender.send(good.weights)
+            assert publication.version == version
+            assert (publication.delta_bytes is not None) == delta
+    return str(caught.value)
+
+
+def content_of(store: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in store.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+def test_what_does_not_fit_together_is_refused_by_name_on_all_ranks(four, store, case, delta):
+    messages = four.run(send_refused, store, case, delta)
+    for message in messages:
+        assert re.search(f"could not join what the ranks hold: .*{REFUSED[case]}", message), message
+    assert len(set(messages)) == 1
+
+
+def send_beyond_the_group(rank: int, store: Path) -> str:
+    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    tensor = rows(torch.ones(8), 0, 1, 2, 3)
+    with ShardedWeightSender(store / f"{rank // 2}", group=groups[rank // 2]) as sender:
+        with pytest.raises(dbuffer.InvalidWeightsError) as caught:
+            sender.send({"tensor": tensor})
+    return str(caught.value)
+
+
+def test_parts_on_ranks_outside_of_the_group_are_refused(four, store):
+    first, _, last, _ = four.run(send_beyond_the_group, store)
+    assert "ranks 2, 3 of the job hold parts of 'tensor', and are not in this sender's" in first
+    assert "ranks 0, 1 of the job hold parts of 'tensor', and are not in this sender's" in last
+
+
+def send_one_replica(rank: int, store: Path) -> None:
+    """HSDP, with a sender of one replica's ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    torch.manual_seed(0)
+    full = whole(9, 3)
+    tensor = distribute_tensor(full, mesh, [Replicate(), Shard(0)])
+    with ShardedWeightSender(store / f"{rank // 2}", group=mesh.get_group("shard")) as sender:
+        sender.send({"tensor": tensor, f"{rank}": torch.ones(1)})
+    if rank % 2 == 0:
+        with WeightReceiver(store / f"{rank // 2}") as receiver, receiver.open() as snapshot:
+            assert torch.equal(snapshot.tensors["tensor"], full)
+
+
+def test_one_replica_of_several_publishes(four, store):
+    four.run(send_one_replica, store)
+
+
+def send_other_stages(rank: int, store: Path) -> list[bool]:
+    """A layer moves to another rank: what a delta led from does not fit any more."""
+    layers = {str(number): torch.full((400,), float(number)) for number in range(8)}
+    has_delta = []
+    with ShardedWeightSender(store, delta=True) as sender:
+        for turn in (0, 0, 1, 1):
+            mine = {name: t for name, t in layers.items() if (int(name) + turn) % 4 == rank}
+            for tensor in layers.values():
+                tensor[:2] += 1
+            has_delta.append(sender.send(mine).delta_bytes is not None)
+            if rank == 0:
+                with WeightReceiver(store) as receiver:
+                    assert_holds(receiver, layers)
+            distributed.barrier()
+    return has_delta
+
+
+def test_tensors_that_move_between_ranks_begin_with_a_whole_version(four, store):
+    assert four.run(send_other_stages, store) == [[False, True, False, True]] * 4
+
+
+def test_two_ranks_with_half_of_the_experts(store, tmp_path):
+    with World(tmp_path, 2) as two:
+        for of_rank in two.run(publish, experts, store, "local"):
+            assert {went.gathers for went in of_rank} == {0}
+            assert {went.written - 4 * 4 * WIDTH * WIDTH for went in of_rank} <= {
+                0,
+                4 * 8 * WIDTH,
+            }

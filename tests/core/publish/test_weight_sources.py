@@ -1,0 +1,228 @@
+"""Senders take weight sources as vLLM's protocol has them, on one rank and on several."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import distributed
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from tests.support.sharded import mounted
+from tests.support.worlds import Failure, world_of
+
+two = world_of(2)
+
+SHAPES = {"embedding": (7, 4), "layers.0": (3, 5), "layers.1": (300, 300), "none": (0, 2)}
+
+
+class Meta(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Export:
+    """A source whose tensors are made one after another, in memory that the next one uses again.
+
+    On several ranks it behaves as an export of Megatron's: making a tensor is a collective, and
+    ranks besides the first get nothing.
+    """
+
+    def __init__(self, version: int = 1, **problem: Any) -> None:
+        self.version = version
+        self.num_passes = 0
+        self.problem = problem
+
+    def metadata(self) -> list[Meta]:
+        return [Meta(name, torch.float32, shape) for name, shape in SHAPES.items()]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        memory = torch.empty(300 * 300)
+        names = self.problem.get("names", list(SHAPES))
+        for name in names:
+            shape = SHAPES.get(name, (1,))
+            tensor = memory[: torch.Size(shape).numel()].view(shape)
+            tensor.copy_(value_of(name, self.version))
+            if distributed.is_initialized():
+                distributed.all_reduce(torch.ones(1))
+                if distributed.get_rank():
+                    yield None
+                    continue
+            yield name, tensor.double() if self.problem.get("dtype") == name else tensor
+        memory.fill_(-1.0)
+
+
+class LaterExport(Export):
+    """As vLLM has its sources since 0.33."""
+
+    iter_full = Export.__iter__
+    __iter__ = None  # type: ignore[assignment]
+
+
+HELD = {0: ("embedding", "layers.1"), 1: ("embedding", "layers.0", "none")}
+
+
+class Split(Export):
+    """A source of which each rank holds a part; both hold the first."""
+
+    def held_names(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("held", HELD)[distributed.get_rank()])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_passes += 1
+        for name, shape in SHAPES.items():
+            distributed.all_reduce(torch.ones(1))
+            is_held = name in self.held_names()
+            yield name, value_of(name, self.version).expand(shape) if is_held else None
+
+
+def value_of(name: str, version: int) -> torch.Tensor:
+    """Values that differ in one element between versions."""
+    values = torch.arange(torch.Size(SHAPES.get(name, (1,))).numel(), dtype=torch.float32)
+    values[:1] += version
+    return values.view(SHAPES.get(name, (1,)))
+
+
+def assert_holds(store: Path, version: int, number: int) -> None:
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == number
+        assert list(snapshot.tensors) == list(SHAPES)
+        for name, tensor in snapshot.tensors.items():
+            assert torch.equal(tensor, value_of(name, version)), name
+
+
+MOUNTS = ["local", "network"]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("kind", [Export, LaterExport])
+def test_a_sender_takes_a_source(store, kind, delta, mount):
+    source = kind()
+    with mounted(mount), WeightSender(store, delta=delta) as sender:
+        for version in (1, 2, 3):
+            source.version = version
+            publication = sender.send(source)
+            assert (publication.delta_bytes is not None) == (delta and version > 1)
+            assert_holds(store, version, version)
+    assert source.num_passes == 3
+
+
+def test_names_are_cleaned_renamed_and_cast(store):
+    with WeightSender(store, rename={"none": "empty"}, dtype=torch.bfloat16) as sender:
+        sender.send(Export())
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert list(snapshot.tensors) == [*list(SHAPES)[:3], "empty"]
+        assert snapshot.tensors["layers.0"].dtype is torch.bfloat16
+
+
+def test_a_map_that_changes_tensors_is_refused(store):
+    names = dbuffer.NameMap().transpose("layers.0")
+    with WeightSender(store, rename=names) as sender:
+        with pytest.raises(dbuffer.UnsupportedError, match="come one by one"):
+            sender.send(Export())
+
+
+def test_a_source_is_not_sent_in_the_background(store):
+    with WeightSender(store) as sender, pytest.raises(dbuffer.OptionError, match="lazy"):
+        sender.send(Export(), wait=False)
+
+
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "another order": (
+        {"names": ["layers.0", "embedding", "layers.1", "none"]},
+        "gives 'layers.0' where its metadata.* has 'embedding'",
+    ),
+    "another name": (
+        {"names": ["embedding", "other", "layers.1", "none"]},
+        "gives 'other' where its metadata.* has 'layers.0'",
+    ),
+    "fewer": ({"names": ["embedding", "layers.0"]}, "ends before 'layers.1'"),
+    "more": ({"names": [*SHAPES, "more", "and more"]}, "gives more, and more, which its metadata"),
+    "another dtype": ({"dtype": "layers.1"}, "declared as .*float32.* but is .*float64"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_source_that_differs_from_its_metadata_is_refused(store, problem):
+    how, message = PROBLEMS[problem]
+    with WeightSender(store) as sender:
+        sender.send(Export())
+        with pytest.raises(dbuffer.InvalidWeightsError, match=message):
+            sender.send(Export(2, **how))
+        assert_holds(store, 1, 1)
+        sender.send(Export(3))
+        assert_holds(store, 3, 2)
+
+
+class Strange:
+    def metadata(self) -> Any:
+        return {"name": "shape"}
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_metadata_of_another_kind_is_refused(store):
+    with WeightSender(store) as sender:
+        with pytest.raises(dbuffer.InvalidWeightsError, match=r"metadata\(\) of this Strange"):
+            sender.send(Strange())
+
+
+def send_sources(
+    rank: int, kind: Callable[[], Export], store: Path, mount: str, delta: bool
+) -> list[bool]:
+    source = kind()
+    has_delta = []
+    with mounted(mount), ShardedWeightSender(store, delta=delta) as sender:
+        for version in (1, 2, 3):
+            source.version = version
+            has_delta.append(sender.send(source).delta_bytes is not None)
+            if rank == 0:
+                assert_holds(store, version, version)
+            distributed.barrier()
+    assert source.num_passes == 3
+    return has_delta
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("kind", [Export, LaterExport, Split])
+def test_ranks_take_a_source_together(two, store, kind, delta, mount):
+    assert two.run(send_sources, kind, store, mount, delta) == [[False, delta, delta]] * 2
+
+
+def send_bad_source(rank: int, store: Path, problem: str) -> str:
+    """Rank 0 finds the problem in the middle of a pass; the other is in the next collective."""
+    with ShardedWeightSender(store) as sender:
+        sender.send(Export())
+        with pytest.raises(dbuffer.InvalidWeightsError) as caught:
+            sender.send(Export(2, **PROBLEMS[problem][0]))
+        sender.send(Export(3))
+        if rank == 0:
+            assert_holds(store, 3, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_source_that_differs_from_its_metadata_is_refused_on_all_ranks(two, store, problem):
+    for message in two.run(send_bad_source, store, problem):
+        assert re.search(f"rank 0 could not gather and write.*{PROBLEMS[problem][1]}", message)
+
+
+def send_orphan(rank: int, store: Path) -> None:
+    with ShardedWeightSender(store) as sender:
+        sender.send(Split(held={0: ["embedding"], 1: ["layers.0", "none"]}))
+
+
+def test_a_tensor_of_a_source_that_no_rank_holds_is_refused_by_name(two, store):
+    for outcome in two.outcomes(send_orphan, store):
+        assert isinstance(outcome, Failure)
+        assert "no rank holds layers.1 float32[300, 300]" in outcome.message
