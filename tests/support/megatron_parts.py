@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,13 +60,26 @@ def load_model(checkpoint: Path) -> tuple[Any, torch.nn.Module]:
     return bridge, model
 
 
-def exported(bridge: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors by HuggingFace names, each gathered by all ranks."""
-    names = set()
-    for name, tensor in bridge.export_weights([model]):
-        if name not in names:  # a tied embedding comes once from each end of the pipeline
-            names.add(name)
-            yield name, tensor
+class Export:
+    """Weights of a Megatron model under HuggingFace's names: a pass gathers them on all ranks."""
+
+    def __init__(self, bridge: Any, models: list[torch.nn.Module]) -> None:
+        self._bridge, self._models = bridge, models
+        self._metadata: list[SimpleNamespace] = []
+
+    def metadata(self) -> list[SimpleNamespace]:
+        if not self._metadata:  # a pass tells the shapes
+            for name, tensor in self:
+                meta = SimpleNamespace(name=name, dtype=tensor.dtype, shape=tensor.shape)
+                self._metadata.append(meta)
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        names = set()
+        for name, tensor in self._bridge.export_weights(self._models):
+            if name not in names:  # a tied embedding comes once from each end of the pipeline
+                names.add(name)
+                yield name, tensor
 
 
 def _on_cpu(kind: Any) -> Any:
