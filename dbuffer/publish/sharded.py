@@ -8,6 +8,7 @@ it was to write is written, and on a network mount flushed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -19,6 +20,7 @@ from torch import distributed
 
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.format.delta import require_compression
+from dbuffer.format.layout import digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish import shards
@@ -292,7 +294,7 @@ class ShardedWeightSender(Publisher):
         base = bases.pop() if len(bases) == 1 else None
         versions = [one["version"] for one in steps]
         if not all(one["is_known"] for one in steps) or len(set(versions)) > 1:
-            self._join(inventory, versions)
+            self._join(source, inventory, versions)
             base = base if base == EARLIER_SENDER else None
         source = self._placed(source)
         plain = self._footer_of(source)
@@ -300,7 +302,9 @@ class ShardedWeightSender(Publisher):
         footer = self._shard_writer.footer_of(plain, self._assignment)
         return PublishRequest(started, source, footer, **on_rank_0, base=base)
 
-    def _join(self, mine: tuple[Inventory, Boxes], versions: list[int | None]) -> None:
+    def _join(
+        self, source: Source, mine: tuple[Inventory, Boxes], versions: list[int | None]
+    ) -> None:
         """Join the inventories of all ranks, and assign anew who writes what. Collective.
 
         All ranks know what all hold, and come to the same plan.
@@ -315,10 +319,11 @@ class ShardedWeightSender(Publisher):
             encoded = ranks.each(
                 "send the list of its tensors", lambda: inventory.encode() if is_first else {}
             )
-            for digest, one in zip(digests, encoded, strict=True):
-                if digest not in by_digest:
-                    by_digest[digest] = Inventory.decode(one)
+            for xxh3, one in zip(digests, encoded, strict=True):
+                if xxh3 not in by_digest:
+                    by_digest[xxh3] = Inventory.decode(one)
         boxes = ranks.each("say what it holds", lambda: shards.encode_boxes(held))
+        plan: list[tuple[Joined, WriteAssignment]] = []
 
         def join() -> None:
             for rank, version in enumerate(versions):
@@ -327,13 +332,24 @@ class ShardedWeightSender(Publisher):
                         f"rank {rank} is to publish version {version}, and rank 0 version "
                         f"{versions[0]}: every rank must call send with the same version"
                     )
-            inventories = [by_digest[digest] for digest in digests]
+            inventories = [by_digest[xxh3] for xxh3 in digests]
             joined = Joined.of(inventories, list(map(shards.decode_boxes, boxes)))
             rows_only = self._shard_writer.rows_only
-            self._assignment = shards.assign_writes(joined.specs, joined.held, rows_only=rows_only)
-            self._joined, self._inventory = replace(joined, held=[]), mine
+            assignment = shards.assign_writes(joined.specs, joined.held, rows_only=rows_only)
+            plan.append((replace(joined, held=[]), assignment))
 
         ranks.each("join what the ranks hold", join)
+        sample: dict[str, str] = {}
+
+        def take_sample() -> str:
+            sample.update(shards.sample_replicas(source, inventory, held))
+            return digest(json.dumps(sample).encode())
+
+        if len(set(ranks.each("sample the tensors that it holds whole", take_sample))) > 1:
+            samples = ranks.each("send its samples", lambda: sample)
+            ranks.each("compare the samples", lambda: shards.require_alike(samples))
+        # Not before all of it is right: the next publish of these tensors relies on it.
+        [(self._joined, self._assignment)], self._inventory = plan, mine
 
     def _placed(self, source: Source) -> Source:
         """Return the source with its tensors at their places among those of all ranks."""

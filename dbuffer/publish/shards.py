@@ -22,6 +22,7 @@ import torch
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align, digest
+from dbuffer.io.tensors import as_bytes
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
@@ -62,6 +63,9 @@ class WriteAssignment:
 
 Boxes: TypeAlias = dict[int, Box | None]
 """Boxes that a rank holds, by the tensor's index; None: no box, or one that must be added up."""
+
+_SAMPLED_ELEMENTS = 512
+"""Number of elements of a tensor that are compared with other ranks' tensors of its name."""
 
 Ranks: TypeAlias = tuple[int, ...]
 """Ranks that hold parts of a tensor; none where it is whole."""
@@ -132,6 +136,56 @@ def take_inventory(
         if is_held:
             boxes[index] = parts.box(index, tensor)
     return Inventory(source.specs, source.aliases, ranks), boxes
+
+
+def sample_replicas(source: Source, inventory: Inventory, boxes: Boxes) -> dict[str, str]:
+    """Return a digest of some elements of each tensor that this rank holds whole.
+
+    Two ranks that call different tensors by one name, as two stages' first layers, show by them.
+    """
+    names, samples = [], []
+    for index in boxes if source.reader is None else ():
+        tensor = source.tensors[index]
+        # Ranks may let small ones drift apart, as statistics of their own batches: those are all of
+        # one rank. Parts of large ones would be of several.
+        is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
+        if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
+            flat = tensor.detach().reshape(-1)
+            step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+            sample = flat[::step].resolve_conj().resolve_neg().contiguous()
+            samples.append(sample.view(torch.uint8))
+            names.append(source.specs[index].name)
+    if not samples:
+        return {}
+    # One copy out of a device, and not one for each tensor.
+    memory, digests, start = torch.cat(samples).cpu(), {}, 0
+    for name, sample in zip(names, samples, strict=True):
+        digests[name] = digest(as_bytes(memory[start : start + sample.numel()]))
+        start += sample.numel()
+    return digests
+
+
+def require_alike(samples: Sequence[Mapping[str, str]]) -> None:
+    """Refuse tensors of one name that are no replicas of each other.
+
+    Raises:
+        InvalidWeightsError: two ranks hold different ones whole.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, sample in enumerate(samples):
+        for name, seen in sample.items():
+            holder, expected = first.setdefault(name, (rank, seen))
+            if seen != expected:
+                differing.setdefault(name, (holder, rank))
+    if differing:
+        one, other = next(iter(differing.values()))
+        raise InvalidWeightsError(
+            f"rank {one} and rank {other} hold different tensors of one name, of which one would "
+            f"be lost: {listed(sorted(differing))}; give layers and experts the names that they "
+            "have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
+            "that are to differ, give one alone"
+        )
 
 
 def _part_ranks(way: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:

@@ -187,11 +187,12 @@ class DoubleBuffer:
         """Read the manifests of kept versions, by their buffers; lower versions first."""
         kept = {}
         for buffer, directory in self.kept_directories().items():
-            if self.owner_only:
-                filesystem.check_trust(directory.parent)
-                filesystem.check_trust(directory)
-            if (manifest := self.undamaged_manifest(buffer)) is not None:
-                kept[buffer] = manifest
+            with contextlib.suppress(errors.StoreNotFoundError):  # it is dropped at this moment
+                if self.owner_only:
+                    filesystem.check_trust(directory.parent)
+                    filesystem.check_trust(directory)
+                if (manifest := self.undamaged_manifest(buffer)) is not None:
+                    kept[buffer] = manifest
         return dict(sorted(kept.items(), key=lambda item: item[1].version))
 
     def kept_directories(self) -> dict[str, Path]:

@@ -225,6 +225,7 @@ def hold(connection: Connection, store: Path) -> None:
                 connection.send(BIG.version_of(snapshot.tensors))
         except dbuffer.SnapshotEvictedError:
             connection.send("evicted")
+    connection.send("closed")
     connection.recv()
 
 
@@ -245,6 +246,7 @@ def test_full_because_an_evicted_reader_still_has_its_file(disk):
         reader.send("let go")
         assert reader.receive() == 1, "what it held is whole"
         assert reader.receive() == "evicted"
+        assert reader.receive() == "closed"  # killed while it writes its record, it leaves a file
         readers.close()
         for version in (3, 4, 5):
             sender.send(BIG.weights(version))

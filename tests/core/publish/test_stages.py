@@ -366,6 +366,16 @@ def nowhere(rank: int) -> Weights:
     return {f"{rank}": torch.ones(3)} | ({"away": part} if rank > 1 else {})
 
 
+def stages_of_one_name(rank: int) -> Weights:
+    """Two stages whose layers each begin at 0."""
+    return {f"{rank}": torch.ones(3), "layers.0": torch.full((512, 512), float(rank // 2))}
+
+
+def experts_of_one_name(rank: int) -> Weights:
+    """One expert a rank: all describe the same."""
+    return {"all": torch.zeros(9), "experts": torch.full((1, 512, 512), float(rank))}
+
+
 REFUSED: dict[Callable[[int], Weights], str] = {
     other_shape: r"rank 2 is to publish shared float32\[5\], and rank 0 shared float32\[4\]",
     other_dtype: r"rank 3 is to publish shared float64\[4\], and rank 0 shared float32\[4\]",
@@ -376,6 +386,8 @@ REFUSED: dict[Callable[[int], Weights], str] = {
     tied_differently: "rank 1 ties 'head' to 'one', and another rank to 'other'",
     nothing: "no rank holds a tensor to publish",
     nowhere: r"no rank holds away float32\[2\]",
+    stages_of_one_name: "rank 0 and rank 2 hold different tensors of one name, .*: layers.0;",
+    experts_of_one_name: "rank 0 and rank 1 hold different tensors of one name, .*: experts;",
 }
 
 
@@ -407,7 +419,8 @@ def content_of(store: Path) -> dict[str, bytes]:
 def test_what_does_not_fit_together_is_refused_by_name_on_all_ranks(four, store, case, delta):
     messages = four.run(send_refused, store, case, delta)
     for message in messages:
-        assert re.search(f"could not join what the ranks hold: .*{REFUSED[case]}", message), message
+        step = "could not (join what the ranks hold|compare the samples)"
+        assert re.search(f"{step}: .*{REFUSED[case]}", message), message
     assert len(set(messages)) == 1
 
 

@@ -326,3 +326,13 @@ def test_a_full_disk(tmp_path: Path) -> None:
         with dbuffer.WeightSender(store, keep=2) as sender:
             publish(sender, version, pattern=large)
         assert readable(store, version, large) == list(range(version - 3, version + 1))
+
+
+def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(store, monkeypatch):
+    with dbuffer.WeightSender(store, keep=2) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+    listing, gone = DoubleBuffer(store), store / "kept" / "0123456789abcdef-1"
+    listed = listing.kept_directories()
+    monkeypatch.setattr(listing, "kept_directories", lambda: listed | {f"kept/{gone.name}": gone})
+    assert [manifest.version for manifest in listing.kept().values()] == [1]
