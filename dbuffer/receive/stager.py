@@ -157,6 +157,7 @@ class Stager:
             any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         version: keep this version ready, and no other, until it was applied; it is waited for.
+        applied: version up to which nothing need be staged from the start.
         new_history: ``"follow"``: where the store was started over, stage what it holds now.
             ``"refuse"``: that is a problem with every version, until this stager is closed.
 
@@ -173,6 +174,7 @@ class Stager:
         copy: bool | Literal["auto"] = "auto",
         pin_memory: bool = False,
         version: int | None = None,
+        applied: int | None = None,
         new_history: NewHistory = "refuse",
     ) -> None:
         options.choice("copy", copy, (True, False, "auto"))
@@ -203,7 +205,7 @@ class Stager:
         self._failure: Failure | None = None
         """Failure of the last attempt. A version that was ready before it still is."""
         self._request: _Request | None = None
-        self._skip_up_to: int | None = None
+        self._skip_up_to = applied
         """Version up to which nothing need be staged."""
         self._is_closed = False
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)

@@ -102,9 +102,9 @@ class RankReceiver:
             pin_memory=rank.on_device and options.staging != "map",
             new_history=options.new_history,
             version=options.version,
+            # The version to stay on need not be staged again, and would keep the sender waiting.
+            applied=self._version if self._version == options.version else None,
         )
-        if options.version is not None and options.version == self._version:
-            self._stager.release(applied=self._version)  # it need not be staged
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)

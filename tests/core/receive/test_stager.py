@@ -1078,6 +1078,13 @@ def test_another_version_on_request_and_then_that_one_again(store, copy):
         assert_whole(stager.take(timeout_s=SOON_S), 2)
 
 
+def test_version_that_was_applied_before_is_not_staged(store, sender):
+    publish(sender, 1, 2)
+    with staging(store, version=2, applied=2) as stager:
+        time.sleep(NOT_IN_VAIN_S)
+        assert stager.stats["staged"] == 0
+
+
 def test_version_that_is_not_published_yet_is_waited_for(store, sender):
     with staging(store, version=3) as stager:
         publish(sender, 1, 2)
