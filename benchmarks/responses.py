@@ -29,7 +29,7 @@ from benchmarks.processes import scratch_folder
 
 PLAIN, FOLLOWS, TOLD = "no dbuffer", "follows", "follows, spans asked for"
 _KINDS = {"one token": 1, "a stream of 32": 32}
-_PAIRS, _QUICK_PAIRS = 400, 40
+_PAIRS, _QUICK_PAIRS = 80, 20
 _WARMING = 10
 _READY_S = 300.0
 _SAMPLES = 1000

@@ -265,6 +265,12 @@ def run(store: Path, layers: Layers) -> tuple[Counter[str], list[Counter[str]]]:
         return writer.receive(patience_s()), [reader.receive() for reader in readers]
 
 
+def require_reads(read: list[Counter[str]]) -> None:
+    """Require enough reads to show something; on a busy machine one reader may have few of them."""
+    assert all(counts["reads"] > 0 for counts in read)
+    assert sum(counts["reads"] for counts in read) >= 5 * len(read)
+
+
 def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> None:
     record_property("versions published to readers at full speed", layers.num_publishes)
     record_property("reads of them, of which none was torn", sum(c["reads"] for c in read))
@@ -289,7 +295,7 @@ def test_no_reader_mixes_versions_or_goes_back(store, layers, detector, record_p
     for counts in read:
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0
-        assert counts["reads"] >= 5
+    require_reads(read)
     assert sum(counts[detector] for counts in (written, *read)) > 0, "nothing was put to the test"
     assert all(counts["concurrent copies"] > 0 for counts in (written, *read))
     if not layers.locks and layers.keeps_snapshots_whole:
@@ -308,7 +314,7 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0
         assert counts["wait_after_loss"] == 0, "a file went while a reader said that it reads it"
-        assert counts["reads"] >= 5
+    require_reads(read)
 
 
 @pytest.mark.slow
