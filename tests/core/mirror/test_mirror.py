@@ -67,6 +67,16 @@ def quick(remote: Path, local: Path, **options: Any) -> Mirror:
     return Mirror(remote, local, **{"poll_interval_s": POLL_S, "num_threads": 2, **options})
 
 
+def remove(store: Path) -> None:
+    """Remove a store to which live processes write their records meanwhile."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(store, ignore_errors=True)
+        return not store.exists()
+
+    until("it is removed", is_gone)
+
+
 def mirror_once(remote: Path, local: Path) -> None:
     """Copy the newest version."""
     with quick(remote, local).start() as one:
@@ -514,8 +524,8 @@ def test_killed_at_any_moment_of_a_copy_of_a_delta(shm_path, mount, record_prope
         assert newest(local, verify=True) == 7
         if mount != "network":
             assert_tidy(local)
-        shutil.rmtree(remote)
-        shutil.rmtree(local)
+        remove(remote)
+        remove(local)
     assert kills > 5
     record_property("kills of a mirror in the middle of a copy", kills)
 
@@ -706,7 +716,7 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
     with quick(remote, local).start() as one, dbuffer.WeightReceiver(local) as receiver:
         one.wait_until_current(10)
         assert receiver.load_into(target) == 5
-        shutil.rmtree(remote)
+        remove(remote)
         with dbuffer.WeightSender(remote) as sender:
             sender.send(SMALL.weights(3), version=version)
             one.wait_until_current(10)
@@ -795,8 +805,8 @@ def test_killed_at_any_moment_of_a_copy(shm_path, mount, monkeypatch, record_pro
         assert newest(local, verify=True) == 3
         if mount != "network":
             assert_tidy(local)
-        shutil.rmtree(remote)
-        shutil.rmtree(local)
+        remove(remote)
+        remove(local)
     assert kills > 5
     record_property("kills of a mirror in the middle of a copy", kills)
 

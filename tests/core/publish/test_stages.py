@@ -485,3 +485,18 @@ def test_two_ranks_with_half_of_the_experts(store, tmp_path):
                 0,
                 4 * 8 * WIDTH,
             }
+
+
+def send_in_an_order_of_its_own(rank: int, store: Path) -> None:
+    weights = {name: torch.full((4,), float(ord(name))) for name in "abc"}
+    weights["rows"] = rows(torch.arange(8.0), 0, 1, 2, 3)
+    with ShardedWeightSender(store) as sender:
+        sender.send(dict(sorted(weights.items(), reverse=rank % 2 == 1)))
+
+
+def test_ranks_may_describe_their_tensors_in_another_order(four, store):
+    four.run(send_in_an_order_of_its_own, store)
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert torch.equal(snapshot.tensors["rows"], torch.arange(8.0))
+        for name in "abc":
+            assert torch.equal(snapshot.tensors[name], torch.full((4,), float(ord(name))))
