@@ -174,9 +174,13 @@ def test_rank_that_cannot_have_it_says_so_and_does_not_spin(scene):
         goal = follower._view.newer_than(None)
         scene.publish(4, 5, 6, 7)
         scene.engine.endpoint.note_foreign_load("this test")  # and it is staged anew
-        with pytest.raises(dbuffer.EngineUpdateError, match=r"version 1 .* holds 3, 4, 5, 6, 7"):
+        with pytest.raises(
+            dbuffer.EngineUpdateError, match=r"version 1 is not in .*, which holds \d"
+        ):
             follower._view.wait_ready(goal, None, WAIT_S, None)
-        with pytest.raises(dbuffer.EngineUpdateError, match=r"version 1 .* holds 3, 4, 5, 6, 7"):
+        with pytest.raises(
+            dbuffer.EngineUpdateError, match=r"version 1 is not in .*, which holds \d"
+        ):
             scene.engine.receiver.update(UpdateRequest())
         began, used_s = time.monotonic(), time.process_time()
         failures = rank(scene).stats["failures"]
