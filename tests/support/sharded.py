@@ -162,7 +162,7 @@ def experts_by_columns(size: int) -> Case:
 
 
 def strided_experts(size: int) -> Case:
-    """What a rank holds are no neighbouring experts."""
+    """Model whose experts on a rank are no neighbors."""
     model, full = experts(size)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -190,7 +190,7 @@ ROWS = [
 
 
 def strided(size: int) -> Case:
-    """What a rank holds are no neighbouring rows."""
+    """Tensors of which a rank holds rows that are no neighbors."""
     mesh = init_device_mesh("cpu", (size,))
     full = {"a": whole(8, 3), "b": whole(16), "rows": whole(8, 3)}
     ways = [_StridedShard(0, split_factor=2)]

@@ -43,7 +43,7 @@ def extra_args_with(extra_args: dict[str, Any] | None, admission: Admission) -> 
     return {**(extra_args or {}), BACKEND: admission.as_json()}
 
 
-def label_cores(core: type, process: type) -> None:
+def label_cores(core: Any, process: Any) -> None:
     """Let cores (``EngineCore``, ``EngineCoreProc``) keep whole labels, and admit by them."""
     if hasattr(core, LABEL) or not hasattr(core, "set_weight_version"):  # not in vLLM 0.23
         return
@@ -63,14 +63,14 @@ def label_cores(core: type, process: type) -> None:
         for output in outputs.values():
             output.weight_version = encoded
 
-    _replace(core, "set_weight_version", set_weight_version)
+    core.set_weight_version = set_weight_version
     setattr(core, LABEL, get_label)
     if attach is not None:
-        _replace(core, "_attach_weight_version", attach_label)
-    _replace(process, "add_request", _admitting(process.add_request))  # type: ignore[attr-defined]
+        core._attach_weight_version = attach_label  # noqa: SLF001
+    process.add_request = _admitting(process.add_request)
 
 
-def tell_labels(request_state: type) -> None:
+def tell_labels(request_state: Any) -> None:
     """Let a front end's outputs (of ``RequestState``) tell the weights of their tokens."""
     make_output = getattr(request_state, "_new_completion_output", None)
     has_spans = hasattr(request_state, "track_weight_version")  # vLLM 0.32
@@ -83,29 +83,23 @@ def tell_labels(request_state: type) -> None:
             setattr(output, ADMITTED, state.weight_version_starts[0][0])
         for span in output.weight_versions or ():
             label = WeightLabel.decode(span.version)
-            span.version, span.history, span.metadata = (
-                label.version,
-                label.history,
-                label.metadata,
-            )
+            span.version = label.version
+            span.history, span.metadata = label.history, label.metadata
         return output
 
     setattr(make_labeled_output, ADMITTED, True)
-    _replace(request_state, "_new_completion_output", make_labeled_output)
-
-
-def _replace(owner: type, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
+    request_state._new_completion_output = make_labeled_output  # noqa: SLF001
 
 
 def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
     def add_admitted_request(core: Any, request: Any, request_wave: int = 0) -> None:
         admission = _admission_of(request)
-        label = WeightLabel.decode(getattr(core, LABEL)())
-        if admission is not None and admission.refusal(label) is not None:
-            _tell_ended(core, [request])
-        else:
-            add_request(core, request, request_wave)
+        if admission is not None:
+            label = WeightLabel.decode(getattr(core, LABEL)())
+            if admission.refusal(label) is not None:
+                _tell_ended(core, [request])
+                return
+        add_request(core, request, request_wave)
 
     return add_admitted_request
 

@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Trainer(NamedTuple):
-    """What a rank holds, and how it trains."""
+    """Weights of one rank, and its training step."""
 
     weights: nn.Module | Weights
     step: Callable[[], Any]

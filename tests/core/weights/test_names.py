@@ -32,7 +32,7 @@ RULES = st.one_of(
 
 
 def changed(rule, name):
-    """What one rule makes of a name; None: it does not fit."""
+    """Return the name that one rule makes of a name; None: it does not fit."""
     if rule.kind == "name":
         return rule.to if name == rule.text else None
     if rule.kind == "prefix":

@@ -59,7 +59,7 @@ def sender(store: Path) -> Iterator[WeightSender]:
 
 
 def saved(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """What transformers itself writes of a model."""
+    """Return the tensors that transformers itself writes of a model."""
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
 
