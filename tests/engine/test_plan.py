@@ -1120,8 +1120,8 @@ def changed_a_little(tensors: Tensors) -> Tensors:
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in changed.values():
         if tensor.numel():
-            places = torch.randint(0, tensor.numel(), (2,))
-            tensor.view(-1)[places] = random((2,))
+            places = torch.randperm(tensor.numel())[:2]  # two of them, and not one twice
+            tensor.view(-1)[places] = random((len(places),))
     return changed
 
 
