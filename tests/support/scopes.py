@@ -1,7 +1,8 @@
 """Scopes of a run: test files that go to one process together.
 
 Programs with vLLM are forks of a process that has imported it, for 9 s of processor time. Each
-process that runs such files has one; so two processes run all of them, side by side.
+process that runs such files has one; so two processes run all of them, side by side. Files whose
+tests need four ranks of a trainer share these (`tests/core/publish/conftest.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ SCOPES = {
         "tests/integrations/torchrl/",
         "tests/integrations/trl/",
         "tests/integrations/verl/",
+    ),
+    "ranks": (
+        "tests/core/publish/test_sharded.py",
+        "tests/core/publish/test_sharded_deltas.py",
+        "tests/core/publish/test_stages.py",
+        "tests/core/publish/test_zero3.py",
     ),
 }
 """Beginnings of the paths of a scope's files."""

@@ -14,6 +14,7 @@ import pytest
 from torch import distributed
 
 from tests.support.children import Child
+from tests.support.timings import timings
 
 OUTCOME_TIMEOUT_S = 120.0
 
@@ -100,7 +101,8 @@ def _serve(connection: Connection, rank: int, size: int, rendezvous: Path) -> No
     while True:
         function, args = connection.recv()
         try:
-            result = function(rank, *args)
+            with timings():  # whichever it replaces are restored
+                result = function(rank, *args)
         except Exception as error:
             result = Failure(type(error).__name__, str(error), traceback.format_exc())
         connection.send(result)

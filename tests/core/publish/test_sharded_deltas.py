@@ -41,12 +41,14 @@ from tests.support.sharded import (
 )
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.stores import fill, small_disk
-from tests.support.worlds import Failure, World, world_of
+from tests.support.worlds import Failure, World
 
 MOUNTS = ["local", "network"]
 
 
-world = world_of(4)
+@pytest.fixture(scope="module")
+def world(four: World) -> World:
+    return four
 
 
 def few(size: int) -> Case:
@@ -106,12 +108,13 @@ def follow(
     versions all ranks are closed and begin anew.
     """
     torch.manual_seed(0)
-    delta_chain.MAX_CHAIN = 3
     weights, _ = case(distributed.get_world_size())
     has_checksums = options.get("checksum", mount == "network")
     delta_bytes = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(mounted(mount))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(delta_chain, "MAX_CHAIN", 3)
         sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
         target: dict[str, torch.Tensor] = {}
         if rank == 0:

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: Any) -> Iterator[World]:
+def world(transformers_preloaded: None, tmp_path_factory: Any) -> Iterator[World]:
     """Three ranks, by which hardly a parameter divides."""
     with World(tmp_path_factory.mktemp("world"), 3) as world:
         world.run(start_deepspeed)

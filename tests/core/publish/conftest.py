@@ -1,0 +1,25 @@
+"""Fixtures: ranks of one job, which the files of the scope "ranks" share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.children import preloaded
+from tests.support.worlds import World
+
+
+@pytest.fixture(scope="session")
+def transformers_preloaded() -> Iterator[None]:
+    """Ranks need not import transformers, which takes each of them 4 s."""
+    names = ("transformers.core_model_loading", "transformers.models.mixtral.modeling_mixtral")
+    with preloaded(*names, "torch.distributed.pipelining"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def four(transformers_preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Four ranks in one process group, for all tests that need just that."""
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
+        yield world
