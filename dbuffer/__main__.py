@@ -4,21 +4,17 @@ import contextlib
 import signal
 import sys
 
-_SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGPIPE)
 
 
 def main() -> None:
     """Run the command line."""
     try:
         from dbuffer.tools import cli
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        sys.exit(
-            f"dbuffer: the command line needs {error.name}: "
-            "pip install '.[cli]' in a clone of dbuffer"
-        )
-    code = cli.run(sys.argv[1:])
+
+        code = cli.run(sys.argv[1:])
+    except KeyboardInterrupt:  # before the command ran
+        code = 128 + signal.SIGINT
     if code in _SIGNALED:
         # Ended by the signal itself, it is taken for stopped and not for failed: by a shell, whose
         # loop ends as well, and by service managers.

@@ -32,6 +32,8 @@ class Timing:
     """First pause between two attempts to lock a file; it doubles with each further one."""
     lock_retry_max_s: float = 0.02
     """Upper bound of that pause."""
+    quiet_wait_s: float = 1.0
+    """Time that a sender waits for readers before it logs for whom."""
     stale_temporary_s: float = 60.0
     """Age of a temporary file that a killed process left behind."""
     heartbeat_s: float = 15.0

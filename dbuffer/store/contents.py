@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 
+from dbuffer.errors import VersionError
 from dbuffer.format import places
-from dbuffer.format.manifest import Manifest, Pointer, WriterRecord
+from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, WriterRecord
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
@@ -47,6 +48,24 @@ class Contents:
             # The first version of all: its writer died before it moved the pointer.
             return max(newest, 1) - 1
         return newest
+
+    def next_version(self, version: int | None) -> int:
+        """Choose the version to publish: ``version`` if that goes up, else one above the last.
+
+        Raises:
+            VersionError: it is no version, or does not go up.
+        """
+        last = self.last_version
+        if version is None:
+            version = last + 1
+        if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
+            raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
+        if version <= last:
+            raise VersionError(
+                f"version {version} is not above version {last}, the last one in "
+                f"{self._store.root}; versions only go up (put a trainer's step in the metadata)"
+            )
+        return version
 
     @property
     def idle_buffer(self) -> str:

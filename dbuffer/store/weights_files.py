@@ -13,6 +13,7 @@ from typing import ClassVar
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -176,7 +177,7 @@ class LocalFiles(WeightsFiles):
         if _is_kept(file):  # its readers need not be waited for
             self.forget(file)
             return None
-        if not filesystem.lock_within(file.number, self.reader_timeout_s):
+        if not self._lock_against_readers(file, manifest.version):
             logger.warning(
                 "evicting %s from buffer %s of %s (version %d): held for more than %g s",
                 self._holders(manifest.version) or "a reader",
@@ -188,6 +189,19 @@ class LocalFiles(WeightsFiles):
             self.forget(file)
             return None
         return file
+
+    def _lock_against_readers(self, file: Descriptor, version: int) -> bool:
+        """Lock a weights file when its readers are done; a wait above a second is logged."""
+        patience_s = self.reader_timeout_s
+        quiet_s = min(patience_s, TIMING.quiet_wait_s)
+        if filesystem.lock_within(file.number, quiet_s):
+            return True
+        if quiet_s == patience_s:
+            return False
+        readers = self._holders(version) or "a reader"
+        message = "waiting up to %g s for %s, which reads version %d of %s"
+        logger.info(message, patience_s, readers, version, self.store.root)
+        return filesystem.lock_within(file.number, patience_s - quiet_s)
 
     def _open_again(self, path: Path) -> Descriptor | None:
         known = self.open.get(path)

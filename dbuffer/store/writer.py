@@ -29,10 +29,9 @@ from dbuffer.errors import (
     StoreBusyError,
     StoreCorruptError,
     StoreNotFoundError,
-    VersionError,
 )
 from dbuffer.format import places
-from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
+from dbuffer.format.manifest import Manifest, Pointer, Record, WriterRecord, encode
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, kept
@@ -170,18 +169,8 @@ class BufferWriter:
         wait_applied(self.store, version, receivers, timeout_s=timeout_s, writer=self.record)
 
     def next_version(self, version: int | None) -> int:
-        """Choose the version to publish: ``version`` if that goes up, else one above the last."""
-        last = Contents(self.store).last_version
-        if version is None:
-            version = last + 1
-        if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
-            raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
-        if version <= last:
-            raise VersionError(
-                f"version {version} is not above version {last}, the last one in {self.root}; "
-                "versions only go up (put a trainer's step in the metadata)"
-            )
-        return version
+        """Choose the version to publish, as :meth:`Contents.next_version` does."""
+        return Contents(self.store).next_version(version)
 
     def claim(
         self,

@@ -1,59 +1,60 @@
 """The command line.
 
-Torch takes seconds to import: only the commands that need it import it.
-
-Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out.
+A command's module is imported when the command runs; torch, which takes seconds to import, by the
+commands that need it.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import io
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
-
-import typer
-from rich.logging import RichHandler
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError
-from dbuffer.tools.commands.demo import demo
-from dbuffer.tools.commands.doctor import doctor
-from dbuffer.tools.commands.exec import run_for_each
-from dbuffer.tools.commands.follow import follow
-from dbuffer.tools.commands.follow_server import follow_server
-from dbuffer.tools.commands.keep import pin, rollback, unpin
-from dbuffer.tools.commands.ls import ls
-from dbuffer.tools.commands.mirror import mirror
-from dbuffer.tools.commands.publish import publish
-from dbuffer.tools.commands.shared import EXIT_FAILED, EXIT_TIMEOUT, EXIT_USAGE, console, errors
-from dbuffer.tools.commands.status import status
-from dbuffer.tools.commands.verify import verify
-from dbuffer.tools.render import PrintableFormatter, printable
+from dbuffer.tools.arguments import Command, Parser, parser_of, run_command, summary_of
+from dbuffer.tools.commands.shared import EXIT_FAILED, EXIT_SIGNAL, EXIT_TIMEOUT, EXIT_USAGE
+from dbuffer.tools.terminal import LogHandler, print_error, status_line
 
-app = typer.Typer(
-    name="dbuffer",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Move weights from a trainer to its inference workers through a directory.
+COMMANDS = {
+    "publish": "publish:publish",
+    "follow": "follow:follow",
+    "exec": "exec:run_for_each",
+    "follow-server": "follow_server:follow_server",
+    "mirror": "mirror:mirror",
+    "status": "status:status",
+    "verify": "verify:verify",
+    "ls": "ls:ls",
+    "pin": "keep:pin",
+    "unpin": "keep:unpin",
+    "rollback": "keep:rollback",
+    "doctor": "doctor:doctor",
+    "demo": "demo:demo",
+}
+"""Module and function of each command, in the order of the help."""
 
-A *store* is a directory with two buffers and a pointer to the newest one. `publish` writes a
+_DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
+
+A store is a directory with two buffers and a pointer to the newest version. `publish` writes a
 checkpoint into it; `follow`, `exec` and `follow-server` print each new version, run a command for
 it, or switch an inference server to it; `status` shows the sender and the receivers.
 
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
-""",
-)
-for _command in (
-    *(publish, follow, follow_server, mirror, status, verify, ls),
-    *(pin, unpin, rollback, doctor, demo),
-):
-    app.command()(_command)
-app.command("exec")(run_for_each)
+"""
+
+_EPILOG = """`dbuffer COMMAND --help` shows a command's options.
+
+Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out; 130 stopped
+by Ctrl-C; 141 the reader of a pipe is gone; 143 stopped by SIGTERM.
+"""
+
+_WAITING = ("dbuffer.mirror.mirror", "dbuffer.store.weights_files")
+"""Loggers that say at the level INFO for whom a command waits."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -67,41 +68,82 @@ def run(arguments: Sequence[str]) -> int:
         arguments.remove("--debug")
     if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
-    handler = RichHandler(console=errors, show_path=False, show_time=debug)
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
+    _begin_logging(debug=debug)
     try:
-        app(arguments)
+        return _run(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_SIGNAL + signal.SIGINT
+    except BrokenPipeError:  # `dbuffer ls STORE | head`
+        return EXIT_SIGNAL + signal.SIGPIPE
     except (DBufferError, OSError) as error:
-        text = traceback.format_exc() if debug else f"dbuffer: {error}"
-        print(printable(text.rstrip("\n")), file=sys.stderr)
+        print_error(traceback.format_exc().rstrip("\n") if debug else f"dbuffer: {error}")
         return _exit_code(error)
-    return 0
+    finally:
+        status_line.clear()
+
+
+def command_named(name: str) -> Command:
+    """Import a command."""
+    module, _, function = COMMANDS[name].partition(":")
+    return getattr(importlib.import_module(f"dbuffer.tools.commands.{module}"), function)  # type: ignore[no-any-return]
+
+
+def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """Read a command's name and its arguments.
+
+    Raises:
+        OptionError: they are wrong.
+        SystemExit: help or the version was printed instead.
+    """
+    name, *rest = arguments or [""]
+    if name not in COMMANDS:
+        raise _refusal(arguments)
+    command = command_named(name)
+    return command, parser_of(command, f"dbuffer {name}").parse_args(rest)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    command, parsed = parse(arguments)
+    code = run_command(command, parsed)
+    sys.stdout.flush()  # here, so that a broken pipe is noticed
+    return code or 0
+
+
+def _overview() -> Parser:
+    """Return the parser of a command line that begins with no command."""
+    parser = Parser(prog="dbuffer", description=_DESCRIPTION, epilog=_EPILOG)
+    version = dbuffer.__version__
+    parser.add_argument("--version", action="version", version=version, help="Print the version.")
+    text = "Show tracebacks and debug logs; accepted in any place."
+    parser.add_argument("--debug", action="store_true", help=text)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        commands.add_parser(name, help=summary_of(command_named(name)))
+    return parser
+
+
+def _refusal(arguments: Sequence[str]) -> OptionError | SystemExit:
+    """Show help or the version, if a command line without a command asks for it."""
+    parser = _overview()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return SystemExit(EXIT_USAGE)
+    parser.parse_args(arguments)
+    return OptionError(f"a command is needed before {arguments[0]!r}; see `dbuffer --help`")
+
+
+def _begin_logging(*, debug: bool) -> None:
+    if logging.root.handlers:  # of a program that calls this
+        return
+    logging.root.addHandler(LogHandler(debug=debug))
+    logging.root.setLevel(logging.DEBUG if debug else logging.WARNING)
+    for name in _WAITING:
+        logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
 
 
 def _exit_code(error: Exception) -> int:
     if isinstance(error, OptionError):
         return EXIT_USAGE
     return EXIT_TIMEOUT if isinstance(error, WaitTimeoutError) else EXIT_FAILED
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        console.print(dbuffer.__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    _debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks and debug logs.")
-    ] = False,
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None: ...

@@ -20,7 +20,7 @@ from torch import nn
 
 from dbuffer.integrations.vllm import follow
 from dbuffer.publish.sender import WeightSender
-from dbuffer.tools.commands.shared import print_line
+from dbuffer.tools.terminal import print_line
 
 Answers: TypeAlias = list[list[int]]
 """Token ids, a row for each prompt."""

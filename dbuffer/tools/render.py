@@ -1,49 +1,108 @@
-"""Output for a terminal: tables, and text made safe to print.
+"""Results as text and tables: for a terminal, or tab-separated for a pipe.
 
-Names, hosts, paths and messages come from other programs, and may contain markup or control
-sequences. All of them pass through :func:`printable` or :func:`cell`.
+rich, which draws tables in terminals, is imported only for one.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.errors import DBufferError
 from dbuffer.format.manifest import step_in
 from dbuffer.format.places import is_kept
 from dbuffer.runtime.messages import format_bytes
-from dbuffer.tools.doctor import Examination
-from dbuffer.tools.doctor.probes import GUARANTEES
-from dbuffer.weights.comparison import Comparison
+from dbuffer.tools.terminal import printable, status_line
 
 if TYPE_CHECKING:
+    from dbuffer.format.layout import Layout, TensorSpec
+    from dbuffer.tools.doctor import Examination
     from dbuffer.tools.verification import BufferCheck
+    from dbuffer.weights.comparison import Comparison
 
 
-def printable(text: object) -> str:
-    r"""Return text with control characters written out (``\x1b``), except for line ends."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
-        for c in str(text)
-    )
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Table whose cells are whole in a pipe, and folded where a terminal is too narrow."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[object, ...]]
+    styles: Sequence[str] = ()
+    """Style of each row; empty: none."""
+    droppable: tuple[str, ...] = ()
+    """Columns that a terminal that is too narrow for all does without."""
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows as printable text; each cell is one line."""
+        return [tuple(map(_one_line, row)) for row in self.rows]
+
+    def without(self, name: str) -> Table:
+        """Return the table without one of its columns."""
+        keep = [column != name for column in self.columns]
+        rows = [tuple(itertools.compress(row, keep)) for row in self.rows]
+        return replace(self, columns=tuple(itertools.compress(self.columns, keep)), rows=rows)
+
+    def fitted(self, width: int) -> Table:
+        """Return the table with as many of its droppable columns as fit."""
+        columns = zip(self.columns, *self.cells(), strict=True)
+        needed = sum(max(map(len, column)) + len(_GAP) for column in columns)
+        dropped = next((name for name in self.droppable if name in self.columns), None)
+        if needed <= width or dropped is None:
+            return self
+        return self.without(dropped).fitted(width)
 
 
-def cell(text: object) -> Text:
-    """Return printable text for a table or a line, without markup."""
-    return Text(printable(text).replace("\n", "\\n"))
+_GAP = "  "
+
+Part = str | Table
+"""Part of a result: a line, or a table."""
 
 
-class PrintableFormatter(logging.Formatter):
-    """Formatter of log records for a terminal."""
+def print_parts(parts: Iterable[Part]) -> None:
+    """Print a result on stdout; the status line goes."""
+    status_line.clear()
+    if sys.stdout.isatty():
+        print("\n".join(terminal_lines(parts, shutil.get_terminal_size().columns)))
+        return
+    for part in parts:
+        rows = [(_one_line(part),)] if isinstance(part, str) else [part.columns, *part.cells()]
+        print("\n".join("\t".join(row) for row in rows))
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the message, with a traceback if there is one, as printable text."""
-        return printable(super().format(record))
+
+def terminal_lines(parts: Iterable[Part], width: int) -> list[str]:
+    """Return a result as lines for a terminal, with control sequences for colors.
+
+    Raises:
+        DBufferError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ModuleNotFoundError as error:
+        raise DBufferError(
+            f"tables in a terminal need {error.name}: pip install '.[cli]' in a clone of dbuffer, "
+            "or add `| cat`"
+        ) from error
+
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, str):
+                console.print(Text(_one_line(part), overflow="fold"))
+                continue
+            table = part.fitted(width)
+            drawn = RichTable(box=None, padding=(0, len(_GAP), 0, 0), header_style="bold")
+            for column in table.columns:
+                drawn.add_column(column, overflow="fold")
+            for row, style in itertools.zip_longest(table.cells(), table.styles, fillvalue=""):
+                drawn.add_row(*map(Text, row), style=style)
+            console.print(drawn)
+    return capture.get().rstrip("\n").split("\n")
 
 
 def format_age(age_s: float | None) -> str:
@@ -56,30 +115,44 @@ def format_age(age_s: float | None) -> str:
     return f"{max(age_s, 0.0):.1f} s"
 
 
-def status_tables(status: dict[str, Any]) -> RenderableType:
-    """Return a store's status as tables."""
-    version = status["version"]
-    newest = "nothing published yet" if version is None else f"version {version}"
-    head = f"{status['store']} ({status['filesystem']}): {newest}; {_describe_writer(status)}"
-    buffers = Table(
-        "buffer", "state", "version", "tensors", "size", "published", "checksums", "held by"
-    )
-    for buffer in status["buffers"]:
-        buffers.add_row(*map(cell, _buffer_row(buffer)))
-    if not status["receivers"]:
-        return Group(cell(head), buffers, "no receiver yet")
-    columns = [_receiver_columns(receiver) for receiver in status["receivers"]]
-    has_steps = any(each["step"] for each in columns)
-    names = [name for name in columns[0] if name != "step" or has_steps]
-    receivers = Table(*names)
-    for each in columns:
-        receivers.add_row(*(cell(each[name]) for name in names))
-    problems = [
-        cell(f"{receiver['receiver']} reports: {receiver['problem']}")
-        for receiver in status["receivers"]
-        if receiver["problem"] is not None
+def _one_line(text: object) -> str:
+    return printable(text).replace("\n", "\\n")
+
+
+def status_parts(status: dict[str, Any]) -> list[Part]:
+    """Return a store's status: the store, its buffers, its receivers, and their problems."""
+    receivers = status["receivers"]
+    table = _receiver_table(receivers) if receivers else "no receiver yet"
+    return [_describe_store(status), _buffer_table(status), table, *_problems_of(status)]
+
+
+def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
+    """Return a store's status as lines that fit on a screen, with what needs attention first.
+
+    Problems come before all else. Receivers that have ended are left out; of the others, those
+    with the longest lag come first. What does not fit is counted in the last line.
+    """
+    live = [receiver for receiver in status["receivers"] if receiver["is_alive"]]
+    num_ended = len(status["receivers"]) - len(live)
+    problems = terminal_lines(_problems_of({**status, "receivers": live}), columns)
+    problems = [line for line in problems if line]
+    at_most = rows // 3
+    if len(problems) > at_most:
+        problems = [*problems[: at_most - 1], f"... {len(problems) - at_most + 1} more such lines"]
+    lines = [
+        *terminal_lines([_describe_store(status)], columns),
+        *problems,
+        *terminal_lines([_buffer_table(status, brief=True)], columns),
     ]
-    return Group(cell(head), buffers, receivers, *problems)
+    shown = _longest_lag_first(live)
+    while True:
+        counts = [(len(live) - len(shown), "more receivers"), (num_ended, "ended receivers")]
+        rest = ", ".join(f"{count} {what}" for count, what in counts if count)
+        table = terminal_lines([_receiver_table(shown)], columns) if shown else []
+        screen = [*lines, *table, *([f"... {rest}"] if rest else [])]
+        if len(screen) <= rows or not shown:
+            return screen[:rows]
+        shown = shown[: len(shown) - max(1, (len(screen) - rows) // 2)]
 
 
 def describe_check(check: BufferCheck) -> str:
@@ -93,44 +166,43 @@ def describe_check(check: BufferCheck) -> str:
     return head + "records, layout and size are correct; no checksums, so bytes are not verified"
 
 
-def doctor_table(examination: Examination) -> RenderableType:
+def doctor_parts(examination: Examination) -> list[Part]:
     """Return the findings of `doctor`, and below them the guarantees that cannot hold."""
+    from dbuffer.tools.doctor.probes import GUARANTEES
+
     title = examination.path
     if examination.probed_in != examination.path:
         title += f" (does not exist: probed in {examination.probed_in})"
-    table = Table("", "probed", "result", "consequence")
-    for finding in examination.findings:
-        mark, style = _VERDICTS[finding.verdict]
-        row = (mark, finding.probe, finding.result, finding.consequence)
-        table.add_row(*map(cell, row), style=style)
+    marks = [_VERDICTS[finding.verdict] for finding in examination.findings]
+    rows = [
+        (mark, finding.probe, finding.result, finding.consequence)
+        for (mark, _), finding in zip(marks, examination.findings, strict=True)
+    ]
+    columns = ("", "probed", "result", "consequence")
     problems = [
-        cell(
-            f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
-            f"{finding.result}"
-        )
+        f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
+        f"{finding.result}"
         for finding in examination.broken
         if (number := finding.guarantee) is not None
     ]
-    return Group(cell(f"{title}, on {examination.host}"), table, *problems)
+    table = Table(columns, rows, styles=[style for _, style in marks])
+    return [f"{title}, on {examination.host}", table, *problems]
 
 
-def comparison_table(comparison: Comparison, title: str, suggestion: str = "") -> RenderableType:
+def comparison_parts(comparison: Comparison, title: str, suggestion: str = "") -> list[Part]:
     """Return the number of tensors that match, and the names of those that do not.
 
     ``suggestion`` ends the summary.
     """
-    table = Table("", "tensor", "published", "needed", title=cell(title))
-    for spec, needed in comparison.differing:
-        table.add_row("differs", *map(cell, (spec.name, _kind(spec), _kind(needed))))
-    for spec in comparison.missing:
-        table.add_row("missing", *map(cell, (spec.name, "", _kind(spec))))
-    for spec in comparison.left_over:
-        table.add_row("left over", *map(cell, (spec.name, _kind(spec), "")))
-    for spec, needed in comparison.recast:
-        table.add_row("is cast", *map(cell, (spec.name, _kind(spec), _kind(needed))))
-    for name, old in comparison.renamed.items():
-        table.add_row("renamed", *map(cell, (name, ", ".join(old), "")))
-    unused = [cell(f"no name matches the rule {rule}") for rule in comparison.unused_rules]
+    rows: list[tuple[object, ...]] = [
+        *(("differs", a.name, _kind(a), _kind(b)) for a, b in comparison.differing),
+        *(("missing", spec.name, "", _kind(spec)) for spec in comparison.missing),
+        *(("left over", spec.name, _kind(spec), "") for spec in comparison.left_over),
+        *(("is cast", a.name, _kind(a), _kind(b)) for a, b in comparison.recast),
+        *(("renamed", name, ", ".join(old), "") for name, old in comparison.renamed.items()),
+    ]
+    table = Table(("", "tensor", "published", "needed"), rows)
+    unused = [f"no name matches the rule {rule}" for rule in comparison.unused_rules]
     summary = (
         f"{len(comparison.matching)} match, {len(comparison.differing)} differ in shape, "
         f"{len(comparison.missing)} missing, {len(comparison.left_over)} left over"
@@ -142,18 +214,17 @@ def comparison_table(comparison: Comparison, title: str, suggestion: str = "") -
         )
     if comparison.renamed:
         summary += f"; {len(comparison.renamed)} are renamed"
-    return Group(*([table] if table.rows else []), *unused, Text(summary + suggestion))
+    return [title, *([table] if rows else []), *unused, summary + suggestion]
 
 
-def layout_table(layout: Layout, title: str) -> RenderableType:
+def layout_table(layout: Layout) -> Table:
     """Return all tensors, with the other names of tied ones."""
-    table = Table("name", "dtype", "shape", "bytes", title=cell(title))
-    for spec in layout.specs:
-        shape = "x".join(map(str, spec.shape)) or "scalar"
-        table.add_row(*map(cell, (spec.name, spec.dtype, shape, format_bytes(spec.num_bytes))))
-    for alias, name in layout.aliases.items():
-        table.add_row(*map(cell, (alias, "", f"tied to {name}", "")))
-    return table
+    rows: list[tuple[object, ...]] = [
+        (spec.name, spec.dtype, "x".join(map(str, spec.shape)) or "scalar", spec.num_bytes)
+        for spec in layout.specs
+    ]
+    rows += [(alias, "", f"tied to {name}", "") for alias, name in layout.aliases.items()]
+    return Table(("name", "dtype", "shape", "bytes"), rows)
 
 
 def _kind(spec: TensorSpec) -> str:
@@ -168,6 +239,26 @@ _VERDICTS = {
 }
 
 
+def _describe_store(status: dict[str, Any]) -> str:
+    version = status["version"]
+    newest = "nothing published yet" if version is None else f"version {version}"
+    return f"{status['store']} ({status['filesystem']}): {newest}; {_describe_writer(status)}"
+
+
+def _problems_of(status: dict[str, Any]) -> list[Part]:
+    damaged = [
+        f"buffer {buffer['buffer']} is damaged: see `dbuffer verify {status['store']}`"
+        for buffer in status["buffers"]
+        if buffer["state"] == "damaged"
+    ]
+    reported = [
+        f"{receiver['receiver']} reports: {receiver['problem']}"
+        for receiver in status["receivers"]
+        if receiver["problem"] is not None
+    ]
+    return [*damaged, *reported]
+
+
 def _describe_writer(status: dict[str, Any]) -> str:
     writer = status["writer"]
     if writer is None:
@@ -176,7 +267,37 @@ def _describe_writer(status: dict[str, Any]) -> str:
     return f"{state} process {writer['pid']} on {writer['host']}, epoch {writer['epoch']}"
 
 
-def _buffer_row(buffer: dict[str, Any]) -> tuple[str, ...]:
+def _buffer_table(status: dict[str, Any], *, brief: bool = False) -> Table:
+    columns = ("buffer", "state", "version", "tensors", "size", "age", "checksums", "held by")
+    return Table(columns, [_buffer_row(each, brief=brief) for each in status["buffers"]])
+
+
+def _receiver_table(receivers: Sequence[dict[str, Any]]) -> Table:
+    rows = [_receiver_columns(receiver) for receiver in receivers]
+    table = Table(
+        tuple(rows[0]), [tuple(row.values()) for row in rows], droppable=("pid", "host", "updated")
+    )
+    return table if any(row["step"] for row in rows) else table.without("step")
+
+
+def _longest_lag_first(receivers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort receivers by lag, and keep an engine's ranks below it. No version counts as longest."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for receiver in receivers:
+        groups.setdefault(receiver["part_of"] or receiver["receiver"], []).append(receiver)
+
+    def lag_of(group: list[dict[str, Any]]) -> float:
+        lags = [receiver["lag_versions"] for receiver in group]
+        return max(float("inf") if lag is None else lag for lag in lags)
+
+    ordered = sorted(groups.values(), key=lag_of, reverse=True)
+    return list(itertools.chain.from_iterable(ordered))
+
+
+def _buffer_row(buffer: dict[str, Any], *, brief: bool) -> tuple[str, ...]:
+    held_by = ", ".join(buffer["held_by"])
+    if brief and len(buffer["held_by"]) > 1:
+        held_by = f"{len(buffer['held_by'])} receivers"
     return (
         "" if is_kept(buffer["buffer"]) else buffer["buffer"],
         buffer["state"],
@@ -185,7 +306,7 @@ def _buffer_row(buffer: dict[str, Any]) -> tuple[str, ...]:
         _size_of(buffer),
         format_age(buffer["age_s"]),
         "yes" if buffer["has_checksums"] else "no",
-        ", ".join(buffer["held_by"]),
+        held_by,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
@@ -25,10 +26,13 @@ class BufferCheck:
     """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
 
 
-def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
+def verify_store(
+    store: DoubleBuffer, progress: Callable[[str], None] = lambda _: None
+) -> list[BufferCheck]:
     """Read and check the newest version, and the one before it if the store still has it.
 
-    Both are held while they are read: a publish may wait for that.
+    Both are held while they are read: a publish may wait for that. ``progress`` is called with a
+    text before each.
 
     Raises:
         StoreNotFoundError, StoreAccessError: the store does not exist, or others can write to it.
@@ -41,11 +45,12 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
         raise WaitTimeoutError(
             f"nothing was published in {store.root} yet{store.state_without_version()}"
         )
-    checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
-    for buffer in BUFFERS:
-        if buffer != pointer.buffer and _has_version(store, buffer):
-            checks.append(_verify_buffer(store, buffer, None))
-    checks += [_verify_buffer(store, buffer, None) for buffer in store.kept()]
+    others = [name for name in BUFFERS if name != pointer.buffer and _has_version(store, name)]
+    checks = []
+    for buffer in (pointer.buffer, *others, *store.kept()):
+        progress(f"verifying buffer {buffer} of {store.root}")
+        newest = pointer.version if buffer == pointer.buffer else None
+        checks.append(_verify_buffer(store, buffer, newest))
     return checks
 
 

@@ -128,7 +128,9 @@ def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
     if path.is_file():
         return {path: None}
     if not path.is_dir():
-        raise InvalidWeightsError(f"there is no checkpoint at {path}")
+        raise InvalidWeightsError(
+            f"there is no checkpoint at {path}: give a local directory or .safetensors file"
+        )
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         if files := sorted(path.glob("*.safetensors")):

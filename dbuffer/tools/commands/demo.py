@@ -6,7 +6,7 @@ import os
 import warnings
 
 from dbuffer.errors import DBufferError
-from dbuffer.tools.commands import shared
+from dbuffer.tools.terminal import print_line
 
 _ENVIRONMENT = {
     # With two threads, the median pause was 62 ms instead of 18 ms: the model is small. On 2 cores.
@@ -43,4 +43,4 @@ def demo() -> None:
         ) from error
     if not is_success:
         raise DBufferError("the engine did not follow its trainer")
-    shared.print_line("success: the engine followed its trainer")
+    print_line("success: the engine followed its trainer")

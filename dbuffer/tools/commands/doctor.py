@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from dbuffer.errors import WaitTimeoutError
+from dbuffer.errors import OptionError, WaitTimeoutError
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.doctor import examine
 from dbuffer.tools.doctor.peer import wait_for_host
-from dbuffer.tools.render import doctor_table
+from dbuffer.tools.render import doctor_parts, print_parts
+from dbuffer.tools.terminal import print_line, status_line
 
 
 def doctor(
@@ -21,18 +21,18 @@ def doctor(
     ],
     peer: Annotated[
         bool,
-        typer.Option("--peer", help="Be the second host: wait for a `doctor DIR` on another host."),
+        Argument("Be the second host: wait for a `doctor DIR` on another host."),
     ] = False,
     timeout_s: Annotated[
         float | None,
-        typer.Option(
-            help="Stop with exit code 3 if no other host joins within this many seconds.  "
-            "[default: 600 with --peer; without it, measure only with peers that already wait]"
+        Argument(
+            "Stop with exit code 3 if no other host joins within this many seconds. Default: 600 "
+            "with --peer; without it, measure only with peers that already wait."
         ),
     ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> None:
+) -> int:
     """Probe a mount: show what works on it, and how dbuffer adapts.
 
     The probes run in a directory inside DIR that is removed afterwards; a store in DIR is not
@@ -40,33 +40,34 @@ def doctor(
     measures when the host sees each version. Exit code 1 if a guarantee cannot hold.
     """
     if peer:
+        if allow_shared_store:
+            raise OptionError("--allow-shared-store has no effect with --peer")
         _be_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
-        return
-    with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
+        return 0
+    with shared.exit_on_sigterm():
         examination = examine(
             directory,
             timeout_s=timeout_s or 0.0,
             allow_shared_store=allow_shared_store,
-            progress=progress,
+            progress=status_line.show,
         )
     if as_json:
         shared.print_json({"is_sound": not examination.broken, **dataclasses.asdict(examination)})
     else:
-        shared.console.print(doctor_table(examination))
+        print_parts(doctor_parts(examination))
     if examination.broken:
-        raise typer.Exit(shared.EXIT_FAILED)
-    if timeout_s and not examination.peers:
-        raise typer.Exit(shared.EXIT_TIMEOUT)
+        return shared.EXIT_FAILED
+    return shared.EXIT_TIMEOUT if timeout_s and not examination.peers else 0
 
 
 def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
-    with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
-        report = wait_for_host(directory, timeout_s=timeout_s, progress=progress)
+    with shared.exit_on_sigterm():
+        report = wait_for_host(directory, timeout_s=timeout_s, progress=status_line.show)
     if report is None:
         raise WaitTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
     if as_json:
         shared.print_json(report)
     else:
-        shared.print_line(
+        print_line(
             f"measured with process {report['pid']} on {report['host']}, which has the results"
         )

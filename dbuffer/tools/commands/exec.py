@@ -11,10 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from dbuffer.errors import DBufferError
 from dbuffer.store.filesystem import path_of
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.commands.follow import follow_versions
 
@@ -27,12 +26,9 @@ _MAX_VARIABLE_BYTES = 128 << 10
 """Linux's limit for one variable of an environment, with its name and the zero at its end."""
 
 
-@shared.with_follow_options
 def run_for_each(
     store: shared.StoreArgument,
-    command: Annotated[
-        str, typer.Argument(metavar="COMMAND", show_default=False, help="The shell command.")
-    ],
+    command: Annotated[str, Argument("The shell command.")],
     newer_than: shared.NewerThanOption = None,
     *,
     follow_options: shared.FollowOptions,

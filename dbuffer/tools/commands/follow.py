@@ -17,6 +17,7 @@ from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
+from dbuffer.tools.terminal import print_line
 
 if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@shared.with_follow_options
 def follow(
     store: shared.StoreArgument,
     newer_than: shared.NewerThanOption = None,
@@ -84,6 +84,7 @@ def _hold_next(
     """Wait for the next version, also while the store cannot be read."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
+        shared.show_wait(receiver.store, newer_than)
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
         with loop.attempt():
             if loop.wait(newer_than, timeout_s=left_s) is None:
@@ -109,6 +110,6 @@ def _report(snapshot: Snapshot, *, as_json: bool) -> None:
         shared.print_json({**counts, "metadata": snapshot.metadata})
         return
     metadata = f"  {json.dumps(snapshot.metadata)}" if snapshot.metadata else ""
-    shared.print_line(
+    print_line(
         f"version {snapshot.version}: {num_tensors} tensors, {format_bytes(num_bytes)}{metadata}"
     )

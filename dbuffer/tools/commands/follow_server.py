@@ -2,69 +2,64 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
-from dbuffer.runtime import options
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
+from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.server import EngineServer
 
 
-@shared.with_follow_options
 def follow_server(
     store: shared.StoreArgument,
-    url: Annotated[str, typer.Argument(show_default=False, help="The server's address.")],
+    url: Annotated[str, Argument("The server's address, such as http://localhost:8000.")],
     engine: Annotated[
-        str,
-        typer.Option(
-            metavar="vllm|sglang",
-            help="A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
-            "--custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
+        Literal["vllm", "sglang"],
+        Argument(
+            "A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
+            "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
         ),
     ] = "vllm",
     rename: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rename the store's tensors for the server by the rules in this JSON or TOML file "
+        shared.path_argument(
+            "Rename the store's tensors for the server by the rules in this JSON or TOML file "
             "(SGLang only; for vLLM, rename where you publish).",
+            "FILE",
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's API key."),
+        Argument(
+            "The server's API key. Default for a vLLM server: the variable VLLM_API_KEY.",
+            metavar="KEY",
+        ),
     ] = None,
     pause: Annotated[
-        str,
-        typer.Option(
-            metavar="keep|abort|wait",
-            help="Requests in flight during a switch: 'keep' them, 'abort' them, or 'wait' for "
-            "their end (vLLM only).",
+        Literal["keep", "abort", "wait"],
+        Argument(
+            "Requests in flight during a switch: keep them, abort them, or wait for their end "
+            "(vLLM only)."
         ),
     ] = "keep",
     version: Annotated[
-        int | None,
-        typer.Option(help="Serve this version and stay on it, instead of each newest one."),
+        int | None, Argument("Serve this version and stay on it, instead of each newest one.")
     ] = None,
     partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial", help="Accept versions that hold a part of the model (vLLM only)."
-        ),
+        bool, Argument("Accept versions that hold a part of the model (vLLM only).")
     ] = False,
     unused_tensors: Annotated[
-        str,
-        typer.Option(
-            metavar="refuse|warn",
-            help="Versions with tensors that the server's model has no place for: 'refuse' them, "
-            "or 'warn' once and leave those tensors out.",
+        Literal["refuse", "warn"],
+        Argument(
+            "Versions with tensors that the server's model has no place for: refuse them, or warn "
+            "once and leave those tensors out."
         ),
     ] = "refuse",
     *,
@@ -77,8 +72,9 @@ def follow_server(
     switched again.
     """
     count, timeout_s = follow_options.count, follow_options.timeout_s
-    options.choice("engine", engine, ("vllm", "sglang"))
-    options.choice("pause", pause, ("keep", "abort", "wait"))
+    if engine == "sglang" and partial:
+        raise OptionError("--partial has no effect on an SGLang server, which takes whole models")
+    status_line.show(f"looking for a server at {url}")
     try:
         from dbuffer.integrations.engine.background import follow_for_ever
         from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -92,11 +88,11 @@ def follow_server(
             verify=follow_options.verify or "auto",
             allow_shared_store=follow_options.allow_shared_store,
             partial=partial,
-            unused_tensors=unused_tensors,  # type: ignore[arg-type]  # checked there
-            new_history=follow_options.new_history,  # type: ignore[arg-type]  # checked there
+            unused_tensors=unused_tensors,
+            new_history=follow_options.new_history,
         )
         server = _server(engine, url, rename, api_key)
-        follower = Follower(server, engine_options, pause=pause)  # type: ignore[arg-type]  # checked there
+        follower = Follower(server, engine_options, pause=pause)
     except ModuleNotFoundError as error:
         raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
     last = time.monotonic()
@@ -121,6 +117,10 @@ def follow_server(
                 raise WaitTimeoutError(
                     f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )
+            elif outcome is not None:
+                status_line.show(f"trying {url} again")
+            else:
+                shared.show_wait(store, follower.applied)
 
 
 def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> EngineServer:
@@ -130,7 +130,10 @@ def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> 
         names = None if rename is None else NameMap.read(rename)
         return SglangServer(url, names, api_key=api_key)
     if rename is not None:
-        raise OptionError("a vLLM server takes its checkpoint's names: rename where you publish")
+        raise OptionError(
+            "--rename has no effect on a vLLM server, which takes its checkpoint's names: rename "
+            "where you publish"
+        )
     from dbuffer.integrations.vllm.vllm_engine import VllmServer
 
-    return VllmServer(url, api_key=api_key)
+    return VllmServer(url, api_key=api_key or os.environ.get("VLLM_API_KEY"))

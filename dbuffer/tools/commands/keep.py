@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 import dbuffer
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
+from dbuffer.tools.terminal import print_line, status_line
 
-VersionArgument = Annotated[
-    int, typer.Argument(help="One that `dbuffer status` lists.", show_default=False)
-]
+VersionArgument = Annotated[int, Argument("One that `dbuffer status` lists.")]
 
 
 def pin(
@@ -27,7 +25,7 @@ def pin(
     No byte is copied: the weights file gets a second name below `kept`.
     """
     kept.pin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
-    shared.print_line(f"version {version} of {store} is pinned")
+    print_line(f"version {version} of {store} is pinned")
 
 
 def unpin(
@@ -37,7 +35,7 @@ def unpin(
 ) -> None:
     """Unpin a version: the store's sender drops it, unless it keeps so many."""
     kept.unpin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
-    shared.print_line(f"version {version} of {store} is not pinned any more")
+    print_line(f"version {version} of {store} is not pinned any more")
 
 
 def rollback(
@@ -59,6 +57,7 @@ def rollback(
         for manifest in manifests
         if manifest is not None and manifest.version == version
     )
+    status_line.show(f"publishing version {version} of {store} again")
     sender = dbuffer.WeightSender(
         store,
         checksum=has_checksums,

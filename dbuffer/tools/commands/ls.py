@@ -6,14 +6,13 @@ from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from dbuffer.errors import WaitTimeoutError
+from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_newest
 from dbuffer.tools.commands import shared
-from dbuffer.tools.render import comparison_table, layout_table
+from dbuffer.tools.render import comparison_parts, layout_table, print_parts
+from dbuffer.tools.terminal import status_line
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.names import NameMap
 
@@ -22,20 +21,20 @@ def ls(
     store: shared.StoreArgument,
     against: Annotated[
         Path | None,
-        typer.Option(
-            metavar="MODEL_DIR",
-            help="Compare with the tensors of this HuggingFace checkpoint: list those that differ, "
-            "are missing or left over. Exit code 1 if it does not fit. A tensor with another dtype "
+        shared.path_argument(
+            "Compare with the tensors of this HuggingFace checkpoint: list those that differ, are "
+            "missing or left over. Exit code 1 if it does not fit. A tensor with another dtype "
             "fits, because engines cast, and is listed.",
+            "MODEL_DIR",
         ),
     ] = None,
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> None:
+) -> int:
     """List the newest version's tensors: name, dtype, shape, bytes."""
     if rename is not None and against is None:
-        raise typer.BadParameter("only together with --against", param_hint="--rename")
+        raise OptionError("--rename has no effect without --against")
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     held = hold_newest(view, newer_than=None)
     if held is None:
@@ -45,17 +44,19 @@ def ls(
     with held:
         version, layout = held.manifest.version, held.read_layout()
     if against is not None:
-        _compare(version, layout, against, rename, as_json=as_json)
-    elif as_json:
+        return _compare(version, layout, against, rename, as_json=as_json)
+    if as_json:
         tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
         shared.print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
     else:
-        shared.console.print(layout_table(layout, f"version {version}"))
+        print_parts([layout_table(layout)])
+    return 0
 
 
 def _compare(
     version: int, layout: Layout, model: Path, rename: Path | None, *, as_json: bool
-) -> None:
+) -> int:
+    status_line.show(f"reading {model}")
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import spec_of
     from dbuffer.weights.suggestions import suggest
@@ -68,9 +69,8 @@ def _compare(
         shared.print_json({"version": version, **found, "suggestion": suggestion.lstrip("; ")})
     else:
         title = f"version {version} against {model}"
-        shared.console.print(comparison_table(comparison, title, suggestion))
-    if not comparison.fits:
-        raise typer.Exit(shared.EXIT_FAILED)
+        print_parts(comparison_parts(comparison, title, suggestion))
+    return 0 if comparison.fits else shared.EXIT_FAILED
 
 
 def _json_of(comparison: Comparison) -> dict[str, Any]:

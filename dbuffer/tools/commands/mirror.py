@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 import dbuffer
 from dbuffer.errors import DBufferError
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
-from dbuffer.tools.render import printable
+from dbuffer.tools.terminal import status_line
 
 if TYPE_CHECKING:
     from dbuffer.mirror.mirror import Mirror
     from dbuffer.publish.publication import Publication
+
+
+_MAX_PORT = 65535
+
+
+def _parse_port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to {_MAX_PORT}")
+    return int(text)
 
 
 def mirror(
@@ -22,10 +32,11 @@ def mirror(
     local: Annotated[Path, shared.path_argument("Store to copy to, on /dev/shm.")],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
-        float, typer.Option(help="Seconds between checks of the remote store.")
+        float, Argument("Seconds between checks of the remote store.")
     ] = 1.0,
     metrics_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port.")
+        int | None,
+        Argument("Serve Prometheus metrics on this port.", metavar="PORT", parse=_parse_port),
     ] = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
@@ -40,14 +51,13 @@ def mirror(
 
     def report(copied: Publication) -> None:
         nonlocal num_copied
-        bars.update(task, visible=False)
         shared.report(copied, shared.describe_copy(copied), as_json=as_json)
+        shared.show_wait(remote, copied.version)
         num_copied += 1
         if num_copied == count:
             stop.set()
 
-    with shared.stopped_by_signals() as stop, shared.byte_progress(hidden=as_json) as bars:
-        task = bars.add_task(printable(remote), total=None, visible=False)
+    with shared.stopped_by_signals() as stop:
         copying = dbuffer.Mirror(
             remote,
             local,
@@ -55,14 +65,13 @@ def mirror(
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
             on_copied=report,
-            progress=lambda done, total: bars.update(
-                task, completed=done, total=total, visible=True
-            ),
+            progress=functools.partial(status_line.show_bytes, f"copying {remote}"),
         )
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
             shared.explain_wait(remote)
+            shared.show_wait(remote, None)
             copying.run(stop)
 
 

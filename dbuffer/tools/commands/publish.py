@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 import dbuffer
+from dbuffer.runtime import options
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
-from dbuffer.tools.render import printable
+from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
     import torch
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def _parse_metadata(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
 
 def publish(
     checkpoint: Annotated[
-        Path, shared.path_argument("HuggingFace checkpoint directory, or a .safetensors file.")
+        Path, shared.path_argument("Directory of a HuggingFace checkpoint, or a .safetensors file.")
     ],
     store: shared.StoreArgument,
     version: Annotated[
-        int | None,
-        typer.Option(help="Version, above the last one.  [default: the last one + 1]"),
+        int | None, Argument("Version, above the last one. Default: the last one + 1.")
     ] = None,
     metadata: Annotated[
-        str,
-        typer.Option(help="""JSON object to publish with the version, such as '{"step": 80}'."""),
-    ] = "{}",
+        dict[str, Any] | None,
+        Argument(
+            """JSON object to publish with the version, such as '{"step": 80}'.""",
+            metavar="JSON",
+            parse=_parse_metadata,
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Cast floating-point tensors to this dtype, such as 'bfloat16'."),
+        Argument(
+            "Cast floating-point tensors to this dtype: bf16, fp16, fp32, or torch's name of one.",
+            metavar="DTYPE",
+        ),
     ] = None,
     checksum: Annotated[
-        bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
+        bool, Argument("Write checksums, so that `dbuffer verify` can check every byte.")
     ] = True,
-    delta: Annotated[
-        bool, typer.Option("--delta", help="Publish only what changed since the last version.")
-    ] = False,
-    durable: Annotated[
-        bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
-    ] = False,
+    delta: Annotated[bool, Argument("Publish only what changed since the last version.")] = False,
+    durable: Annotated[bool, Argument("Flush to stable storage before publishing.")] = False,
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
@@ -52,32 +70,35 @@ def publish(
 
     With --delta the last version is read back and compared; all weights are then in memory.
     """
+    status_line.show(f"reading {checkpoint}")
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import Describer
 
-    # Refuse invalid input before the sender makes the store.
-    parsed_metadata, parsed_dtype = checked_metadata(_parse_metadata(metadata)), _parse_dtype(dtype)
+    # Refuse invalid input before the sender makes the store, or takes it over.
+    metadata, cast_to = checked_metadata(metadata), _parse_dtype(dtype)
     names = None if rename is None else NameMap.read(rename)
     weights = list(zip(*read_checkpoint(checkpoint), strict=True))
-    Describer(dtype=parsed_dtype, rename=names).describe(weights)
+    Describer(dtype=cast_to, rename=names).describe(weights)
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    Contents(view).next_version(version)
     sender = dbuffer.WeightSender(
         store,
         checksum=checksum,
         delta=delta,
         durable=durable,
-        dtype=parsed_dtype,
+        dtype=cast_to,
         rename=names,
         allow_shared_store=allow_shared_store,
         move_torchrl_aside=move_torchrl_aside,
     )
-    with sender, shared.byte_progress(hidden=as_json) as progress:
-        task = progress.add_task(printable(checkpoint), total=None)
+    with sender:
+        status_line.show(f"publishing {checkpoint}")
         publication = sender.send(
             weights,
             version=version,
-            metadata=parsed_metadata,
-            progress=lambda done, total: progress.update(task, completed=done, total=total or None),
+            metadata=metadata,
+            progress=functools.partial(status_line.show_bytes, f"publishing {checkpoint}"),
         )
     shared.report(publication, shared.describe_copy(publication), as_json=as_json)
 
@@ -85,20 +106,10 @@ def publish(
 def _parse_dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
-    from dbuffer.io.tensors import DTYPES
+    from dbuffer.io.tensors import DTYPES, can_cast_to
 
-    if name not in DTYPES:
-        raise typer.BadParameter(
-            f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}", param_hint="--dtype"
-        )
-    return DTYPES[name]
-
-
-def _parse_metadata(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--metadata") from None
-    if not isinstance(value, dict):
-        raise typer.BadParameter("not a JSON object", param_hint="--metadata")
-    return value
+    dtype = DTYPES.get(_SHORT_DTYPES.get(name, name))
+    if dtype is None or not can_cast_to(dtype):
+        possible = [one for one, its_dtype in DTYPES.items() if can_cast_to(its_dtype)]
+        options.refuse("--dtype", name, ", ".join((*_SHORT_DTYPES, *possible)))
+    return dtype

@@ -1,29 +1,25 @@
-"""Parts of all commands: options, consoles, exit codes, and functions that print results."""
+"""Parts of all commands: arguments, exit codes, and functions that print results."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
-import functools
-import inspect
 import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from dbuffer.errors import DBufferError
-from dbuffer.receive.follow_loop import NEW_HISTORIES
+from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.render import cell, printable
+from dbuffer.tools.arguments import Argument
+from dbuffer.tools.terminal import print_error, print_line, status_line
 
 if TYPE_CHECKING:
     from dbuffer.publish.publication import Publication
@@ -34,72 +30,71 @@ EXIT_TIMEOUT = 3
 EXIT_SIGNAL = 128
 """Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
 
-console = Console()
-errors = Console(stderr=True)
-
 
 def parse_path(text: str) -> Path:
     """Parse a path; an empty one, from a variable that is not set, is wrong usage."""
     if not text:
-        raise typer.BadParameter("an empty path; is a variable not set?")
+        raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
     return Path(text)
 
 
-def path_argument(text: str, metavar: str | None = None) -> Any:
-    """Return a required argument for a path, with this help."""
-    return typer.Argument(help=text, metavar=metavar, show_default=False, parser=parse_path)
+def path_argument(text: str, metavar: str | None = None) -> Argument:
+    """Return an argument for a path, with this help."""
+    return Argument(text, metavar=metavar, parse=parse_path)
+
+
+def at_least_1(text: str) -> int:
+    """Parse a whole number above 0."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return number
 
 
 StoreArgument = Annotated[Path, path_argument("Store directory.")]
 SharedOption = Annotated[
     bool,
-    typer.Option(
-        "--allow-shared-store",
-        help="Accept a directory that belongs to another user, or that others can write to.",
-    ),
+    Argument("Accept a directory that belongs to another user, or that others can write to."),
 ]
 AsideOption = Annotated[
     bool,
-    typer.Option(
-        "--move-torchrl-aside",
-        help="If the directory holds weights of TorchRL's own double buffer, move them into "
-        "`before-dbuffer` below it. Default: refuse such a directory.",
+    Argument(
+        "If the directory holds weights of TorchRL's own double buffer, move them into "
+        "`before-dbuffer` below it. Default: refuse such a directory."
     ),
 ]
 RenameOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Rename tensors by the rules in this JSON or TOML file."),
+    Path | None, path_argument("Rename tensors by the rules in this JSON or TOML file.", "FILE")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+JsonOption = Annotated[bool, Argument("Print one JSON object.", name="json")]
+JsonLinesOption = Annotated[bool, Argument("Print one JSON object per line.", name="json")]
 CountOption = Annotated[
-    int | None, typer.Option(min=1, help="Stop after N versions.  [default: never]", metavar="N")
+    int | None, Argument("Stop after N versions. Default: never.", parse=at_least_1)
 ]
 NewerThanOption = Annotated[
     int | None,
-    typer.Option(help="Start above this version.  [default: with the newest one in the store]"),
+    Argument("Start above this version. Default: with the newest one in the store."),
 ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOptions:
-    """Options of all commands that follow a store; see :func:`with_follow_options`."""
+    """Options of all commands that follow a store."""
 
     count: CountOption = None
     timeout_s: Annotated[
         float | None,
-        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
+        Argument("Stop with exit code 3 if no version comes for this many seconds."),
     ] = None
     receiver_id: Annotated[
-        str | None, typer.Option(help="Name under which versions are acknowledged.")
+        str | None, Argument("Name under which versions are acknowledged.", metavar="ID")
     ] = None
-    verify: Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")] = False
+    verify: Annotated[bool, Argument("Check every tensor's checksum.")] = False
     new_history: Annotated[
-        str,
-        typer.Option(
-            metavar="follow|refuse",
-            help="If the store was emptied or replaced by another run: 'follow' the new versions, "
-            "with a warning, or 'refuse' them and stop.",
+        NewHistory,
+        Argument(
+            "If the store was emptied or replaced by another run: follow the new versions, with a "
+            "warning, or refuse them and stop."
         ),
     ] = "follow"
     as_json: JsonLinesOption = False
@@ -108,31 +103,11 @@ class FollowOptions:
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             options.seconds("timeout_s", self.timeout_s)
-        options.choice("new_history", self.new_history, NEW_HISTORIES)
-
-
-def with_follow_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's last parameter by options of the command line, a `FollowOptions`."""
-    fields = inspect.signature(FollowOptions, eval_str=True).parameters
-    *own, last = inspect.signature(command, eval_str=True).parameters.values()
-
-    @functools.wraps(command)
-    def parsed(**arguments: Any) -> None:
-        values = {name: arguments.pop(name) for name in fields}
-        command(**arguments, **{last.name: FollowOptions(**values)})
-
-    parsed.__signature__ = inspect.Signature([*own, *fields.values()])  # type: ignore[attr-defined]  # typer reads it
-    return parsed
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON at once: a pipe may be waiting for it."""
-    print(json.dumps(value, default=str), flush=True)
-
-
-def print_line(text: str) -> None:
-    """Print a line with names or paths in it: without markup, wrapping and control characters."""
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    """Print one line of JSON."""
+    print_line(json.dumps(value, default=str))
 
 
 def report(result: Any, text: str, *, as_json: bool) -> None:
@@ -151,28 +126,6 @@ def describe_copy(done: Publication) -> str:
         f"version {done.version}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}"
         f"{delta} in {done.duration_s:.2f} s ({format_bytes(speed)}/s)"
     )
-
-
-def byte_progress(*, hidden: bool) -> Progress:
-    """Return a progress bar of bytes on stderr, disabled if stderr is no terminal."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    is_hidden = hidden or not errors.is_terminal
-    return Progress(*columns, console=errors, disable=is_hidden, transient=True)
-
-
-@contextlib.contextmanager
-def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
-    """Show a status line on stderr for a ``with`` block; yield None if stderr is no terminal."""
-    if hidden or not errors.is_terminal:
-        yield None
-        return
-    with errors.status("") as line:
-        yield lambda text: line.update(cell(text))
 
 
 @contextlib.contextmanager
@@ -196,7 +149,7 @@ def stopped_by_signals() -> Iterator[threading.Event]:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if received:
-        raise typer.Exit(EXIT_SIGNAL + received[0])
+        raise SystemExit(EXIT_SIGNAL + received[0])
 
 
 def explain_wait(store: Path) -> None:
@@ -210,7 +163,13 @@ def explain_wait(store: Path) -> None:
             text = f"nothing was published in {store} yet: waiting"
         else:
             return
-        print(printable(f"dbuffer: {text}"), file=sys.stderr, flush=True)
+        print_error(f"dbuffer: {text}")
+
+
+def show_wait(store: Path, newer_than: int | None) -> None:
+    """Show in the status line that a command waits for a store's next version."""
+    above = "" if newer_than is None else f" above {newer_than}"
+    status_line.show(f"waiting for a version{above} in {store}")
 
 
 @contextlib.contextmanager

@@ -2,40 +2,68 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from typing import Annotated, Any
 
-import typer
-from rich.live import Live
-
+from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE, Pointer, ReceiverRecord
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.kept import is_pinned
+from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
-from dbuffer.tools.render import status_tables
+from dbuffer.tools.render import print_parts, status_parts, watch_screen
+
+_REFRESH_S = 0.5
+_OPEN_SCREEN, _CLOSE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""Terminal's other screen, without a cursor: what was on the first one comes back."""
 
 
 def status(
     store: shared.StoreArgument,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh twice a second.")] = False,
+    watch: Annotated[
+        bool,
+        Argument(
+            "Refresh twice a second, until Ctrl-C: problems first, then the receivers with the "
+            "longest lag."
+        ),
+    ] = False,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Show the versions, buffers, sender and receivers of a store, and each receiver's lag."""
     if watch and as_json:
-        raise typer.BadParameter("not together with --json", param_hint="--watch")
+        raise OptionError("--watch and --json exclude each other")
+    if watch and not sys.stdout.isatty():
+        raise OptionError("--watch needs a terminal; in a pipe, call `dbuffer status` repeatedly")
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     now = read_status(view)
+    if now["version"] is None and now["writer"] is None and not now["receivers"]:
+        raise StoreNotFoundError(f"there is no store at {store}: the directory has nothing of one")
     if as_json:
         shared.print_json(now)
-    elif not watch:
-        shared.console.print(status_tables(now))
+    elif watch:
+        _watch(view)
     else:
-        with Live(status_tables(now), console=shared.console) as live:
+        print_parts(status_parts(now))
+
+
+def _watch(store: DoubleBuffer) -> None:
+    with shared.exit_on_sigterm():
+        try:
+            sys.stdout.write(_OPEN_SCREEN)
             while True:
-                time.sleep(0.5)
-                live.update(status_tables(read_status(view)))
+                columns, rows = shutil.get_terminal_size()
+                lines = watch_screen(read_status(store), columns, rows)
+                rest = "\r\n\x1b[J" if len(lines) < rows else ""
+                sys.stdout.write("\x1b[H" + "\r\n".join(f"\x1b[K{line}" for line in lines) + rest)
+                sys.stdout.flush()
+                time.sleep(_REFRESH_S)
+        finally:
+            sys.stdout.write(_CLOSE_SCREEN)
+            sys.stdout.flush()
 
 
 def read_status(store: DoubleBuffer) -> dict[str, Any]:

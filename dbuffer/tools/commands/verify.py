@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 
-import typer
-
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import describe_check
+from dbuffer.tools.terminal import print_line, status_line
 
 
 def verify(
     store: shared.StoreArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> None:
+) -> int:
     """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
 
     Exit code 1 if something is damaged; damaged tensors are named.
     """
+    status_line.show(f"reading {store}")
     from dbuffer.tools.verification import verify_store
 
-    checks = verify_store(DoubleBuffer(store, allow_shared_store=allow_shared_store))
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    checks = verify_store(view, progress=status_line.show)
     if as_json:
         shared.print_json([dataclasses.asdict(check) for check in checks])
     else:
         for check in checks:
-            shared.print_line(describe_check(check))
-    if any(check.problems for check in checks):
-        raise typer.Exit(shared.EXIT_FAILED)
+            print_line(describe_check(check))
+    return shared.EXIT_FAILED if any(check.problems for check in checks) else 0

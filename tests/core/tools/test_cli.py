@@ -1,9 +1,11 @@
 """The command line, run as a user runs it: a process, its output, its exit code."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -90,7 +92,8 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
     arguments = ("publish", tmp_path / "none", tmp_path / "store")
     code, _, err = call(capsys, *arguments)
     assert code == 1
-    assert err.splitlines() == [f"dbuffer: there is no checkpoint at {tmp_path / 'none'}"]
+    (line,) = err.splitlines()
+    assert line.startswith(f"dbuffer: there is no checkpoint at {tmp_path / 'none'}: ")
     code, _, err = call(capsys, *arguments, "--debug")
     assert code == 1
     assert "Traceback" in err
@@ -120,10 +123,57 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow", "x", "--timeout-s", "nan"),
         ("ls", "x", "--rename", "y"),
         ("demo", "--steps", "3"),
+        ("statu", "x"),
+        ("--json", "status", "x"),
+        ("status", "x", "--wat"),
+        ("mirror", "x", "y", "--count", "0"),
+        ("mirror", "x", "y", "--metrics-port", "65536"),
+        ("ls", ""),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):
     assert call(capsys, *arguments)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--watch", ("status", "x", "--watch", "--json")),
+        ("--watch", ("status", "x", "--watch")),  # no terminal
+        ("--rename", ("ls", "x", "--rename", "y")),
+        ("--allow-shared-store", ("doctor", ".", "--peer", "--allow-shared-store")),
+        ("--partial", ("follow-server", "x", "http://h", "--engine", "sglang", "--partial")),
+        ("--rename", ("follow-server", "x", "http://h", "--rename", "y")),
+    ],
+)
+def test_an_option_that_has_no_effect_is_refused_by_name(
+    monkeypatch, capsys, tmp_path, store, option, arguments
+):
+    monkeypatch.chdir(tmp_path)
+    store.rename("x")
+    code, out, err = call(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert option in err
+
+
+def test_commands_without_a_command(capsys):
+    code, out, err = call(capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: dbuffer ")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_short_names_of_dtypes(capsys, tmp_path, checkpoint, name, dtype):
+    assert call(capsys, "publish", checkpoint, tmp_path / "store", "--dtype", name)[0] == 0
+    with dbuffer.WeightReceiver(tmp_path / "store") as receiver, receiver.open() as snapshot:
+        assert {tensor.dtype for tensor in snapshot.tensors.values()} == {dtype}
+
+
+def test_a_dtype_that_is_none_names_those_that_are(capsys, checkpoint, tmp_path):
+    code, _, err = call(capsys, "publish", checkpoint, tmp_path / "store", "--dtype", "bf61")
+    assert code == 2
+    assert "bf16, fp16, fp32" in err
+    assert "int8" not in err
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
@@ -141,6 +191,7 @@ def contents(directory: Path) -> dict[str, bytes | None]:
         ("checkpoint", "store", "--metadata", "{"),
         ("checkpoint", "store", "--metadata", '{"loss": NaN}'),
         ("checkpoint", "store", "--dtype", "int8"),
+        ("checkpoint", "store", "--version", "0"),
         ("checkpoint", "store", "--rename", "not there"),
         ("checkpoint", "store", "--rename", "all to one"),
     ],
@@ -217,7 +268,7 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
         with dbuffer.WeightSender(store) as sender:
             sender.send(target)
             receiver.load_into(target)
-            assert " step " not in call(capsys, "status", store)[1]
+            assert "\tstep\t" not in call(capsys, "status", store)[1]
             sender.send(target, version=4, metadata={"step": 75, "loss": 0.5})
             receiver.load_into(target)
             sender.send(target, version=6, metadata={"step": 80.5})
@@ -234,9 +285,8 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     code, out, _ = call(capsys, "status", store)
     assert code == 0
     assert "engine-0" in out
-    assert " step " in out
-    assert " 75 " in out
-    assert " 2 (5.5 " in out
+    assert "\tstep\t" in out
+    assert "\t75\t2 (5.5 steps)\t" in out
 
 
 def test_status_shows_who_holds_a_buffer(capsys, store):
@@ -278,6 +328,7 @@ def test_verify_without_checksums_says_so(capsys, tmp_path, checkpoint):
     assert "no checksums" in out
 
 
+@pytest.mark.usefixtures("checkpoint")
 def test_nothing_published_is_exit_code_3(capsys, tmp_path):
     (tmp_path / "empty").mkdir(mode=0o700)
     for command in ("verify", "ls"):
@@ -285,7 +336,8 @@ def test_nothing_published_is_exit_code_3(capsys, tmp_path):
     code, _, err = call(capsys, "follow", tmp_path / "empty", "--timeout-s", 0.2)
     assert code == 3
     assert err.splitlines()[-1] == f"dbuffer: nothing new for 0.2 s in {tmp_path / 'empty'}"
-    assert call(capsys, "status", tmp_path / "missing")[0] == 1
+    for name in ("missing", "checkpoint"):
+        assert call(capsys, "status", tmp_path / name)[0] == 1
 
 
 def test_ls(capsys, store):
@@ -299,8 +351,44 @@ def test_ls(capsys, store):
         "num_bytes": 128,
     }
     code, out, _ = call(capsys, "ls", store)
-    assert "4x8" in out
+    assert out.splitlines()[:2] == [
+        "name\tdtype\tshape\tbytes",
+        "layers.0.weight\tfloat32\t4x8\t128",
+    ]
     assert not list((store / "receivers").iterdir()), "looking is not receiving"
+
+
+def test_output_into_a_pipe_that_nothing_reads_ends_the_command(store):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dbuffer", "ls", str(store)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.timing(quiet_wait_s=0.01)
+def test_a_publish_says_for_which_receiver_it_waits(tmp_path, store, checkpoint):
+    with contextlib.ExitStack() as held:
+        receiver = held.enter_context(dbuffer.WeightReceiver(store, receiver_id="me"))
+        held.enter_context(receiver.open())
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(checkpoint)
+        with Command(tmp_path, "publish", checkpoint, store) as publishing:
+            said = publishing.line_of_errors(0)
+            held.close()
+            code, out, _ = publishing.communicate()
+    assert "waiting up to 60 s for receiver me (pid" in said
+    assert f"reads version 2 of {store}" in said
+    assert (code, out.partition(":")[0]) == (0, "version 4")
+
+
+def test_a_mirror_that_stands_by_says_so(tmp_path, store):
+    local = tmp_path / "local"
+    with Command(tmp_path, "mirror", store, local) as first:
+        assert first.line(0)
+        with Command(tmp_path, "mirror", store, local) as second:
+            assert f"another mirror of {local} is at work" in second.line_of_errors(0)
 
 
 def test_exec_runs_a_command_and_acknowledges(capsys, tmp_path, store):
@@ -447,14 +535,13 @@ def odd_store(tmp_path: Path) -> Path:
 
 def squeezed(text: str) -> str:
     """Without what a table puts between and into its columns."""
-    return "".join(letter for letter in text if letter not in " |\n│┃┊")
+    return "".join(letter for letter in text if letter not in " \n\t")
 
 
 def run_commands(
     connection: Connection, commands: list[list[str]], output: Path, encoding: str
 ) -> None:
     """Run each with its output in the encoding of a terminal, and in a file."""
-    os.environ["COLUMNS"] = "200"
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(descriptor, number)
@@ -500,7 +587,7 @@ def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
         outcomes = {name: child.receive() for name in commands}
     for name, (code, told) in outcomes.items():
         assert code == commands[name][1], (name, told)
-        assert not [c for c in told if not c.isprintable() and c != "\n"], (name, told)
+        assert not [c for c in told if not c.isprintable() and c not in "\t\n"], (name, told)
         assert ("Traceback" in told) == (name == "debug"), (name, told)
         if name in ("ls", "ls against", "verify", "exec", "status"):
             assert shown in squeezed(told), (name, told)

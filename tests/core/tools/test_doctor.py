@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import dbuffer
 from dbuffer.runtime.timing import TIMING, Timing
@@ -26,7 +25,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import doctor
 from dbuffer.tools.doctor import peer, probes, scratch
 from dbuffer.tools.doctor.process import OtherProcess
-from dbuffer.tools.render import doctor_table
+from dbuffer.tools.render import doctor_parts, terminal_lines
 from tests.support.children import Child, Command, preload
 from tests.support.commands import call
 from tests.support.forked_program import fork_programs
@@ -551,10 +550,8 @@ def test_command_names_the_guarantee_that_cannot_hold(
     assert code == 1
     assert "BROKEN" in out
     assert "guarantee 6 (Bad input is rejected) cannot hold here" in out
-    wide = Console(width=400)
-    with wide.capture() as shown:
-        wide.print(doctor_table(doctor.examine(path)))
-    assert shown.get().count("[bold]a store") == 3, "not taken for markup"
+    shown = "\n".join(terminal_lines(doctor_parts(doctor.examine(path)), 400))
+    assert shown.count("[bold]a store") == 3, "not taken for markup"
     assert call(capsys, "doctor", path, "--allow-shared-store")[0] == 0
 
 

@@ -1,0 +1,215 @@
+"""The command line in a terminal of 80 columns and 24 rows."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.errors import DBufferError
+from dbuffer.tools.cli import COMMANDS, command_named
+from dbuffer.tools.render import terminal_lines
+from tests.support.terminals import COLUMNS, ROWS, Terminal, lines_of
+
+NUM_RECEIVERS = 20
+LONG = f"model.layers.0.{'mlp.experts.w13_weight.' * 5}scale"
+
+WAITS = re.compile("waiting for|looking for|trying http://127.0.0.1:9 again")
+
+
+@pytest.fixture
+def store(store: Path) -> Path:
+    """Two versions, of tensors with long names."""
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        for step in (1, 2):
+            sender.send({LONG: torch.ones(4), "b": torch.ones(2)}, metadata={"step": step})
+    return store
+
+
+def squeezed(lines: list[str]) -> str:
+    return "".join("".join(lines).split())
+
+
+def shown_by(*arguments: object) -> list[str]:
+    with Terminal(*arguments) as terminal:
+        code, lines = terminal.wait_for_end()
+    assert code == 0, lines
+    return lines
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_whole(command):
+    lines = shown_by(command, "--help")
+    assert "…" not in "".join(lines)
+    text = " ".join(" ".join(lines).split())
+    assert " ".join(inspect.getdoc(command_named(command)).split()) in text
+    if command == "follow-server":
+        assert " dbuffer.integrations.sglang.load_from_store." in text
+        assert "--custom-weight-loader " in text
+
+
+def test_help_of_all_commands():
+    text = "\n".join(shown_by("--help"))
+    assert all(f"\n    {command}" in text for command in COMMANDS)
+
+
+def test_names_of_tensors_are_folded(store):
+    lines = shown_by("ls", store)
+    assert all(word in lines[0] for word in ("name", "dtype", "shape", "bytes"))
+    folded = [line.split()[0] for line in lines[1:-1]]
+    assert "".join(folded) == LONG
+
+
+def test_names_in_a_comparison_are_folded(store, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({LONG: torch.ones(5)}, tmp_path / "model.safetensors")
+    with Terminal("ls", store, "--against", tmp_path / "model.safetensors") as terminal:
+        code, lines = terminal.wait_for_end()
+    assert code == 1
+    assert "0 match, 1 differ in shape" in "\n".join(lines)
+    assert "…" not in "".join(lines)
+
+
+@contextlib.contextmanager
+def receivers_of(store: Path):
+    """Receivers that have applied a version, one with a problem; then two more are published."""
+    with contextlib.ExitStack() as stack:
+        receivers = [
+            stack.enter_context(dbuffer.WeightReceiver(store, receiver_id=f"engine-{i:02}"))
+            for i in range(NUM_RECEIVERS)
+        ]
+        for receiver in receivers[:-1]:
+            receiver.load_into(lambda _: None)
+        receivers[-1].note_problem(MemoryError("on rank 3"), 2)
+        ended = dbuffer.WeightReceiver(store, receiver_id="ended")
+        ended.load_into(lambda _: None)
+        ended.close()
+        with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+            for _ in range(2):
+                sender.send({LONG: torch.ones(4)})
+            receivers[0].load_into(lambda _: None)
+            yield
+
+
+def test_status_cuts_nothing(store):
+    with receivers_of(store):
+        lines = shown_by("status", store)
+    assert "…" not in "".join(lines)
+    (header,) = (line for line in lines if line.startswith("buffer "))
+    assert "checksums" in header
+    assert sum(line.startswith("engine-") for line in lines) == NUM_RECEIVERS + 1
+    assert lines[-1] == "engine-19 reports: MemoryError: on rank 3"
+
+
+def test_a_watched_status_shows_problems_first_on_one_screen(store):
+    with receivers_of(store), Terminal("status", store, "--watch") as terminal:
+        lines = terminal.wait_for(lambda lines: lines and lines[-1].startswith("... "))
+        assert len(lines) == ROWS
+        assert lines[0].startswith(str(store))
+        problem = next(i for i, line in enumerate(lines) if "engine-19 reports: " in line)
+        assert problem < next(i for i, line in enumerate(lines) if line.startswith("buffer "))
+        listed = [line.split()[0] for line in lines if line.startswith("engine-")]
+        assert listed[:3] == ["engine-19", "engine-19", "engine-01"], "the longest lag first"
+        more = NUM_RECEIVERS + 1 - len(listed)
+        assert lines[-1] == f"... {more} more receivers, 1 ended receivers"
+        terminal.type("\x03")
+        assert terminal.wait_for_end() == (-signal.SIGINT, []), "what was there before is back"
+
+
+def test_a_watched_status_follows_its_store(store):
+    with Terminal("status", store, "--watch") as terminal:
+        terminal.wait_for(lambda lines: lines and ": version 2;" in lines[0])
+        with dbuffer.WeightSender(store) as sender:
+            sender.send({"b": torch.ones(2)})
+        terminal.wait_for(lambda lines: lines and ": version 3;" in lines[0])
+        terminal.signal(signal.SIGTERM)
+        assert terminal.wait_for_end() == (-signal.SIGTERM, [])
+
+
+@pytest.mark.parametrize("command", [("follow",), ("exec", "true"), ("mirror", "LOCAL")])
+def test_a_command_says_for_which_version_it_waits(store, local, command):
+    name, *more = command
+    more = [local if each == "LOCAL" else each for each in more]
+    with Terminal(name, store, *more) as terminal:
+        waiting = f"waiting for a version above {{}} in {store}"
+        lines = terminal.wait_for(lambda lines: lines and lines[-1] == waiting.format(2))
+        assert lines[-2].startswith("version 2: 2 tensors")
+        with dbuffer.WeightSender(store) as sender:
+            sender.send({"b": torch.ones(2)})
+        lines = terminal.wait_for(lambda lines: lines and lines[-1] == waiting.format(3))
+        assert lines[-2].startswith("version 3: 1 tensors")
+        assert sum("waiting for" in line for line in lines) == 1
+        terminal.type("\x03")
+        code, lines = terminal.wait_for_end()
+    assert code == -signal.SIGINT
+    assert "waiting for" not in "".join(lines)
+    assert "Traceback" not in "".join(lines)
+
+
+def test_what_takes_long_says_what_it_does(store, tmp_path):
+    with Terminal("verify", store) as terminal:
+        assert terminal.wait_for_end()[0] == 0
+        for buffer in "AB":
+            assert f"verifying buffer {buffer} of {store}" in terminal.written()
+        assert not any("verifying" in line for line in terminal.lines())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("doctor", "STORE", "--peer"),
+        ("follow", "STORE"),
+        ("exec", "STORE", "true"),
+        ("mirror", "STORE", "LOCAL"),
+        ("follow-server", "STORE", "http://127.0.0.1:9"),
+    ],
+)
+def test_ctrl_c_ends_whatever_waits(store, local, command):
+    places = {"STORE": store, "LOCAL": local}
+    with Terminal(*(places.get(each, each) for each in command)) as terminal:
+        terminal.wait_for(lambda lines: lines and WAITS.match(lines[-1]))
+        terminal.type("\x03")
+        code, lines = terminal.wait_for_end()
+    assert code == -signal.SIGINT
+    assert "Traceback" not in "".join(lines)
+
+
+def test_nothing_raw_reaches_a_terminal(store):
+    odd = store.with_name("[bold]a\x1b[31m[-]")
+    store.rename(odd)
+    with dbuffer.WeightReceiver(odd, receiver_id="engine-0") as receiver:
+        receiver.load_into(lambda _: None)
+        record = receiver.record.path
+        told = json.loads(record.read_text()) | {"host": "\x1b]0;h\x07", "problem": "\x9b2J\nx"}
+        record.write_text(json.dumps(told | {"problem_version": 1}))
+        for arguments in (("status", odd), ("ls", odd), ("verify", odd), ("ls", f"{odd}/none")):
+            with Terminal(*arguments) as terminal:
+                terminal.wait_for_end()
+                # The terminal of a test knows no other sequences than those of dbuffer.
+                assert "\x1b[31m" not in terminal.written()
+                assert "\x07" not in terminal.written()
+        shown = "".join(shown_by("status", odd))
+    assert r"[bold]a\x1b[31m[-]" in shown
+    assert r"engine-0 reports: \x9b2J\nx" in shown
+
+
+def test_a_table_in_a_terminal_names_the_package_that_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(DBufferError, match=r"rich.*pip install"):
+        terminal_lines(["a"], COLUMNS)
+
+
+def test_the_terminal_of_these_tests():
+    assert lines_of("one\r\ntwo\rT\x1b[K\r\n") == ["one", "T"]
+    assert lines_of("a\r\n\x1b[?1049hb\x1b[Hc\x1b[J") == ["c"]
+    assert lines_of("a\x1b[?1049hb\x1b[?1049l\x1b[1mc\x1b[0m") == ["ac"]
+    assert lines_of("x" * (COLUMNS + 1)) == ["x" * COLUMNS, "x"]
