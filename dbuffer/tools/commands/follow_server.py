@@ -120,7 +120,7 @@ def follow_server(
             elif outcome is not None:
                 status_line.show(f"trying {url} again")
             else:
-                shared.show_wait(store, follower.applied)
+                status_line.show(f"{url} serves {follower.weights}; following {store}")
 
 
 def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> EngineServer:
