@@ -205,8 +205,8 @@ class Manifest(Record):
             raise StoreCorruptError(
                 f"{self.NAME}: field 'anchor_buffer' is {self.anchor_buffer!r:.80}"
             )
-        if (self.anchor is None) != (self.anchor_buffer is None):
-            raise StoreCorruptError(f"{self.NAME}: anchor and anchor_buffer go together")
+        if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
+            raise StoreCorruptError(f"{self.NAME}: an anchor_buffer, and no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
             raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
         if self.state == "complete" and chain and chain[-1] != self.identity:
@@ -416,9 +416,26 @@ def host_in_id() -> str:
 
 def encode(record: Record) -> bytes:
     """One line of JSON, ASCII only."""
-    values = {name: getattr(record, name) for name in record.TYPES}
-    data = {"format": FORMAT, **values}
+    data = {"format": FORMAT, **fields_of(record)}
     return json.dumps(data, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def fields_of(record: Record) -> dict[str, Any]:
+    """Return the fields of a record, as a part of another one."""
+    return {name: getattr(record, name) for name in record.TYPES}
+
+
+def made_of(kind: type[RecordT], values: Any) -> RecordT:
+    """Make a record of such fields, strictly.
+
+    Raises:
+        StoreCorruptError: they are no such record's.
+    """
+    if not isinstance(values, dict):
+        raise StoreCorruptError(f"{kind.NAME}: not a JSON object")
+    if wrong := kind.TYPES.keys() ^ values.keys():
+        raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
+    return kind(**values)
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
@@ -428,10 +445,7 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
         UnsupportedError: it was written in a format that this version does not know.
         StoreCorruptError: it is not such a record.
     """
-    values = parse_object(data, kind.NAME)
-    if wrong := kind.TYPES.keys() ^ values.keys():
-        raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
-    return kind(**values)
+    return made_of(kind, parse_object(data, kind.NAME))
 
 
 def parse_object(data: bytes, name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from dbuffer.io.transfer import OnBytes, read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
-from dbuffer.store.hold import Held
+from dbuffer.store.hold import Held, HeldVersion
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class ChainReader:
         StoreCorruptError, StoreAccessError: one cannot be read.
     """
 
-    def __init__(self, held: Held, layout: Layout) -> None:
+    def __init__(self, held: HeldVersion, layout: Layout) -> None:
         self._held = held
         self._layout = layout
         self._headers: dict[str, DeltaHeader] = {}
@@ -73,14 +73,17 @@ class ChainReader:
         """
         manifest, held = self._held.manifest, self._held
         if since is None or since not in manifest.chain:
-            file, path = held.file.number, held.path
-            at_once = hashed and manifest.anchor is None
-            checksums = read_tensors(
-                file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
-            )
-            if manifest.anchor is None:
-                return checksums
-            since = manifest.anchor
+            if isinstance(held, Held):
+                file, path = held.file.number, held.path
+                at_once = hashed and manifest.anchor is None
+                checksums = read_tensors(
+                    file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
+                )
+                if manifest.anchor is None:
+                    return checksums
+            else:
+                held.read_data(memory.raw[: self._layout.checksums_offset], on_bytes)
+            since = manifest.anchor or manifest.identity
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None
 
@@ -90,6 +93,7 @@ class ChainReader:
         ``memory`` has a tensor for each of them, in this order.
         """
         held, layout, manifest = self._held, self._layout, self._held.manifest
+        assert isinstance(held, Held)  # noqa: S101 - a trainer's own store
         parts = {piece.part for piece in pieces}
         own = dataclasses.replace(
             memory.layout,
@@ -153,8 +157,10 @@ class ChainReader:
         expected = list(expected)
         for identity in later:
             if (checksums := self.header(identity).checksums) is None:
-                path = self._held.store.delta_path(identity)
-                raise StoreCorruptError(f"{path} was written without checksums of its tensors")
+                raise StoreCorruptError(
+                    f"{self._held.name}: the delta that leads to {identity} was written without "
+                    "checksums of its tensors"
+                )
             for index, checksum in checksums.items():
                 expected[index] = checksum
         return expected
@@ -193,7 +199,7 @@ class ChainReader:
 
             return action(header, read_chunk)
 
-    def _read_header(self, path: Path, file: Descriptor, identity: str) -> DeltaHeader:
+    def _read_header(self, path: Path | str, file: Descriptor, identity: str) -> DeltaHeader:
         chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
         assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
         num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
@@ -208,7 +214,7 @@ class ChainReader:
         return header
 
 
-def _naming(path: Path) -> TranslatedErrors:
+def _naming(path: Path | str) -> TranslatedErrors:
     """Name the file in errors of deltas that cannot be decoded."""
 
     def translate(error: BaseException) -> None:
@@ -218,7 +224,7 @@ def _naming(path: Path) -> TranslatedErrors:
     return TranslatedErrors(translate)
 
 
-def _read_at(path: Path, file: Descriptor, offset: int, num_bytes: int) -> bytes:
+def _read_at(path: Path | str, file: Descriptor, offset: int, num_bytes: int) -> bytes:
     with os_errors("read a delta", path):
         return filesystem.read_at(file.number, offset, num_bytes)
 

@@ -57,6 +57,14 @@ class Footer:
                 filesystem.write_at(claim.weights.number, layout.checksums_offset, table)
                 table_xxh3 = digest(table)
             self.write(claim.weights.number)
+        return self.described(table_xxh3)
+
+    def described(self, table_xxh3: str | None) -> dict[str, Any]:
+        """Return the fields of a manifest that describe a file with this footer.
+
+        ``table_xxh3``: digest of the table of checksums in it; None: there are none.
+        """
+        layout = self.layout
         return {
             "file_bytes": self.file_bytes,
             "num_tensors": len(layout.specs),

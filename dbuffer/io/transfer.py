@@ -152,7 +152,7 @@ def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield as_bytes(memory[: some.numel()].copy_(some).view(torch.uint8))
 
 
-def chunks_of(file: Descriptor, path: Path) -> Iterator[bytes]:
+def chunks_of(file: Descriptor, path: Path | str) -> Iterator[bytes]:
     """All bytes of an open file, some :data:`SPAN_BYTES` at a time."""
     offset = 0
     with filesystem.os_errors("read", path):

@@ -253,10 +253,11 @@ def _is_far_from_anchor(head: ChainHead) -> bool:
     """Whether a new anchor serves late readers better than one more delta."""
     names = list(head.delta_bytes)
     since = names[names.index(head.anchor) + 1 :]
-    return _is_long([head.delta_bytes[name] for name in since], head.footer.layout)
+    return is_long([head.delta_bytes[name] for name in since], head.footer.layout)
 
 
-def _is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
+def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
+    """Whether deltas of these sizes are a worse way to a version than a new anchor."""
     sizes = list(delta_bytes)
     return len(sizes) >= MAX_CHAIN or sum(sizes) > MAX_CHAIN_SHARE * layout.num_bytes
 
@@ -265,7 +266,7 @@ def trimmed(delta_bytes: dict[str, int], layout: Layout, anchor: str | None) -> 
     """Drop the oldest versions of a long chain, except the anchor and what leads from it."""
     names = list(delta_bytes)
     while len(names) > 1 and names[0] != anchor:
-        if not _is_long([delta_bytes[name] for name in names[1:]], layout):
+        if not is_long([delta_bytes[name] for name in names[1:]], layout):
             break
         names = names[1:]
     return {name: delta_bytes[name] for name in names}

@@ -26,19 +26,43 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from pathlib import Path
+from typing import Literal, Protocol, Self
 
 from dbuffer import errors
 from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.runtime.trouble import RetryLoop, message_of
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from dbuffer.receive.receiver import WeightReceiver
-
 NewHistory = Literal["follow", "refuse"]
 """Policy for a store that is emptied or replaced, and started over, while it is followed."""
 
 NEW_HISTORIES: tuple[NewHistory, ...] = ("follow", "refuse")
+
+
+class Followed(Protocol):
+    """Receiver that a loop follows a store with, as `WeightReceiver`."""
+
+    @property
+    def store(self) -> Path | str:
+        """The store, for messages."""
+
+    @property
+    def seen_version(self) -> int:
+        """Newest version that was seen; 0: none."""
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = ...,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        """Wait until a version above ``newer_than`` is published; return its number."""
+
+    def note_problem(self, error: Exception | None, version: int | None) -> None:
+        """Record why a version, or with None the store, cannot be used; no error: it is over."""
+
+    def start_over(self) -> None:
+        """Follow the history that is there now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +91,7 @@ class FollowLoop(RetryLoop):
 
     def __init__(
         self,
-        receiver: WeightReceiver,
+        receiver: Followed,
         doing: str,
         logger: logging.Logger,
         *,

@@ -1,4 +1,4 @@
-"""`VersionReader`: brings held versions into memory and verifies them."""
+"""`VersionVerifier` verifies versions in memory; `VersionReader` brings a store's into memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,95 @@ from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_mem
 from dbuffer.io.transfer import OnBytes
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held, Patience
-from dbuffer.store.records import RecordFile
+from dbuffer.store.hold import Held, HeldVersion, Patience
+from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
 
 
-class VersionReader:
+class VersionVerifier:
+    """Verifies versions in memory against what was published.
+
+    Args:
+        store_name: name of the store that they are held in, for messages.
+        record: the receiver's record, in which unreadable versions are reported.
+        copier: reads and hashes.
+    """
+
+    def __init__(self, store_name: str, record: OwnRecord, copier: Copier) -> None:
+        self._store_name = store_name
+        self._record = record
+        self._copier = copier
+        self._known_checksums: dict[str, list[int]] = {}
+
+    def checksums_match(self, held: HeldVersion, layout: Layout, checksums: list[int]) -> bool:
+        """Compare checksums with the published ones; False if a writer has moved on since.
+
+        Raises:
+            StoreCorruptError: they differ, or there are none, and it was no writer.
+        """
+        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
+        if not wrong:
+            return True
+        # A writer marks the buffer before its first byte: one that is not marked was damaged.
+        if held.is_still_named():
+            raise StoreCorruptError(
+                f"{held.name}: version {held.manifest.version} was damaged after it was "
+                f"published: {listed(wrong)}; publish again to replace it"
+            )
+        return False
+
+    @contextlib.contextmanager
+    def reporting_unreadable(self, held: HeldVersion) -> Iterator[None]:
+        """Record that a version made of an anchor and deltas cannot be read.
+
+        Its sender publishes the next version whole then, as no delta can be applied to this one.
+        """
+        try:
+            yield
+        except UNDECODABLE:
+            if held.manifest.anchor is not None:
+                self._record.write(unreadable_version=held.manifest.version)
+            raise
+        self._record.set(unreadable_version=None)
+
+    def apply_changes(
+        self,
+        tensors: FileTensors,
+        since: str | None,
+        held: HeldVersion,
+        on_bytes: OnBytes | None = None,
+    ) -> list[int] | None:
+        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
+
+        Returns:
+            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
+            read, or the memory was modified before: the version must be read whole.
+        """
+        manifest = held.manifest
+        if since not in manifest.chain:
+            return None
+        try:
+            chain = ChainReader(held, tensors.layout)
+            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
+            checksums = self._copier.checksums(tensors)
+            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
+        except (*UNDECODABLE, StoreNotFoundError) as error:
+            logger.warning("reading version %d whole: %s", manifest.version, error)
+            return None
+        if wrong:
+            logger.warning(
+                "reading version %d of %s whole: %s is not what was published, since the version "
+                "before it was changed in memory",
+                manifest.version,
+                self._store_name,
+                listed(wrong),
+            )
+            return None
+        return checksums
+
+
+class VersionReader(VersionVerifier):
     """Reader of held versions, which are mapped on a local mount, and else read into memory.
 
     A mapping, or memory, is kept for the next version where that saves work.
@@ -39,18 +121,16 @@ class VersionReader:
     def __init__(
         self,
         store: DoubleBuffer,
-        record: RecordFile,
+        record: OwnRecord,
         copier: Copier,
         verify: bool | Literal["auto"],
     ) -> None:
+        super().__init__(str(store.root), record, copier)
         self._store = store
-        self._record = record
-        self._copier = copier
         self._verify = verify
         self._mappings = KeptMappings()
         self._in_memory: tuple[Manifest, FileTensors] | None = None
         """Version that was read over a network, in memory that no other object refers to."""
-        self._known_checksums: dict[str, list[int]] = {}
         self._patience = Patience()
 
     @property
@@ -100,72 +180,6 @@ class VersionReader:
         """Whether copies of a version's tensors must be verified as well."""
         # A version that was read into memory was verified there, where no writer reaches it.
         return self.maps_files and self._must_verify(held)
-
-    def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:
-        """Compare checksums with the published ones; False if a writer has moved on since.
-
-        Raises:
-            StoreCorruptError: they differ, or there are none, and it was no writer.
-        """
-        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
-        if not wrong:
-            return True
-        # A writer marks the buffer before its first byte: one that is not marked was damaged.
-        if self._store.manifest(held.buffer) == held.manifest:
-            raise StoreCorruptError(
-                f"{held.path}: version {held.manifest.version} was damaged after it was "
-                f"published: {listed(wrong)}; publish again to replace it"
-            )
-        return False
-
-    @contextlib.contextmanager
-    def reporting_unreadable(self, held: Held) -> Iterator[None]:
-        """Record that a version made of an anchor and deltas cannot be read.
-
-        Its sender publishes the next version whole then, as no delta can be applied to this one.
-        """
-        try:
-            yield
-        except UNDECODABLE:
-            if held.manifest.anchor is not None:
-                self._record.write(unreadable_version=held.manifest.version)
-            raise
-        self._record.set(unreadable_version=None)
-
-    def apply_changes(
-        self,
-        tensors: FileTensors,
-        since: str | None,
-        held: Held,
-        on_bytes: OnBytes | None = None,
-    ) -> list[int] | None:
-        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
-
-        Returns:
-            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
-            read, or the memory was modified before: the version must be read whole.
-        """
-        manifest = held.manifest
-        if since not in manifest.chain:
-            return None
-        try:
-            chain = ChainReader(held, tensors.layout)
-            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
-            checksums = self._copier.checksums(tensors)
-            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("reading version %d whole: %s", manifest.version, error)
-            return None
-        if wrong:
-            logger.warning(
-                "reading version %d of %s whole: %s is not what was published, since the version "
-                "before it was changed in memory",
-                manifest.version,
-                self._store.root,
-                listed(wrong),
-            )
-            return None
-        return checksums
 
     def _must_verify(self, held: Held) -> bool:
         return held.must_verify(self._verify)
@@ -226,7 +240,7 @@ def map_privately(held: Held) -> MappedTensors:
 
 
 def read_whole(
-    held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
+    held: HeldVersion, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
 ) -> tuple[FileTensors, list[int] | None]:
     """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
 
@@ -242,7 +256,7 @@ def read_whole(
 
 
 def wrong_tensors(
-    held: Held,
+    held: HeldVersion,
     layout: Layout,
     checksums: list[int],
     known: MutableMapping[str, list[int]] | None = None,
@@ -254,7 +268,7 @@ def wrong_tensors(
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:
         raise StoreCorruptError(
-            f"{held.path}: version {manifest.version} was published without checksums, so it "
+            f"{held.name}: version {manifest.version} was published without checksums, so it "
             "cannot be verified; make the sender with checksum=True"
         )
     known = {} if known is None else known

@@ -59,7 +59,7 @@ def real_path(path: Path) -> Path:
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
 
 
-def os_errors(action: str, path: Path) -> TranslatedErrors:
+def os_errors(action: str, path: Path | str) -> TranslatedErrors:
     """Turn an OSError into ours, which says what was being done, where, and what to do."""
 
     def translate(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""`Held`: a version held for reading, and how a reader comes to hold one.
+"""`Held`: a version held for reading in a store, and how a reader comes to hold one.
 
 A read is: pointer, weights file, shared lock on that file, manifest. The manifest read *under
 the lock* decides. If it still is the one that the pointer names, no writer has begun to rewrite
@@ -16,6 +16,7 @@ before it removes a file. Whichever is first, one of them sees the other.
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import time
@@ -26,7 +27,7 @@ from typing import Literal, NamedTuple, Self
 
 from dbuffer import errors
 from dbuffer.format import places
-from dbuffer.format.layout import Layout, digest
+from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
@@ -39,9 +40,91 @@ Announce = Callable[[int], None]
 """Function that announces in the store which version is about to be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class HeldVersion(abc.ABC):
     """A version held for reading, until it is released or its ``with`` block is left."""
+
+    __slots__ = ()
+    manifest: Manifest
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Name of its weights file, for messages."""
+
+    @property
+    @abc.abstractmethod
+    def layouts(self) -> KeptLayouts:
+        """The layouts that were decoded last where it is."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Let go of it."""
+
+    @abc.abstractmethod
+    def is_unchanged(self) -> bool:
+        """Whether no writer has begun to rewrite the bytes that were held."""
+
+    @abc.abstractmethod
+    def is_still_named(self) -> bool:
+        """Whether its manifest still names its files."""
+
+    @abc.abstractmethod
+    def open_delta(self, identity: str) -> tuple[Path | str, Descriptor]:
+        """The delta that leads to the version of this identity, one of its chain, and its name.
+
+        Raises:
+            StoreNotFoundError: it was removed meanwhile.
+            StoreCorruptError, StoreAccessError: it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        """Read bytes of the weights file."""
+
+    def read_data(self, into: memoryview, on_bytes: Callable[[int], None] | None) -> None:
+        """Read all data of the weights file, unless it is a file on a disk: see `read_tensors`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def require_overtaken(self, error: errors.StoreNotFoundError) -> None:
+        """Return if a file of it went because there are newer versions.
+
+        Raises:
+            StoreCorruptError: its manifest still names that file.
+        """
+        if self.is_still_named():
+            raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
+
+    def read_layout(self) -> Layout:
+        """The layout at the end of the file, whose bytes are read and checked each time."""
+        manifest = self.manifest
+        data = self.read_at(manifest.layout_offset, manifest.layout_bytes)
+        data_xxh3 = digest(data)
+        if data_xxh3 != manifest.layout_xxh3:
+            raise errors.StoreCorruptError(
+                f"{self.name}: its layout was damaged after it was published"
+            )
+        try:
+            layout = self.layouts.decode(data, data_xxh3, manifest.checksums_offset)
+        except UNDECODABLE as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        if len(layout.specs) != manifest.num_tensors:
+            raise errors.StoreCorruptError(f"{self.name}: its layout and its manifest disagree")
+        return layout
+
+    def read_checksums(self) -> bytes:
+        """The table of checksums, not yet compared with the manifest's digest of it."""
+        return self.read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Held(HeldVersion):
+    """A version of a store that is held for reading."""
 
     store: DoubleBuffer
     buffer: str
@@ -50,17 +133,18 @@ class Held:
     file: Descriptor
     """The open weights file."""
 
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def layouts(self) -> KeptLayouts:
+        return self.store.layouts
+
     def release(self) -> None:
         self.file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
     def is_unchanged(self) -> bool:
-        """Whether no writer has begun to rewrite the bytes that were held."""
         is_rewritable = not (self.manifest.is_final or places.is_kept(self.buffer))
         return not is_rewritable or self.is_still_named()
 
@@ -89,50 +173,14 @@ class Held:
         if not patience.wait(self.manifest.identity):
             self.require_overtaken(error)
 
-    def require_overtaken(self, error: errors.StoreNotFoundError) -> None:
-        """Return if a file of it went because there are newer versions.
-
-        Raises:
-            StoreCorruptError: its manifest still names that file.
-        """
-        if self.is_still_named():
-            raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
-
-    def read_layout(self) -> Layout:
-        """The layout at the end of the file, whose bytes are read and checked each time."""
-        manifest = self.manifest
-        data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
-        data_xxh3 = digest(data)
-        if data_xxh3 != manifest.layout_xxh3:
-            raise errors.StoreCorruptError(
-                f"{self.path}: its layout was damaged after it was published"
-            )
-        try:
-            layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
-        except UNDECODABLE as error:
-            raise type(error)(f"{self.path}: {error}") from None
-        if len(layout.specs) != manifest.num_tensors:
-            raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
-        return layout
-
-    def read_checksums(self) -> bytes:
-        """The table of checksums, not yet compared with the manifest's digest of it."""
-        return self._read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
-
     def open_delta(self, identity: str) -> tuple[Path, Descriptor]:
-        """The delta that leads to the version of this identity, one of its chain.
-
-        Raises:
-            StoreNotFoundError: it was removed meanwhile.
-            StoreCorruptError, StoreAccessError: it cannot be read.
-        """
         path = self.store.delta_path(identity)
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
         return path, file
 
-    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):
             return filesystem.read_at(self.file.number, offset, num_bytes)
 

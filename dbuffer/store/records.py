@@ -1,4 +1,4 @@
-"""`RecordFile`: the record of one receiver in the store.
+"""`RecordFile`: the record of one receiver in the store; `OwnRecord`: without a file.
 
 Each receiver has a record of its own, ``receivers/ID.TOKEN.json``, whatever other receivers of its
 id there are: nothing is claimed or taken over. The medium decides by what sign others know that
@@ -90,20 +90,11 @@ class PublishedRecord:
         self.close()
 
 
-class RecordFile:
-    """The record of a receiver of this process.
+class OwnRecord:
+    """The record of a receiver of this process, in memory."""
 
-    Senders, ``dbuffer status`` and an engine's follower read it. A store that cannot be written to
-    takes no record: that is logged once, and weights flow on.
-    """
-
-    def __init__(self, store: Path, receiver_id: str) -> None:
-        self._store = DoubleBuffer(store, allow_shared_store=True)
-        self._directory = store / RECEIVERS_DIRECTORY
+    def __init__(self, receiver_id: str) -> None:
         self._lock = threading.Lock()
-        self._can_write = True
-        self._file: PublishedRecord | None = None
-        self._heartbeat: threading.Event | None = None
         self._record = ReceiverRecord(
             receiver=receiver_id,
             token=secrets.token_hex(8),
@@ -117,15 +108,6 @@ class RecordFile:
     def current(self) -> ReceiverRecord:
         return self._record
 
-    @property
-    def path(self) -> Path:
-        return self._store.record_path(self._record.receiver, self._record.token)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was written, and neither closed nor removed since."""
-        return self._file is not None
-
     def set(self, **changes: Any) -> None:
         """Change fields of the record; :meth:`write` makes them seen."""
         with self._lock:
@@ -138,6 +120,40 @@ class RecordFile:
             for name, amount in amounts.items():
                 stats[name] = stats.get(name, 0) + amount
             self._record = dataclasses.replace(self._record, stats=stats)
+
+    def write(self, **changes: Any) -> None:
+        """Change fields, to be seen from now on."""
+        self.set(updated_at=time.time(), **changes)
+
+    def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
+        """Say why a version cannot be applied; None: the store itself is the problem."""
+        text = described(error)[:MAX_PROBLEM_CHARACTERS]
+        self.write(problem=text, problem_version=version, **changes)
+
+
+class RecordFile(OwnRecord):
+    """The record of a receiver of this process, and its file in the store.
+
+    Senders, ``dbuffer status`` and an engine's follower read it. A store that cannot be written to
+    takes no record: that is logged once, and weights flow on.
+    """
+
+    def __init__(self, store: Path, receiver_id: str) -> None:
+        super().__init__(receiver_id)
+        self._store = DoubleBuffer(store, allow_shared_store=True)
+        self._directory = store / RECEIVERS_DIRECTORY
+        self._can_write = True
+        self._file: PublishedRecord | None = None
+        self._heartbeat: threading.Event | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._store.record_path(self._record.receiver, self._record.token)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was written, and neither closed nor removed since."""
+        return self._file is not None
 
     def write(self, **changes: Any) -> None:
         """Change fields and replace the file; where there is no store yet, a later write does."""
@@ -156,11 +172,6 @@ class RecordFile:
             self._can_write = False
         else:
             self._can_write = True
-
-    def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
-        """Say why a version cannot be applied; None: the store itself is the problem."""
-        text = described(error)[:MAX_PROBLEM_CHARACTERS]
-        self.write(problem=text, problem_version=version, **changes)
 
     def close(self) -> None:
         """Say that the receiver has ended; its record stays, and may be written again."""
