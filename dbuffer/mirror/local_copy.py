@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
@@ -15,14 +15,13 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
+from dbuffer.mirror.ends import SourceReceiver
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.delta_chain import names_in, trimmed
 from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.publish.publication import Publication
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.closing import Closing
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held
+from dbuffer.store.hold import HeldVersion
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,7 @@ class LocalCopy(Closing):
     def __init__(
         self,
         writer: BufferWriter,
-        local: DoubleBuffer,
-        remote: Path,
+        start_relay: Callable[[], AcknowledgementRelay],
         *,
         copier: Copier,
         progress: Progress | None,
@@ -62,13 +60,13 @@ class LocalCopy(Closing):
             self._writer, self._mappings = writer, KeptMappings()
             begun.callback(writer.close)
             begun.callback(self._mappings.clear)
-            begun.callback(AcknowledgementRelay(local, remote).close)
+            begun.callback(start_relay().close)
             self._ending = begun.pop_all()
 
     def close(self) -> None:
         self._ending.close()
 
-    def copy(self, held: Held, receiver: WeightReceiver) -> Publication | None:
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
         """Publish a held version once more; None if it was overwritten meanwhile."""
         started = time.monotonic()
         layouts, manifest = self._layouts_of(held), held.manifest
@@ -100,7 +98,7 @@ class LocalCopy(Closing):
         return Publication.of(manifest.version, footer.layout, started, delta_bytes)
 
     def _fill(
-        self, draft: Draft, held: Held, receiver: WeightReceiver, remote: Layout
+        self, draft: Draft, held: HeldVersion, receiver: SourceReceiver, remote: Layout
     ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
@@ -120,14 +118,14 @@ class LocalCopy(Closing):
 
     @staticmethod
     def _is_whole(
-        checksums: list[int] | None, held: Held, receiver: WeightReceiver, layout: Layout
+        checksums: list[int] | None, held: HeldVersion, receiver: SourceReceiver, layout: Layout
     ) -> bool:
         """Whether what was read is the held version, which no writer has overwritten meanwhile."""
         if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
             return False
         return held.is_unchanged()
 
-    def _copy_deltas(self, held: Held, draft: Draft, layouts: _Layouts) -> dict[str, int]:
+    def _copy_deltas(self, held: HeldVersion, draft: Draft, layouts: _Layouts) -> dict[str, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
         last = next(reversed(chain), None)
@@ -145,7 +143,7 @@ class LocalCopy(Closing):
             return {manifest.identity: 0}
         return trimmed(chain, layouts.footer.layout, None)
 
-    def _layouts_of(self, held: Held) -> _Layouts:
+    def _layouts_of(self, held: HeldVersion) -> _Layouts:
         if self._layouts is None or self._layouts.remote_xxh3 != held.manifest.layout_xxh3:
             remote = held.read_layout()
             footer = Footer.of(remote.joined())

@@ -3,47 +3,43 @@
 One process a node reads the network, once a version; every rank of the node maps the local store.
 Bytes go from the remote file straight to their place in the local one, and are checked there
 before the version is published. Versions keep their numbers, their metadata and their identity.
+
+Between clusters without a common mount a bucket lies between the two stores: one mirror copies
+versions into it, and one on each node copies them out of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import unquote, urlsplit
 
 import xxhash
 
-from dbuffer.errors import (
-    ClosedError,
-    OptionError,
-    StoreNotFoundError,
-    WaitTimeoutError,
-    WriterSupersededError,
-)
+from dbuffer.errors import ClosedError, OptionError, WaitTimeoutError, WriterSupersededError
 from dbuffer.format.manifest import Pointer, host_in_id
+from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
-from dbuffer.mirror.local_copy import LocalCopy
-from dbuffer.mirror.refusals import is_stale, refusal, require_not_put_back, require_not_stale
+from dbuffer.mirror.bucket import Bucket, is_bucket_url
+from dbuffer.mirror.download import BucketSource
+from dbuffer.mirror.ends import Copy, Source, SourceReceiver, Target
+from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
+from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.foreign import require_no_other_weights
-from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
-
-MIRROR_LOCK_FILE = "mirror.lock"
-
 
 _FINAL = (ClosedError, OptionError, WriterSupersededError)
 """Errors that no retry mends. All others may pass: a network that is cut, a full disk, a damaged
@@ -52,12 +48,8 @@ version, a store that is being emptied, a mode that is corrected."""
 _NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
 
-class _OneStoreError(OptionError):
-    """Remote and local store are one, seen through two mounts: fine for readers."""
-
-
 class Mirror(Closing, ProcessBound):
-    """Keeps a local store the same as a remote one.
+    """Keeps a local store the same as a remote one, or a bucket between the two.
 
     Any number may be started for one local store: one is elected, by a lock that the kernel drops
     when its process ends, and the others stand by. Acknowledgements of the local store's receivers
@@ -67,9 +59,10 @@ class Mirror(Closing, ProcessBound):
     holds then; each receiver of that one decides for itself whether to follow.
 
     Args:
-        remote: the store to follow; it may come later.
+        remote: the store to follow; it may come later. Or the URL of a bucket and a prefix in it,
+            as ``s3://bucket/policy``.
         local: the store to publish in, on ``/dev/shm`` best. One that holds another store's
-            versions is refused.
+            versions is refused. Or the URL of a bucket, which another mirror follows.
         poll_interval_s: how often the remote store is looked at, where no event comes.
         num_threads: threads that read. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
@@ -100,29 +93,44 @@ class Mirror(Closing, ProcessBound):
         on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        remote, local = options.directory("remote", remote), options.directory("local", local)
-        self._remote = DoubleBuffer(remote, allow_shared_store=allow_shared_store)
-        self._local = DoubleBuffer(local, allow_shared_store=allow_shared_store)
-        if filesystem.real_path(remote) == filesystem.real_path(local):
-            raise OptionError(f"{remote} and {local} are one directory: there is nothing to mirror")
-        self._poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
-        self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
-        self._allow_shared_store = allow_shared_store
-        self._move_torchrl_aside = options.flag("move_torchrl_aside", move_torchrl_aside)
-        self._on_copied = on_copied
-        self._progress = progress
+        options.flag("allow_shared_store", allow_shared_store)
+        options.flag("move_torchrl_aside", move_torchrl_aside)
+        poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
+        reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         self._copier = Copier(num_threads)
+        self._on_copied = on_copied
+        source, target = _end("remote", remote), _end("local", local)
+        _require_two_ends(source, target)
+        self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
+        self._source: Source = (
+            BucketSource(source, poll_interval_s=poll_interval_s, copier=self._copier)
+            if isinstance(source, Bucket)
+            else StoreSource(
+                source,
+                poll_interval_s=poll_interval_s,
+                num_threads=self._copier.num_threads,
+                allow_shared_store=allow_shared_store,
+            )
+        )
+        self._target: Target = (
+            BucketTarget(target, copier=self._copier, progress=progress)
+            if isinstance(target, Bucket)
+            else StoreTarget(
+                target,
+                reader_timeout_s=reader_timeout_s,
+                allow_shared_store=allow_shared_store,
+                move_torchrl_aside=move_torchrl_aside,
+                copier=self._copier,
+                progress=progress,
+            )
+        )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock: Descriptor | None = None
-        """Held by the elected mirror."""
-        self._receiver: WeightReceiver | None = None
-        self._copy: LocalCopy | None = None
+        self._receiver: SourceReceiver | None = None
+        self._copy: Copy | None = None
         """Open from the first version of a history to its end."""
-        self._copied_history: str | None = None
-        """History that this mirror has copied; it may replace that in the local store."""
         self._published: int | None = None
-        """Newest version in the local store, of the history that is followed."""
+        """Newest version in the target, of the history that is followed."""
         self._announced: int | None = None
         """Newest version for which ``on_copied`` has returned."""
         self._error: Exception | None = None
@@ -131,7 +139,7 @@ class Mirror(Closing, ProcessBound):
     @property
     def is_elected(self) -> bool:
         """Whether it is this mirror that copies, and no other of the node."""
-        return self._lock is not None
+        return self._target.is_elected
 
     @property
     def version(self) -> int | None:
@@ -149,7 +157,7 @@ class Mirror(Closing, ProcessBound):
         Raises:
             OptionError: the local store holds another store's versions.
         """
-        if not self._elect():
+        if not self._target.elect(self._source):
             self._wait_until_prepared()
         thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
         thread.start()
@@ -167,11 +175,11 @@ class Mirror(Closing, ProcessBound):
             WriterSupersededError: another writer took the local store over.
         """
         stop = stop_event or self._stop
-        if self._lock is None and not self._elect():
+        if not self.is_elected and not self._target.elect(self._source):
             self._wait_until_prepared()
-            logger.info("another mirror of %s is at work: standing by", self._local.root)
-            while self._lock is None and not stop.wait(TIMING.stand_by_s):
-                self._elect()
+            logger.info("another mirror of %s is at work: standing by", self._target.name)
+            while not self.is_elected and not stop.wait(TIMING.stand_by_s):
+                self._target.elect(self._source)
         if not stop.is_set():
             self._follow(stop)
 
@@ -187,7 +195,7 @@ class Mirror(Closing, ProcessBound):
             DBufferError: the error that ended this mirror.
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
-        newest = self._remote.newest_pointer()
+        newest = self._source.newest()
         if self._receiver is not None:
             self._receiver.wake()
         while newest is not None and not self._has(newest):
@@ -196,7 +204,7 @@ class Mirror(Closing, ProcessBound):
             if time.monotonic() > deadline:
                 problem = None if self._receiver is None else self._receiver.record.current.problem
                 raise WaitTimeoutError(
-                    f"{self._local.root} did not catch up with {self._remote.root} within "
+                    f"{self._target.name} did not catch up with {self._source.name} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
             time.sleep(TIMING.mirror_look_s)
@@ -204,14 +212,18 @@ class Mirror(Closing, ProcessBound):
     def close(self) -> None:
         """Stop. What was copied stays; a mirror that stands by takes over."""
         self._stop.set()
+        for bucket in self._buckets:
+            bucket.end_retries()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._copier.close()
-        self._resign()
+        self._target.resign()
+        for bucket in self._buckets:
+            bucket.close()
 
-    def _has(self, newest: Pointer) -> bool:
-        pointer = self._local.newest_pointer() if self._local.exists() else None
+    def _has(self, newest: Pointer | BucketPointer) -> bool:
+        pointer = self._target.newest()
         if pointer is None or pointer.version < newest.version or pointer.history != newest.history:
             return False
         is_announced_here = self.is_elected or self._error is not None
@@ -220,58 +232,30 @@ class Mirror(Closing, ProcessBound):
     def _run_in_thread(self) -> None:
         try:
             self.run()
-        except _OneStoreError as error:
+        except OneStoreError as error:
             logger.info("%s", error)
         # No caller is there to raise it to: `wait_until_current` raises it, and the log has it.
         except Exception as error:
             self._error = error
-            logger.exception("the mirror of %s has ended", self._remote.root)
+            logger.exception("the mirror of %s has ended", self._source.name)
         finally:
-            self._resign()
-
-    # Election
-
-    def _elect(self) -> bool:
-        """Become the mirror of the local store, if no other is, and the store is fit to be read.
-
-        Raises:
-            OptionError: the local store holds another store's versions.
-        """
-        filesystem.make_directory(self._local.root, parents=True)
-        self._local.check()
-        require_no_other_weights(self._local.root, move_torchrl_aside=self._move_torchrl_aside)
-        path = self._local.root / MIRROR_LOCK_FILE
-        lock = filesystem.take_lock(path, "mirror's", may_lack_locks=False)
-        if lock is None:
-            return False
-        try:
-            require_not_stale(self._remote, self._local)
-        except BaseException:
-            lock.close()
-            raise
-        self._lock = lock
-        return True
-
-    def _resign(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+            self._target.resign()
 
     def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has begun with what the remote store holds now."""
+        """Wait until the elected mirror has begun with what the source holds now."""
         deadline = time.monotonic() + TIMING.prepared_s
-        while is_stale(self._remote, self._local) and not self._elect():
+        while self._target.is_stale(self._source) and not self._target.elect(self._source):
             if time.monotonic() > deadline:
                 raise OptionError(
-                    f"a mirror of another store than {self._remote.root} is at work in "
-                    f"{self._local.root}; stop it, or give another directory"
+                    f"a mirror of another store than {self._source.name} is at work in "
+                    f"{self._target.name}; stop it, or give another directory"
                 )
             time.sleep(TIMING.mirror_look_s)
 
     # Following
 
     def _follow(self, stop: threading.Event) -> None:
-        with self._open_receiver() as receiver:
+        with contextlib.closing(self._open_receiver()) as receiver:
             loop = FollowLoop(
                 receiver, "mirroring", logger, new_history="follow", final=_FINAL, stop=stop
             )
@@ -292,25 +276,20 @@ class Mirror(Closing, ProcessBound):
             finally:
                 self._close_copy()
 
-    def _open_receiver(self) -> WeightReceiver:
-        # The same name when it is started again: one record a node and local store.
-        of_local = xxhash.xxh3_64_hexdigest(os.fsencode(self._local.root))
-        name = f"mirror-{host_in_id()}-{of_local}"
-        receiver = WeightReceiver(
-            self._remote.root,
-            receiver_id=name,
-            poll_interval_s=self._poll_interval_s,
-            num_threads=self._copier.num_threads,
-            allow_shared_store=self._allow_shared_store,
-        )
+    def _open_receiver(self) -> SourceReceiver:
+        # The same name when it is started again: one record a node and target.
+        of_target = xxhash.xxh3_64_hexdigest(os.fsencode(self._target.name))
+        receiver = self._source.open_receiver(f"mirror-{host_in_id()}-{of_target}")
         receiver.record.count(**_NO_STATS)
         self._receiver = receiver
         return receiver
 
-    def _copy_newest(self, receiver: WeightReceiver) -> Publication | None:
+    def _copy_newest(self, receiver: SourceReceiver) -> Publication | None:
         """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
         if self._copy is None:
-            self._copy = self._begin_history(receiver.history)
+            self._copy, published = self._target.begin(self._source, receiver)
+            if published is not None:
+                self._published = self._announced = published
         with receiver.hold_seen(self._published) as held:
             copied = None if held is None else self._copy.copy(held, receiver)
         if copied is not None:
@@ -324,40 +303,24 @@ class Mirror(Closing, ProcessBound):
         if copy is not None:
             copy.close()
 
-    def _begin_history(self, history: str | None) -> LocalCopy:
-        """Become the local store's writer, once there is something to write.
 
-        Raises:
-            OptionError: it holds versions that must not be replaced.
-        """
-        remote, local = self._remote.writer(), self._local.writer()
-        if remote is None:
-            raise StoreNotFoundError(f"{self._remote.root} has no record of its sender")
-        if local is not None and local.run == remote.run:
-            raise _OneStoreError(
-                f"{self._remote.root} and {self._local.root} are one store under two names: "
-                "there is nothing to mirror"
-            )
-        history = history or remote.history
-        pointer = self._local.pointer()
-        if pointer is not None and local is not None and local.history == history:
-            require_not_put_back(self._remote, self._local, pointer.version)
-            self._published = self._announced = pointer.version
-        elif pointer is not None and (local is None or local.history != self._copied_history):
-            what = f"version {pointer.version} of another store than {self._remote.root}"
-            raise refusal(self._local, what)
-        writer = BufferWriter(
-            self._local.root,
-            durable=False,
-            reader_timeout_s=self._reader_timeout_s,
-            allow_shared_store=self._allow_shared_store,
-            history=history,
+def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
+    """Open an end of a mirror: a bucket for its URL, else a directory."""
+    if is_bucket_url(place):
+        return Bucket(str(place))
+    if isinstance(place, str) and place.startswith("file://"):
+        place = unquote(urlsplit(place).path)
+    return options.directory(name, place)
+
+
+def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
+    if isinstance(source, Bucket) and isinstance(target, Bucket):
+        raise OptionError(
+            f"{source.url} and {target.url} are both buckets: a mirror's other end is a store"
         )
-        copy = LocalCopy(
-            writer, self._local, self._remote.root, copier=self._copier, progress=self._progress
-        )
-        self._copied_history = history
-        return copy
+    paths = [filesystem.real_path(end) for end in (source, target) if isinstance(end, Path)]
+    if len(paths) == 2 and paths[0] == paths[1]:
+        raise OptionError(f"{source} and {target} are one directory: there is nothing to mirror")
 
 
 def start_mirror(
@@ -375,6 +338,8 @@ def start_mirror(
     """
     if local is None:
         return None
+    if is_bucket_url(remote):
+        return Mirror(remote, local, **more).start()
     remote, local = options.directory("remote", remote), options.directory("local", local)
     if filesystem.real_path(local) == filesystem.real_path(remote):
         return None

@@ -5,33 +5,34 @@ from __future__ import annotations
 import shlex
 
 from dbuffer.errors import OptionError
+from dbuffer.mirror.ends import Source
 from dbuffer.store.buffer import DoubleBuffer
 
 
-def require_not_stale(remote: DoubleBuffer, local: DoubleBuffer) -> None:
+def require_not_stale(source: Source, local: DoubleBuffer) -> None:
     """Refuse a local store that :func:`is_stale`.
 
     Raises:
         OptionError: it holds another store's versions.
     """
-    if is_stale(remote, local):
-        is_away = "" if remote.exists() else ", which is not there"
-        raise refusal(local, f"versions of another store than {remote.root}{is_away}")
+    if is_stale(source, local):
+        is_away = "" if source.exists() else ", which is not there"
+        raise refusal(local, f"versions of another store than {source.name}{is_away}")
 
 
-def is_stale(remote: DoubleBuffer, local: DoubleBuffer) -> bool:
-    """Whether a mirror has left versions in the local store that the remote one never held.
+def is_stale(source: Source, local: DoubleBuffer) -> bool:
+    """Whether a mirror has left versions in the local store that the source never held.
 
-    Without a remote store this is unknown: they count as stale unless a process uses them, as the
+    Without a source this is unknown: they count as stale unless a process uses them, as the
     network may be away.
     """
     pointer = local.pointer()
     if pointer is None:
         return False
-    is_there = remote.exists()
+    is_there = source.exists()
     if is_there:
-        source, copy = remote.writer(), local.writer()
-        if source is not None and copy is not None and source.history == copy.history:
+        copy = local.writer()
+        if copy is not None and source.history() == copy.history:
             return False
     # The newest decides: where a sender has taken a mirror over, the older one may be a copy.
     manifest = local.manifest(pointer.buffer)
@@ -40,18 +41,18 @@ def is_stale(remote: DoubleBuffer, local: DoubleBuffer) -> bool:
     return is_there or not _users(local)
 
 
-def require_not_put_back(remote: DoubleBuffer, local: DoubleBuffer, published: int) -> None:
-    """Refuse a remote store that an older copy has replaced since ``published`` was copied.
+def require_not_put_back(source: Source, target_name: str, published: int) -> None:
+    """Refuse a source that an older copy has replaced since ``published`` was copied.
 
     Raises:
         OptionError: it holds no version as new as that.
     """
-    newest = remote.newest_pointer()
+    newest = source.newest()
     if newest is None or newest.version < published:
         raise OptionError(
-            f"{remote.root} went back to version {newest and newest.version}, and {local.root} "
+            f"{source.name} went back to version {newest and newest.version}, and {target_name} "
             f"holds version {published} of it: was it put back from a copy? Give another "
-            "directory, or remove the local one"
+            "target, or remove that one"
         )
 
 

@@ -1,5 +1,8 @@
 """`AcknowledgementRelay`: copies receivers' records from a local store to the one it mirrors.
 
+Between two stores the local one's records are read in its directory, and written, a file each, into
+that of the remote one.
+
 A sender waits for receivers by the records in its own store; a mirror's readers have theirs in the
 local store. Relays chain as mirrors do: one of the next store finds these records again. A relay
 keeps a record alive for as long as the receiver itself may live; then it copies the record's last
@@ -13,9 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from pathlib import Path
+from typing import Protocol
 
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
@@ -31,15 +34,35 @@ _Key = tuple[str, str]
 """Id and token of a receiver."""
 
 
+class RecordReader(Protocol):
+    """Records of receivers, as `DoubleBuffer` reads those of a store."""
+
+    def receivers(self) -> list[ReceiverRecord]: ...
+
+    def may_live(self, record: ReceiverRecord) -> bool: ...
+
+
+class RecordWriter(Protocol):
+    """Place that records are relayed to."""
+
+    @property
+    def name(self) -> str:
+        """Name for the log."""
+
+    def write(self, records: Collection[ReceiverRecord]) -> None:
+        """Let these relayed records be there, and no others of this writer."""
+
+    def close(self) -> None:
+        """Write what is left to be written, and stop showing life; the records stay."""
+
+
 class AcknowledgementRelay:
     """Relays in a thread of its own, from construction to :meth:`close`."""
 
-    def __init__(self, local: DoubleBuffer, remote: Path) -> None:
-        self._local = local
-        self._remote = DoubleBuffer(remote, allow_shared_store=True)
+    def __init__(self, reader: RecordReader, writer: RecordWriter) -> None:
+        self._reader = reader
+        self._writer = writer
         self._records: list[ReceiverRecord] = []
-        self._files: dict[_Key, PublishedRecord] = {}
-        self._touched_at = time.monotonic()
         self._problem: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dbuffer-relay", daemon=True)
@@ -49,40 +72,62 @@ class AcknowledgementRelay:
         """Relay what there is, and stop."""
         self._stop.set()
         self._thread.join()
-        for file in self._files.values():
-            file.close()
 
     def _run(self) -> None:
         is_last = False
         while not is_last:
             is_last = self._stop.wait(TIMING.relay_s)
-            try:
-                self._relay()
-                self._problem = None
-            # The last two: no memory, or no more threads, for now.
-            except (DBufferError, OSError, MemoryError, RuntimeError) as error:
-                if str(error) != self._problem:  # logged once; it is tried again
-                    remote = self._remote.root
-                    logger.warning("cannot relay acknowledgements to %s: %s", remote, error)
-                self._problem = str(error)
+            self._try(self._relay)
+        self._try(self._writer.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._problem = None
+        # The last two: no memory, or no more threads, for now.
+        except (DBufferError, OSError, MemoryError, RuntimeError) as error:
+            if str(error) != self._problem:  # logged once; it is tried again
+                message = "cannot relay acknowledgements to %s: %s"
+                logger.warning(message, self._writer.name, error)
+            self._problem = str(error)
 
     def _relay(self) -> None:
         # Before records are read: a record that is read after its receiver's end is the last one.
-        ended = {_key(record) for record in self._records if not self._local.may_live(record)}
-        self._records = self._local.receivers()
-        records = {_key(record): _relayed(record, ended) for record in self._records}
-        for key in self._files.keys() - records.keys():
+        ended = {_key(record) for record in self._records if not self._reader.may_live(record)}
+        self._records = self._reader.receivers()
+        self._writer.write([_relayed(record, ended) for record in self._records])
+
+
+class StoreRecords:
+    """Relayed records in a store, each in a file of its own."""
+
+    def __init__(self, store: DoubleBuffer) -> None:
+        self._store = DoubleBuffer(store.root, allow_shared_store=True)
+        self._files: dict[_Key, PublishedRecord] = {}
+        self._touched_at = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return str(self._store.root)
+
+    def write(self, records: Collection[ReceiverRecord]) -> None:
+        by_key = {_key(record): record for record in records}
+        for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
         # Not Path.is_dir(), which raises what a network mount may answer.
-        if not os.path.isdir(self._remote.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
+        if not os.path.isdir(self._store.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
-        for key, record in records.items():
-            self._update(self._files.setdefault(key, PublishedRecord(self._remote, *key)), record)
+        for key, record in by_key.items():
+            self._update(self._files.setdefault(key, PublishedRecord(self._store, *key)), record)
         if time.monotonic() - self._touched_at > TIMING.heartbeat_s:
             self._touched_at = time.monotonic()
             for file in self._files.values():
                 if file.record is not None and not file.record.has_ended:
                     file.show_life()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
         """Write a record, if more has changed in it than its time."""

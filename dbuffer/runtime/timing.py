@@ -94,6 +94,25 @@ class Timing:
     """Interval at which local records are read; only those that have changed go over the
     network."""
 
+    connect_s: float = 10.0
+    """Time to connect to an object storage."""
+    request_s: float = 120.0
+    """Time for one request to it: a part of 32 MiB at 0.3 MB/s."""
+    request_retry_s: float = 0.2
+    """Pause before a failed request is repeated, at most; it doubles with each further one."""
+    bucket_records_s: float = 1.0
+    """Least time between two puts of the object with a mirror's records."""
+    bucket_heartbeat_s: float = 60.0
+    """Interval at which that object is put although no record has changed."""
+    bucket_presumed_dead_after_s: float = 240.0
+    """Receivers count as dead when their mirror's object has not changed for so long, by the clock
+    of the host that looks."""
+    bucket_list_s: float = 5.0
+    """Interval at which the sender's mirror lists these objects."""
+    bucket_grace_s: float = 3600.0
+    """Time for which objects of a version that is not kept are still there: who reads them must be
+    done by then, or starts over with a newer version."""
+
     # integrations.engine
     ready_check_s: float = 0.002
     """Interval at which ranks' records are read until all ranks are ready: a few small files,

@@ -18,7 +18,7 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -35,7 +35,7 @@ def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
     for store in (remote, local):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
-    relay = AcknowledgementRelay(DoubleBuffer(local), remote)
+    relay = AcknowledgementRelay(DoubleBuffer(local), StoreRecords(DoubleBuffer(remote)))
     yield relay
     relay.close()
 
@@ -127,7 +127,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
         assert not record_of(remote, "rank").has_ended
         read = threading.Event()
         may_go_on = threading.Event()
-        receivers = relay._local.receivers
+        receivers = relay._reader.receivers
 
         def read_and_wait() -> list[ReceiverRecord]:
             found = receivers()
@@ -135,7 +135,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
             assert may_go_on.wait(20)
             return found
 
-        relay._local.receivers = read_and_wait
+        relay._reader.receivers = read_and_wait
         assert read.wait(10)  # and what it has read says version 1
         reader.send()
         assert reader.wait() == 0
@@ -196,7 +196,7 @@ def test_the_last_word_is_carried_when_it_is_closed(remote, local):
     for store in (remote, local):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
-    relay = AcknowledgementRelay(DoubleBuffer(local), remote)
+    relay = AcknowledgementRelay(DoubleBuffer(local), StoreRecords(DoubleBuffer(remote)))
     record = RecordFile(local, "rank")
     for version in range(1, 20):
         record.write(applied_version=version)

@@ -21,7 +21,7 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -423,7 +423,9 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path, mount):
         publish(senders[0], 1)
         kept = []
         for node in nodes:
-            stack.callback(AcknowledgementRelay(DoubleBuffer(node), remote).close)
+            stack.callback(
+                AcknowledgementRelay(DoubleBuffer(node), StoreRecords(DoubleBuffer(remote))).close
+            )
             kept.append(RecordFile(node, NAME))
             kept[-1].write(applied_version=1, history=history_of(remote))
         senders[0].wait_applied(1, receivers=2, timeout_s=SOON_S)

@@ -48,7 +48,7 @@ from dbuffer.integrations.torchrl import (
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
-from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
+from dbuffer.mirror.stores import MIRROR_LOCK_FILE
 
 pytestmark = NEEDS_VLLM
 

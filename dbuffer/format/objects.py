@@ -1,0 +1,176 @@
+"""Names and records of a bucket's objects, through which versions go from one store to another.
+
+All objects but the pointer and the receivers' are immutable. Large ones are cut into parts, whose
+names have the digests of their content: a part that is put twice stays the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import (
+    DIGEST,
+    IDENTITY,
+    MAX_RECORD_BYTES,
+    Manifest,
+    Record,
+    made_of,
+)
+
+POINTER_OBJECT = "CURRENT"
+RECEIVERS_PREFIX = "receivers"
+
+PART_BYTES = 32 << 20
+"""Size of the parts that are written: many enough for requests side by side, and few enough for
+what a request costs."""
+
+MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
+"""No object with a record is larger; a part is as large as the version says."""
+
+_IDENTITY = IDENTITY.pattern
+_OBJECT = re.compile(
+    rf"[0-9a-f]{{16}}/(versions/[0-9]{{19}}-{_IDENTITY}\.json"
+    rf"|(weights|deltas)/{_IDENTITY}/[0-9]{{6}}-[0-9a-f]{{16}})"
+)
+_RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}}\.json")
+
+
+class Parts(NamedTuple):
+    """A file in parts: all but the last have the same size."""
+
+    num_bytes: int
+    digests: list[str]
+    """Digest of each part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPointer(Record):
+    """``CURRENT``: which version is the newest in a bucket."""
+
+    NAME: ClassVar = "bucket's version pointer"
+    PATTERNS: ClassVar = {
+        "identity": IDENTITY,
+        "history": DIGEST,
+        "writer": DIGEST,
+        "version_xxh3": DIGEST,
+    }
+
+    version: int
+    identity: str
+    history: str
+    """History of the store that is mirrored."""
+    writer: str
+    """Random name of the mirror that put it: one that reads another name has lost the bucket."""
+    version_xxh3: str
+    """Digest of the object with the version's record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketVersion(Record):
+    """``HISTORY/versions/VERSION-IDENTITY.json``: a version, and the parts that it consists of."""
+
+    NAME: ClassVar = "bucket's version"
+
+    manifest: dict[str, Any]
+    """Fields of its `Manifest`; ``origin`` is its identity, and ``anchor_buffer`` null."""
+    part_bytes: int
+    """Size of each part but the last of a file."""
+    anchor_version: int
+    """Number of the version in the weights file."""
+    weights: list[str]
+    """Digests of the weights file's parts."""
+    deltas: dict[str, Any] = field(default_factory=dict)
+    """Parts of each delta of its chain, by the identity of the version that it leads to."""
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        manifest = self.described
+        if manifest.state != "complete" or manifest.origin is None or not self.part_bytes:
+            raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
+        if set(manifest.chain[1:]) != self.deltas.keys():
+            raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
+        for parts in (self.weights_parts, *map(self.delta_parts, self.deltas)):
+            count = -(-parts.num_bytes // self.part_bytes)
+            if len(parts.digests) != count or not all(map(_is_digest, parts.digests)):
+                raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
+
+    @property
+    def described(self) -> Manifest:
+        """The version's manifest."""
+        return made_of(Manifest, self.manifest)
+
+    @property
+    def anchor(self) -> str:
+        """Identity of the version in the weights file."""
+        return str(self.manifest["anchor"] or self.manifest["origin"])
+
+    @property
+    def weights_parts(self) -> Parts:
+        return Parts(self.manifest["file_bytes"], self.weights)
+
+    def delta_parts(self, identity: str) -> Parts:
+        """Parts of the delta that leads to the version of this identity."""
+        match self.deltas[identity]:
+            case [int(num_bytes), list(digests)] if num_bytes > 0:
+                return Parts(num_bytes, digests)
+        raise StoreCorruptError(f"{self.NAME}: field 'deltas' has no size and digests")
+
+    @property
+    def objects(self) -> set[str]:
+        """Names of all objects that it consists of, and of its record's."""
+        history = self.manifest["history"]
+        names = {version_object(history, self.manifest["version"], self.manifest["origin"])}
+        names.update(part_objects(f"{history}/weights/{self.anchor}", self.weights))
+        for identity in self.deltas:
+            directory = f"{history}/deltas/{identity}"
+            names.update(part_objects(directory, self.delta_parts(identity).digests))
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketReceivers(Record):
+    """``receivers/MIRROR.json``: records of a mirror, and of the receivers of its local store."""
+
+    NAME: ClassVar = "bucket's receivers"
+
+    records: list[Any]
+    """Fields of `ReceiverRecord` each, with ``is_relayed``."""
+    updated_at: float
+    """Time by the mirror's clock: an object that is put again differs from the one before."""
+
+
+def version_object(history: str, version: int, identity: str) -> str:
+    """Name of the object with a version's record."""
+    return f"{history}/versions/{version:019}-{identity}.json"
+
+
+def part_objects(directory: str, digests: list[str]) -> list[str]:
+    """Names of the parts of a file."""
+    return [part_object(directory, index, xxh3) for index, xxh3 in enumerate(digests)]
+
+
+def part_object(directory: str, index: int, xxh3: str) -> str:
+    """Name of a part."""
+    return f"{directory}/{index:06}-{xxh3}"
+
+
+def receivers_object(mirror: str) -> str:
+    """Name of the object with the records of a mirror's store."""
+    return f"{RECEIVERS_PREFIX}/{mirror}.json"
+
+
+def is_of_version(name: str) -> bool:
+    """Whether an object's name is one that a mirror gives to a version's record or part."""
+    return _OBJECT.fullmatch(name) is not None
+
+
+def is_of_receivers(name: str) -> bool:
+    """Whether an object's name is one that a mirror gives to records of receivers."""
+    return _RECEIVERS.fullmatch(name) is not None
+
+
+def _is_digest(text: Any) -> bool:
+    return isinstance(text, str) and DIGEST.fullmatch(text) is not None

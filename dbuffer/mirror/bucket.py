@@ -1,0 +1,243 @@
+"""`Bucket`: the objects under one prefix of an object storage, by obstore.
+
+obstore signs requests and knows the services; each call of it is one request here. Retries are
+ours: they are counted, and a caller knows that a conditional put may have been repeated.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import logging
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeVar
+
+from dbuffer.errors import (
+    DBufferError,
+    OptionError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreNotFoundError,
+)
+from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
+from dbuffer.format.objects import MAX_OBJECT_BYTES
+from dbuffer.io.copier import Copier
+from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Tag: TypeAlias = dict[str, str]
+"""ETag of an object's content, and on some services its version, for requests with a condition."""
+
+NUM_REQUESTS = 8
+"""Requests that are made side by side: one alone does not fill a network."""
+
+_ATTEMPTS = 6
+
+_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|memory)://.+")
+
+
+def is_bucket_url(place: object) -> bool:
+    """Whether a mirror's end is a bucket, and no directory."""
+    return isinstance(place, str) and _URL.fullmatch(place) is not None
+
+
+class Bucket(Closing):
+    """Objects under a URL such as ``s3://bucket/prefix``. Any number of threads may use it.
+
+    Errors that may pass (429, 5xx, a connection that broke) are retried with backoff, a few times.
+
+    Raises, in all its methods:
+        StoreNotFoundError: there is no such object, or no bucket.
+        StoreAccessError: access was refused, or the service does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._obstore = _obstore()
+        self._errors = self._obstore.exceptions
+        self._stop = threading.Event()
+        self._copier = Copier(NUM_REQUESTS)
+        self.requests: collections.Counter[str] = collections.Counter()
+        """Number of requests made, by kind: get, put, list, delete."""
+        try:
+            self._objects = self._obstore.store.from_url(
+                self.url,
+                # http is used only if the environment names an endpoint with it.
+                client_options={
+                    "allow_http": True,
+                    "connect_timeout": timedelta(seconds=TIMING.connect_s),
+                    "timeout": timedelta(seconds=TIMING.request_s),
+                },
+                retry_config={"max_retries": 0},
+            )
+        except (self._errors.BaseError, ValueError) as error:
+            raise OptionError(f"{self.url} is no bucket's URL: {_first_line(error)}") from error
+
+    def end_retries(self) -> None:
+        """Let requests that fail from now on be given up at once."""
+        self._stop.set()
+
+    def close(self) -> None:
+        self.end_retries()
+        self._copier.close()
+
+    def get(self, name: str, num_bytes: int) -> memoryview:
+        """Return the content of an object of a known size."""
+
+        def request() -> memoryview | None:
+            result = self._obstore.get(self._objects, name)
+            is_right = result.meta["size"] == num_bytes
+            return memoryview(result.buffer()) if is_right else None
+
+        data = self._request("get", name, request)
+        if data is None or data.nbytes != num_bytes:
+            raise StoreCorruptError(f"{self.name_of(name)} has not the size that was published")
+        return data
+
+    def get_range(self, name: str, start: int, end: int) -> memoryview:
+        """Return some bytes of an object."""
+        get = self._obstore.get_range
+
+        def request() -> memoryview:
+            return memoryview(get(self._objects, name, start=start, end=end))
+
+        data = self._request("get", name, request)
+        if data.nbytes != end - start:
+            raise StoreCorruptError(f"{self.name_of(name)} is shorter than what was published")
+        return data
+
+    def read(
+        self, kind: type[RecordT], name: str, tag: Tag | None = None
+    ) -> tuple[RecordT, Tag] | None:
+        """Read a record; None: its content is still that of ``tag``."""
+        options: Any = None if tag is None else {"if_none_match": tag["e_tag"]}
+
+        def request() -> tuple[bytes, Tag] | None:
+            try:
+                result = self._obstore.get(self._objects, name, options=options)
+                if result.meta["size"] > MAX_OBJECT_BYTES:
+                    raise StoreCorruptError(f"{self.name_of(name)} is too large for a record")
+                data = bytes(result.buffer())
+            except self._errors.NotModifiedError:
+                return None
+            return data, _tag_of(result.meta)
+
+        result = self._request("get", name, request)
+        if result is None:
+            return None
+        try:
+            return decode(kind, result[0]), result[1]
+        except UNDECODABLE as error:
+            raise type(error)(f"{self.name_of(name)}: {error}") from None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put an object, whatever was there."""
+        self._request("put", name, lambda: self._put(name, data, "overwrite"))
+
+    def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
+        """Put an object if it still has the content of ``tag``, or with None is not there.
+
+        Returns:
+            The tag of the new content. None: it has another content, which may be this one, if the
+            answer to a put that succeeded was lost.
+        """
+
+        def request() -> Tag | None:
+            try:
+                return self._put(name, data, "create" if tag is None else tag)
+            except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+                return None
+
+        return self._request("put", name, request)
+
+    def list(self, prefix: str) -> dict[str, str | None]:
+        """Return the names of all objects under a prefix, with their ETags."""
+
+        def request() -> dict[str, str | None]:
+            listed: dict[str, str | None] = {}
+            for count, page in enumerate(self._obstore.list(self._objects, prefix)):
+                self.requests["list"] += count > 0  # each page is a request
+                listed |= {each["path"]: each["e_tag"] for each in page}
+            return listed
+
+        return self._request("list", prefix, request)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, if they are there."""
+
+        def delete(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._obstore.delete(self._objects, name)
+
+        self.in_parallel(lambda name: self._request("delete", name, lambda: delete(name)), names)
+
+    def in_parallel(self, action: Callable[[T], Any], items: Sequence[T]) -> None:
+        """Call a function with each item, from several threads."""
+
+        def work(index: int, _: int) -> None:
+            action(items[index])
+
+        self._copier.in_parallel(work, [(index, index + 1) for index in range(len(items))])
+
+    def name_of(self, name: str) -> str:
+        """Return an object's URL, for messages."""
+        return f"{self.url}/{name}"
+
+    def _put(self, name: str, data: bytes, mode: Any) -> Tag:
+        result = self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False)
+        return _tag_of(result)
+
+    def _request(self, kind: str, name: str, action: Callable[[], T]) -> T:
+        for pause_s in _pauses():
+            self.requests[kind] += 1
+            try:
+                return action()
+            except FileNotFoundError as error:
+                raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
+            except self._errors.GenericError as error:
+                failure = error
+            except (self._errors.BaseError, NotImplementedError) as error:
+                raise self._refused(kind, name, error) from error
+            logger.debug("%s of %s failed: %s", kind, name, _first_line(failure))
+            if pause_s is None or self._stop.wait(pause_s):
+                break
+        raise self._refused(kind, name, failure) from failure
+
+    def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
+        return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_first_line(error)}")
+
+
+def _pauses() -> Iterator[float | None]:
+    """Pauses after each attempt of a request; None: there is no further one."""
+    pause_s = TIMING.request_retry_s
+    for _ in range(_ATTEMPTS - 1):
+        yield pause_s * random.uniform(0.5, 1)  # noqa: S311 - many clients must not retry at once
+        pause_s *= 2
+    yield None
+
+
+def _tag_of(described: Mapping[str, Any]) -> Tag:
+    return {name: described[name] for name in ("e_tag", "version") if described[name] is not None}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:500]
+
+
+def _obstore() -> Any:
+    try:
+        importlib.import_module("obstore.store")
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise DBufferError(
+            f"buckets need {error.name}: pip install 'dbuffer[objects]', or obstore itself"
+        ) from error

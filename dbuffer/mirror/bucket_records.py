@@ -1,0 +1,146 @@
+"""Receivers' records in a bucket: an object for each mirror, with those of its local store.
+
+Clocks of two clusters are not compared: a mirror shows life by putting its object again, and who
+reads it goes by its own time since the object has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from dbuffer.errors import StoreNotFoundError
+from dbuffer.format.manifest import (
+    UNDECODABLE,
+    ReceiverRecord,
+    encode,
+    fields_of,
+    made_of,
+)
+from dbuffer.format.objects import (
+    RECEIVERS_PREFIX,
+    BucketReceivers,
+    is_of_receivers,
+    receivers_object,
+)
+from dbuffer.mirror.bucket import Bucket
+from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store.records import OwnRecord
+
+logger = logging.getLogger(__name__)
+
+
+class BucketRecords:
+    """Records that are relayed to a bucket, with the mirror's own, in one object."""
+
+    def __init__(self, bucket: Bucket, own: OwnRecord) -> None:
+        self._bucket = bucket
+        self._own = own
+        self._object = receivers_object(own.current.receiver)
+        self._current: list[ReceiverRecord] = []
+        self._put: list[ReceiverRecord] = []
+        """Records that the object holds."""
+        self._put_at = -TIMING.bucket_heartbeat_s
+
+    @property
+    def name(self) -> str:
+        return self._bucket.url
+
+    def write(self, records: Collection[ReceiverRecord]) -> None:
+        own = replace(self._own.current, is_relayed=True)
+        self._current = [own, *records]
+        limit_s = TIMING.bucket_records_s if self._has_changed else TIMING.bucket_heartbeat_s
+        if time.monotonic() - self._put_at >= limit_s:
+            self._put_object()
+
+    def close(self) -> None:
+        if self._has_changed:
+            self._put_object()
+
+    @property
+    def _has_changed(self) -> bool:
+        return _without_times(self._current) != _without_times(self._put)
+
+    def _put_object(self) -> None:
+        self._put_at = time.monotonic()  # also of one that fails
+        current = self._current
+        record = BucketReceivers(records=[*map(fields_of, current)], updated_at=time.time())
+        self._bucket.put(self._object, encode(record))
+        self._put = current
+
+
+def _without_times(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
+    return [replace(record, updated_at=0.0) for record in records]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An object with records, as it was seen last."""
+
+    e_tag: str | None
+    changed_at: float
+    """Time at which it was seen changed, by this host's clock."""
+    records: list[ReceiverRecord]
+
+
+class ReceiversOfBucket:
+    """Reader of all records in a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._seen: dict[str, _Seen] = {}
+        self._changed_at: dict[tuple[str, str], float] = {}
+        self._listed_at = -TIMING.bucket_list_s
+
+    def receivers(self) -> list[ReceiverRecord]:
+        now = time.monotonic()
+        if now - self._listed_at >= TIMING.bucket_list_s:
+            self._listed_at = now
+            listed = self._bucket.list(RECEIVERS_PREFIX)
+            changed = [
+                name
+                for name, e_tag in listed.items()
+                if is_of_receivers(name)
+                and (name not in self._seen or self._seen[name].e_tag != e_tag)
+            ]
+            self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
+            self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
+            self._changed_at = {
+                (record.receiver, record.token): seen.changed_at
+                for seen in self._seen.values()
+                for record in seen.records
+            }
+        return self.known()
+
+    def known(self) -> list[ReceiverRecord]:
+        """Return the records that were read last."""
+        return [record for seen in list(self._seen.values()) for record in seen.records]
+
+    def may_live(self, record: ReceiverRecord) -> bool:
+        """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
+        changed_at = self._changed_at.get((record.receiver, record.token))
+        if record.has_ended or changed_at is None:
+            return False
+        return time.monotonic() - changed_at < TIMING.bucket_presumed_dead_after_s
+
+    def _read(self, name: str, e_tag: str | None) -> None:
+        records: list[ReceiverRecord] = []
+        try:
+            read = self._bucket.read(BucketReceivers, name)
+            if read is not None:
+                records = [made_of(ReceiverRecord, fields) for fields in read[0].records]
+        except StoreNotFoundError:  # it was removed just now
+            return
+        except UNDECODABLE as error:
+            log_once(logger, "ignoring unusable records, remove them: %s", str(error))
+        # By this host's clock, which the sender compares with its own start: what has changed since
+        # it was first seen, has changed now.
+        now, is_known = time.time(), name in self._seen
+        records = [
+            replace(record, updated_at=now if is_known else min(now, record.updated_at))
+            for record in records
+        ]
+        self._seen[name] = _Seen(e_tag, time.monotonic(), records)

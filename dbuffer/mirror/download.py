@@ -1,0 +1,315 @@
+"""A bucket as a mirror's source: `BucketSource`, its receiver, and a version that is held there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from dbuffer.errors import (
+    SnapshotEvictedError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    VersionRegressedError,
+)
+from dbuffer.format.layout import KeptLayouts, digest
+from dbuffer.format.manifest import encode
+from dbuffer.format.objects import (
+    POINTER_OBJECT,
+    BucketPointer,
+    BucketVersion,
+    Parts,
+    part_object,
+    version_object,
+)
+from dbuffer.io.copier import Copier
+from dbuffer.io.transfer import OnBytes
+from dbuffer.mirror.bucket import Bucket, Tag
+from dbuffer.mirror.bucket_records import BucketRecords
+from dbuffer.mirror.ends import SourceReceiver
+from dbuffer.receive.reader import VersionVerifier
+from dbuffer.runtime.timing import TIMING
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.hold import HeldVersion
+from dbuffer.store.records import OwnRecord
+
+
+class HeldObjects(HeldVersion):
+    """A version in a bucket. Deltas that were fetched are kept in memory until it is released.
+
+    Args:
+        bucket: where it is.
+        version: its record.
+        layouts: the layouts that were decoded last.
+    """
+
+    def __init__(self, bucket: Bucket, version: BucketVersion, layouts: KeptLayouts) -> None:
+        self.manifest = version.described
+        self._bucket = bucket
+        self._version = version
+        self._layouts = layouts
+        self._prefix = self.manifest.history
+        self._weights = f"{self._prefix}/weights/{version.anchor}"
+        self._deltas: dict[str, Descriptor] = {}
+
+    @property
+    def name(self) -> str:
+        return self._bucket.name_of(self._weights)
+
+    @property
+    def layouts(self) -> KeptLayouts:
+        return self._layouts
+
+    def release(self) -> None:
+        for file in self._deltas.values():
+            file.close()
+        self._deltas.clear()
+
+    def is_unchanged(self) -> bool:
+        return True  # its objects are immutable
+
+    def is_still_named(self) -> bool:
+        pointer = newest_pointer(self._bucket)
+        return pointer is not None and pointer.identity == self.manifest.identity
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        parts, part_bytes = self._version.weights_parts, self._version.part_bytes
+        data = b""
+        while len(data) < num_bytes:
+            index, start = divmod(offset + len(data), part_bytes)
+            end = min(part_bytes, start + num_bytes - len(data))
+            name = part_object(self._weights, index, parts.digests[index])
+            data += self._bucket.get_range(name, start, end)
+        return data
+
+    def read_data(self, into: memoryview, on_bytes: OnBytes | None) -> None:
+        def place(offset: int, data: memoryview) -> None:
+            data = data[: max(0, into.nbytes - offset)]  # without the footer
+            into[offset : offset + data.nbytes] = data
+            if on_bytes is not None:
+                on_bytes(data.nbytes)
+
+        self._fetch([(self._weights, self._version.weights_parts, place)])
+
+    def open_delta(self, identity: str) -> tuple[str, Descriptor]:
+        if identity not in self._deltas:
+            # With the later ones, which are needed next: a request takes long, side by side or not.
+            self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(identity) :])
+        # Opened once more: the caller closes it.
+        path = f"/proc/self/fd/{self._deltas[identity].number}"
+        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return self._bucket.name_of(f"{self._prefix}/deltas/{identity}"), file
+
+    def _fetch_deltas(self, identities: list[str]) -> None:
+        files: dict[str, Descriptor] = {}
+        wholes: list[_Whole] = []
+        for identity in identities:
+            name = f"{self._prefix}/deltas/{identity}"
+            file = files[identity] = Descriptor(os.memfd_create(identity))
+            place = functools.partial(_write_at, file)
+            wholes.append((name, self._version.delta_parts(identity), place))
+        with filesystem.os_errors("keep deltas in memory", self.name):
+            self._fetch(wholes)
+        self._deltas |= files
+
+    def _fetch(self, wholes: list[_Whole]) -> None:
+        """Fetch all parts of some files, side by side."""
+
+        def fetch(item: tuple[_Whole, int]) -> None:
+            (directory, parts, place), index = item
+            offset = index * self._version.part_bytes
+            num_bytes = min(self._version.part_bytes, parts.num_bytes - offset)
+            name = part_object(directory, index, parts.digests[index])
+            data = self._bucket.get(name, num_bytes)
+            if digest(data) != parts.digests[index]:
+                data = self._bucket.get(name, num_bytes)  # the network may have damaged it
+            if digest(data) != parts.digests[index]:
+                raise StoreCorruptError(f"{self._bucket.name_of(name)} is not what was published")
+            place(offset, data)
+
+        items = [(whole, index) for whole in wholes for index in range(len(whole[1].digests))]
+        self._bucket.in_parallel(fetch, items)
+
+
+_Whole = tuple[str, Parts, Callable[[int, memoryview], None]]
+"""Name of a file, its parts, and a function that puts bytes to their place from an offset on."""
+
+
+def _write_at(file: Descriptor, offset: int, data: memoryview) -> None:
+    filesystem.write_at(file.number, offset, data)
+
+
+def newest_pointer(bucket: Bucket) -> BucketPointer | None:
+    """Read a bucket's pointer; None: nothing was published there."""
+    try:
+        read = bucket.read(BucketPointer, POINTER_OBJECT)
+    except StoreNotFoundError:
+        return None
+    return None if read is None else read[0]
+
+
+def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -> HeldObjects:
+    """Hold the version that a pointer names.
+
+    Raises:
+        SnapshotEvictedError: it has gone since, as newer ones came.
+        StoreCorruptError: its record is damaged, or missing.
+    """
+    name = version_object(pointer.history, pointer.version, pointer.identity)
+    try:
+        read = bucket.read(BucketVersion, name)
+    except StoreNotFoundError as error:
+        if newest_pointer(bucket) == pointer:
+            raise StoreCorruptError(f"{error}, which {POINTER_OBJECT} names") from error
+        raise SnapshotEvictedError(f"{error}: newer versions have come") from error
+    assert read is not None  # noqa: S101 - without a tag it is read
+    record = read[0]
+    if digest(encode(record)) != pointer.version_xxh3:
+        raise StoreCorruptError(f"{bucket.name_of(name)} is not what {POINTER_OBJECT} names")
+    return HeldObjects(bucket, record, layouts)
+
+
+class BucketReceiver:
+    """Receiver of a mirror that follows a bucket. Its record is relayed with others'."""
+
+    def __init__(
+        self, bucket: Bucket, receiver_id: str, *, poll_interval_s: float, copier: Copier
+    ) -> None:
+        self._bucket = bucket
+        self._poll_interval_s = poll_interval_s
+        self.record = OwnRecord(receiver_id)
+        self.reader = VersionVerifier(bucket.url, self.record, copier)
+        self._layouts = KeptLayouts()
+        self._seen: BucketPointer | None = None
+        self._tag: Tag | None = None
+        self._is_woken = threading.Event()
+
+    @property
+    def store(self) -> str:
+        return self._bucket.url
+
+    @property
+    def seen_version(self) -> int:
+        return 0 if self._seen is None else self._seen.version
+
+    @property
+    def history(self) -> str | None:
+        return None if self._seen is None else self._seen.history
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = 60.0,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while stop_event is None or not stop_event.is_set():
+            version = self._look()
+            if version is not None and (newer_than is None or version > newer_than):
+                return version
+            # At random, so that the mirrors of many nodes do not ask all at once.
+            wait_s = self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
+                if wait_s <= 0:
+                    return None
+            self._wait(wait_s, stop_event)
+        return None
+
+    @contextlib.contextmanager
+    def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
+        seen = self._seen
+        if seen is None or (newer_than is not None and seen.version <= newer_than):
+            yield None
+            return
+        with hold_version(self._bucket, seen, self._layouts) as held:
+            yield held
+
+    def note_problem(self, error: Exception | None, version: int | None) -> None:
+        if error is None:
+            self.record.write(problem=None, problem_version=None)
+            return
+        self.record.count(failures=1)
+        self.record.write_problem(error, version, history=self.history)
+
+    def start_over(self) -> None:
+        self._seen = self._tag = None
+        self.record.set(history=None, problem=None, problem_version=None)
+
+    def wake(self) -> None:
+        self._is_woken.set()
+
+    def close(self) -> None:
+        self.record.set(has_ended=True)
+
+    def _look(self) -> int | None:
+        """Read the pointer, unless it is the one that was read last; return its version."""
+        try:
+            read = self._bucket.read(BucketPointer, POINTER_OBJECT, self._tag)
+        except StoreNotFoundError:
+            if self._seen is None:
+                return None
+            raise
+        if read is not None:
+            if self._seen is not None:
+                self._require_successor(self._seen, read[0])
+            self._seen, self._tag = read
+        return self.seen_version
+
+    def _require_successor(self, seen: BucketPointer, now: BucketPointer) -> None:
+        is_other = seen.version == now.version and seen.identity != now.identity
+        if seen.history != now.history or is_other:
+            raise VersionRegressedError(
+                f"{self.store} was emptied or replaced: it held version {seen.version}, and what "
+                f"it holds now, version {now.version}, is of another run",
+                now.history,
+            )
+        if now.version < seen.version:
+            raise VersionRegressedError(
+                f"{self.store} went back from version {seen.version} to {now.version}"
+            )
+
+    def _wait(self, wait_s: float, stop_event: threading.Event | None) -> None:
+        end = time.monotonic() + wait_s
+        while (left_s := end - time.monotonic()) > 0:
+            if self._is_woken.wait(min(left_s, TIMING.stop_check_s)):
+                self._is_woken.clear()
+                return
+            if stop_event is not None and stop_event.is_set():
+                return
+
+
+class BucketSource:
+    """A bucket that a mirror follows."""
+
+    def __init__(self, bucket: Bucket, *, poll_interval_s: float, copier: Copier) -> None:
+        self._bucket = bucket
+        self._poll_interval_s = poll_interval_s
+        self._copier = copier
+
+    @property
+    def name(self) -> str:
+        return self._bucket.url
+
+    def exists(self) -> bool:
+        return self.newest() is not None
+
+    def newest(self) -> BucketPointer | None:
+        return newest_pointer(self._bucket)
+
+    def history(self) -> str | None:
+        newest = self.newest()
+        return None if newest is None else newest.history
+
+    def open_receiver(self, name: str) -> BucketReceiver:
+        return BucketReceiver(
+            self._bucket, name, poll_interval_s=self._poll_interval_s, copier=self._copier
+        )
+
+    def records(self, receiver: SourceReceiver) -> BucketRecords:
+        return BucketRecords(self._bucket, receiver.record)

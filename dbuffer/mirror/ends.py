@@ -1,0 +1,108 @@
+"""The two ends of a mirror, each of which is a store's directory or a bucket."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from dbuffer.format.manifest import Pointer
+from dbuffer.format.objects import BucketPointer
+from dbuffer.mirror.relay import RecordWriter
+from dbuffer.publish.publication import Publication
+from dbuffer.receive.follow_loop import Followed
+from dbuffer.receive.reader import VersionVerifier
+from dbuffer.store.hold import HeldVersion
+from dbuffer.store.records import OwnRecord
+
+
+class SourceReceiver(Followed, Protocol):
+    """Receiver that a mirror follows its source with."""
+
+    @property
+    def record(self) -> OwnRecord:
+        """Its record, with counts and problems."""
+
+    @property
+    def reader(self) -> VersionVerifier:
+        """Verifies the versions that are held."""
+
+    @property
+    def history(self) -> str | None:
+        """History that it follows; None before it has seen a version."""
+
+    def hold_seen(
+        self, newer_than: int | None = None
+    ) -> AbstractContextManager[HeldVersion | None]:
+        """Hold the version that `wait_for_version` has just returned; None: none is so new."""
+
+    def wake(self) -> None:
+        """Let a wait in another thread look at the source at once."""
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """Store or bucket that a mirror follows."""
+
+    @property
+    def name(self) -> str:
+        """Its path or URL, for messages."""
+
+    def exists(self) -> bool:
+        """Whether it is there, published to or not."""
+
+    def newest(self) -> Pointer | BucketPointer | None:
+        """Read which version is the newest; None: there is none."""
+
+    def history(self) -> str | None:
+        """Read the history of its last writer; None: it had no writer."""
+
+    def open_receiver(self, name: str) -> SourceReceiver:
+        """Follow it, as the receiver of this name."""
+
+    def records(self, receiver: SourceReceiver) -> RecordWriter:
+        """Return the place in it to which acknowledgements are relayed."""
+
+
+class Copy(Protocol):
+    """Target of a mirror while it copies one history."""
+
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
+        """Publish a held version once more; None if it was overwritten meanwhile."""
+
+    def close(self) -> None: ...
+
+
+class Target(Protocol):
+    """Store or bucket in which a mirror publishes."""
+
+    @property
+    def name(self) -> str:
+        """Its path or URL, for messages."""
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether it is this mirror that copies."""
+
+    def elect(self, source: Source) -> bool:
+        """Become the mirror of the target, if no other is, and it is fit to be read.
+
+        Raises:
+            OptionError: it holds another store's versions.
+        """
+
+    def resign(self) -> None:
+        """Let another mirror be elected."""
+
+    def is_stale(self, source: Source) -> bool:
+        """Whether it holds versions that the source never held."""
+
+    def newest(self) -> Pointer | BucketPointer | None:
+        """Read which version is the newest; None: there is none."""
+
+    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[Copy, int | None]:
+        """Become the writer, once there is something to write; the second: its newest version.
+
+        Raises:
+            OptionError: it holds versions that must not be replaced.
+        """

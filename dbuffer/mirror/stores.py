@@ -1,0 +1,166 @@
+"""Stores as a mirror's ends: `StoreSource` and `StoreTarget`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dbuffer.errors import OptionError, StoreNotFoundError
+from dbuffer.format.manifest import Pointer
+from dbuffer.io.copier import Copier
+from dbuffer.mirror.ends import Source, SourceReceiver
+from dbuffer.mirror.local_copy import LocalCopy
+from dbuffer.mirror.refusals import is_stale, refusal, require_not_put_back, require_not_stale
+from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
+from dbuffer.publish.draft import Progress
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.foreign import require_no_other_weights
+from dbuffer.store.writer import BufferWriter
+
+MIRROR_LOCK_FILE = "mirror.lock"
+
+
+class OneStoreError(OptionError):
+    """Source and target are one store, seen through two mounts: fine for readers."""
+
+
+class StoreSource:
+    """A store that a mirror follows."""
+
+    def __init__(
+        self, root: Path, *, poll_interval_s: float, num_threads: int, allow_shared_store: bool
+    ) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self._poll_interval_s = poll_interval_s
+        self._num_threads = num_threads
+        self._allow_shared_store = allow_shared_store
+
+    @property
+    def name(self) -> str:
+        return str(self.store.root)
+
+    def exists(self) -> bool:
+        return self.store.exists()
+
+    def newest(self) -> Pointer | None:
+        return self.store.newest_pointer()
+
+    def history(self) -> str | None:
+        writer = self.store.writer()
+        return None if writer is None else writer.history
+
+    def open_receiver(self, name: str) -> WeightReceiver:
+        return WeightReceiver(
+            self.store.root,
+            receiver_id=name,
+            poll_interval_s=self._poll_interval_s,
+            num_threads=self._num_threads,
+            allow_shared_store=self._allow_shared_store,
+        )
+
+    def records(self, receiver: SourceReceiver) -> StoreRecords:  # noqa: ARG002 - it has a file
+        return StoreRecords(self.store)
+
+
+class StoreTarget:
+    """A store, of a node mostly, in which a mirror publishes.
+
+    Of several mirrors one is elected, by a lock that the kernel drops when its process ends.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+        move_torchrl_aside: bool,
+        copier: Copier,
+        progress: Progress | None,
+    ) -> None:
+        self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self._reader_timeout_s = reader_timeout_s
+        self._allow_shared_store = allow_shared_store
+        self._move_torchrl_aside = move_torchrl_aside
+        self._copier = copier
+        self._progress = progress
+        self._lock: Descriptor | None = None
+        """Held by the elected mirror."""
+        self._copied_history: str | None = None
+        """History that was copied here; it may be replaced."""
+
+    @property
+    def name(self) -> str:
+        return str(self._store.root)
+
+    @property
+    def is_elected(self) -> bool:
+        return self._lock is not None
+
+    def elect(self, source: Source) -> bool:
+        root = self._store.root
+        filesystem.make_directory(root, parents=True)
+        self._store.check()
+        require_no_other_weights(root, move_torchrl_aside=self._move_torchrl_aside)
+        lock = filesystem.take_lock(root / MIRROR_LOCK_FILE, "mirror's", may_lack_locks=False)
+        if lock is None:
+            return False
+        try:
+            require_not_stale(source, self._store)
+        except BaseException:
+            lock.close()
+            raise
+        self._lock = lock
+        return True
+
+    def resign(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def is_stale(self, source: Source) -> bool:
+        return is_stale(source, self._store)
+
+    def newest(self) -> Pointer | None:
+        return self._store.newest_pointer() if self._store.exists() else None
+
+    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[LocalCopy, int | None]:
+        history, local = source.history(), self._store.writer()
+        if history is None:
+            raise StoreNotFoundError(f"{source.name} has no record of its sender")
+        history = receiver.history or history
+        self._require_two_stores(source)
+        pointer, published = self._store.pointer(), None
+        if pointer is not None and local is not None and local.history == history:
+            require_not_put_back(source, self.name, pointer.version)
+            published = pointer.version
+        elif pointer is not None and (local is None or local.history != self._copied_history):
+            what = f"version {pointer.version} of another store than {source.name}"
+            raise refusal(self._store, what)
+        writer = BufferWriter(
+            self._store.root,
+            durable=False,
+            reader_timeout_s=self._reader_timeout_s,
+            allow_shared_store=self._allow_shared_store,
+            history=history,
+        )
+        copy = LocalCopy(
+            writer,
+            lambda: AcknowledgementRelay(self._store, source.records(receiver)),
+            copier=self._copier,
+            progress=self._progress,
+        )
+        self._copied_history = history
+        return copy, published
+
+    def _require_two_stores(self, source: Source) -> None:
+        if not isinstance(source, StoreSource):
+            return
+        remote, local = source.store.writer(), self._store.writer()
+        if remote is not None and local is not None and local.run == remote.run:
+            raise OneStoreError(
+                f"{source.name} and {self.name} are one store under two names: "
+                "there is nothing to mirror"
+            )

@@ -1,0 +1,394 @@
+"""A bucket as a mirror's target: `BucketTarget`, and `Upload`, the copy of one history.
+
+Objects of a version are put first, under names that no other content has, then the version's
+record, and last the pointer, on condition that no other mirror has put it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dbuffer.errors import (
+    OptionError,
+    StoreAccessError,
+    StoreNotFoundError,
+    WriterSupersededError,
+)
+from dbuffer.format.layout import Layout, digest
+from dbuffer.format.manifest import UNDECODABLE, Manifest, encode, fields_of
+from dbuffer.format.objects import (
+    PART_BYTES,
+    POINTER_OBJECT,
+    BucketPointer,
+    BucketVersion,
+    Parts,
+    part_object,
+    version_object,
+)
+from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import new_memory, pack_checksums
+from dbuffer.io.transfer import OnBytes
+from dbuffer.mirror.bucket import Bucket, Tag
+from dbuffer.mirror.bucket_records import ReceiversOfBucket
+from dbuffer.mirror.ends import Source, SourceReceiver
+from dbuffer.mirror.refusals import require_not_put_back
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.retention import Retention
+from dbuffer.publish.delta_chain import is_long, names_in, trimmed
+from dbuffer.publish.draft import Progress, counter
+from dbuffer.publish.publication import Publication
+from dbuffer.receive.reader import read_whole
+from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.trouble import log_once
+from dbuffer.store import filesystem
+from dbuffer.store.hold import HeldVersion
+
+logger = logging.getLogger(__name__)
+
+
+class BucketTarget:
+    """A bucket in which a mirror publishes.
+
+    The mirror that was started last is the writer: it puts its own name into the pointer, and the
+    one before finds out with its next put.
+    """
+
+    def __init__(self, bucket: Bucket, *, copier: Copier, progress: Progress | None) -> None:
+        self._bucket = bucket
+        self._copier = copier
+        self._progress = progress
+        self._writer = secrets.token_hex(8)
+        self._pointer: BucketPointer | None = None
+        self._tag: Tag | None = None
+        self._retention = Retention(bucket)
+        self._copied_history: str | None = None
+        """History that was copied here; it may be replaced."""
+        self.is_elected = False
+
+    @property
+    def name(self) -> str:
+        return self._bucket.url
+
+    def elect(self, source: Source) -> bool:
+        if self.is_stale(source):
+            raise self._refusal(source)
+        self.is_elected = True
+        return True
+
+    def resign(self) -> None:
+        self.is_elected = False
+
+    def is_stale(self, source: Source) -> bool:
+        self._read_pointer()
+        history = source.history() if source.exists() else None
+        return self._pointer is not None and history not in (None, self._pointer.history)
+
+    def newest(self) -> BucketPointer | None:
+        """Return the pointer as this mirror has read or put it last: a look costs a request."""
+        return self._pointer
+
+    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[Upload, int | None]:
+        history = receiver.history or source.history()
+        if history is None:
+            raise StoreNotFoundError(f"{source.name} has no record of its sender")
+        pointer = self._take_over(source, history)
+        last = self._retention.begin(history, pointer)
+        upload = Upload(
+            self._bucket,
+            last,
+            self._publish,
+            lambda receivers: AcknowledgementRelay(receivers, source.records(receiver)),
+            copier=self._copier,
+            progress=self._progress,
+        )
+        self._copied_history = history
+        return upload, None if last is None else last.manifest["version"]
+
+    def _take_over(self, source: Source, history: str) -> BucketPointer | None:
+        """Put this mirror's name into the pointer, if there is one of this history; return it.
+
+        Raises:
+            OptionError: it is of another store, or newer than what the source holds.
+        """
+        while True:
+            self._read_pointer()
+            pointer = self._pointer
+            if pointer is None or pointer.history == self._copied_history != history:
+                return None
+            if pointer.history != history:
+                raise self._refusal(source)
+            require_not_put_back(source, self.name, pointer.version)
+            pointer = replace(pointer, writer=self._writer)
+            if self._put_pointer(pointer):
+                return pointer
+
+    def _publish(self, version: BucketVersion) -> None:
+        """Put a version's record, let the pointer name it, and delete what is old.
+
+        Raises:
+            WriterSupersededError: another mirror has put the pointer.
+        """
+        self._retention.add(version)
+        data = encode(version)
+        fields = version.manifest
+        number, identity, history = fields["version"], fields["origin"], fields["history"]
+        self._bucket.put(version_object(history, number, identity), data)
+        pointer = BucketPointer(
+            version=number,
+            identity=identity,
+            history=history,
+            writer=self._writer,
+            version_xxh3=digest(data),
+        )
+        while not self._put_pointer(pointer):
+            # It is another mirror's; or ours, and the answer to a put was lost.
+            self._read_pointer()
+            if self._pointer is None or self._pointer.writer != self._writer:
+                raise WriterSupersededError(
+                    f"another mirror took {self.name} over, or it was emptied; this one must stop"
+                )
+            if self._pointer == pointer:
+                break
+        try:
+            self._retention.sweep()
+        except StoreAccessError as error:
+            log_once(logger, "old objects stay: %s", str(error))
+
+    def _put_pointer(self, pointer: BucketPointer) -> bool:
+        """Put the pointer, if nobody else has since it was read."""
+        tag = self._bucket.put_if(POINTER_OBJECT, encode(pointer), self._tag)
+        if tag is not None:
+            self._pointer, self._tag = pointer, tag
+        return tag is not None
+
+    def _read_pointer(self) -> None:
+        try:
+            read = self._bucket.read(BucketPointer, POINTER_OBJECT)
+        except StoreNotFoundError:
+            read = None
+        self._pointer, self._tag = read or (None, None)
+
+    def _refusal(self, source: Source) -> OptionError:
+        version = None if self._pointer is None else self._pointer.version
+        return OptionError(
+            f"{self.name} holds version {version} of another store than {source.name}: remove its "
+            "objects, or name another prefix"
+        )
+
+
+class Upload(Closing):
+    """Puts versions of one history into a bucket, and relays acknowledgements from there.
+
+    A version's deltas are put if they lead from the version that was put last; its weights, if none
+    do, or if late readers are better off with a new anchor.
+
+    Args:
+        bucket: where to.
+        last: record of the version that was put there last; None: there is none.
+        publish: publishes a version whose parts are there.
+        start_relay: starts to relay what a reader of records reads.
+        copier: reads and hashes.
+        progress: called with the bytes that were put, and in all.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        last: BucketVersion | None,
+        publish: Callable[[BucketVersion], None],
+        start_relay: Callable[[ReceiversOfBucket], AcknowledgementRelay],
+        *,
+        copier: Copier,
+        progress: Progress | None,
+    ) -> None:
+        self._bucket = bucket
+        self._last = last
+        self._publish = publish
+        self._copier = copier
+        self._progress = progress
+        self._footer: tuple[str | None, Footer] | None = None
+        """Footer of the joined file, with the digest of the layout that it was made of."""
+        self._receivers = ReceiversOfBucket(bucket)
+        self._relay = start_relay(self._receivers)
+
+    def close(self) -> None:
+        self._relay.close()
+
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
+        """Publish a held version in the bucket; None if it was overwritten meanwhile."""
+        started, manifest = time.monotonic(), held.manifest
+        with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
+            try:
+                footer = self._footer_of(held)
+                deltas, weights = self._open_deltas(held, opened), None
+                if needs_weights := self._needs_weights(manifest, deltas, footer.layout):
+                    weights = self._read_weights(held, receiver, footer)
+            except StoreNotFoundError as error:
+                held.require_overtaken(error)
+                return None
+            if not held.is_unchanged() or (needs_weights and weights is None):
+                return None
+            # It is in memory, or in open files, and no sender need wait for the network.
+            held.release()
+            receiver.record.write(held_version=None)
+            version = self._put(manifest, deltas or {}, weights, footer)
+        self._publish(version)
+        self._last = version
+        delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
+        return Publication.of(manifest.version, footer.layout, started, delta_bytes or None)
+
+    def _open_deltas(
+        self, held: HeldVersion, opened: contextlib.ExitStack
+    ) -> dict[str, _Content] | None:
+        """Open the deltas that lead from the version put last; None: none do, or not readable."""
+        manifest = held.manifest
+        last = None if self._last is None else self._last.described
+        if last is None or last.layout_xxh3 != manifest.layout_xxh3:
+            return None
+        if last.identity not in manifest.chain:
+            return None
+        deltas = {}
+        try:
+            for identity in manifest.deltas_after(last.identity):
+                name, file = held.open_delta(identity)
+                opened.enter_context(file)
+                with filesystem.os_errors("read a delta", name):
+                    num_bytes = os.fstat(file.number).st_size
+                read = functools.partial(filesystem.read_at, file.number)
+                deltas[identity] = _Content(num_bytes, read)
+        except (*UNDECODABLE, StoreNotFoundError) as error:
+            logger.warning("copying version %d without its deltas: %s", manifest.version, error)
+            return None
+        return deltas
+
+    def _needs_weights(
+        self, manifest: Manifest, deltas: dict[str, _Content] | None, layout: Layout
+    ) -> bool:
+        """Whether no deltas lead to a version, or readers are better off with a new anchor."""
+        last = self._last
+        if last is None or deltas is None:
+            return True
+        since = last.described.deltas_after(last.anchor)
+        sizes = [last.delta_parts(identity).num_bytes for identity in since]
+        if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout):
+            return True
+        versions = range(last.anchor_version + 1, manifest.version)
+        return any(
+            record.cannot_read(versions, manifest.history) for record in self._receivers.known()
+        )
+
+    def _read_weights(
+        self, held: HeldVersion, receiver: SourceReceiver, footer: Footer
+    ) -> _Content | None:
+        """Read a version into memory, whole, as a weights file; None if it was overwritten.
+
+        Not while it is put: a buffer that is held for so long would hold up the sender.
+        """
+        layout = footer.layout
+        memory = new_memory(layout.checksums_offset).zero_()  # gaps are put, too
+        hashed = held.manifest.checksums_xxh3 is not None
+        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
+        if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
+            return None
+        table = pack_checksums(checksums or [])
+        end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
+        end += footer.encoded + footer.tail
+
+        def read(offset: int, num_bytes: int) -> bytes:
+            behind = offset - layout.checksums_offset
+            of_end = end[max(0, behind) : max(0, behind + num_bytes)]
+            return b"".join((tensors.raw[offset : offset + num_bytes], of_end))
+
+        table_xxh3 = None if checksums is None else digest(table)
+        return _Content(footer.file_bytes, read, footer.described(table_xxh3))
+
+    def _put(
+        self,
+        manifest: Manifest,
+        deltas: dict[str, _Content],
+        weights: _Content | None,
+        footer: Footer,
+    ) -> BucketVersion:
+        """Put the parts of a version; return its record."""
+        history, identity, last = manifest.history, manifest.identity, self._last
+        contents = [*deltas.values(), *([] if weights is None else [weights])]
+        on_bytes = counter(self._progress, sum(content.num_bytes for content in contents))
+        parts: dict[str, Any] = {}
+        sizes = {identity: 0}
+        if last is not None and deltas:
+            parts.update(last.deltas)
+            first, *later = last.described.chain or [last.described.identity]
+            sizes = {first: 0} | {name: last.delta_parts(name).num_bytes for name in later}
+        for name, delta in deltas.items():
+            parts[name] = self._put_parts(f"{history}/deltas/{name}", delta, on_bytes)
+            sizes[name] = delta.num_bytes
+        if weights is not None:
+            directory = f"{history}/weights/{identity}"
+            digests = self._put_parts(directory, weights, on_bytes).digests
+            anchor, anchor_version = None, manifest.version
+            of_file = weights.fields | {"file": f"weights-{identity}.td"}
+        else:
+            assert last is not None  # noqa: S101 - deltas lead from it
+            digests, anchor, anchor_version = last.weights, last.anchor, last.anchor_version
+            of_file = last.described.of_file | {"file": last.described.file}
+        chain = names_in(trimmed(sizes, footer.layout, anchor))
+        described = replace(
+            manifest,
+            **of_file,
+            is_final=True,
+            origin=identity,
+            anchor=anchor,
+            anchor_buffer=None,
+            chain=chain,
+        )
+        return BucketVersion(
+            manifest=fields_of(described),
+            part_bytes=PART_BYTES,
+            anchor_version=anchor_version,
+            weights=digests,
+            deltas={name: parts[name] for name in chain[1:]},
+        )
+
+    def _put_parts(self, directory: str, content: _Content, on_bytes: OnBytes | None) -> Parts:
+        """Put a file in parts, except those that are there."""
+        digests = [""] * -(-content.num_bytes // PART_BYTES)
+        # Parts of a delta are few: to put them again costs less than to look.
+        there = self._bucket.list(directory) if len(digests) > 1 else {}
+
+        def put(index: int) -> None:
+            offset = index * PART_BYTES
+            data = content.read(offset, min(PART_BYTES, content.num_bytes - offset))
+            digests[index] = digest(data)
+            name = part_object(directory, index, digests[index])
+            if name not in there:
+                self._bucket.put(name, data)
+            if on_bytes is not None:
+                on_bytes(len(data))
+
+        self._bucket.in_parallel(put, range(len(digests)))
+        return Parts(content.num_bytes, digests)
+
+    def _footer_of(self, held: HeldVersion) -> Footer:
+        layout_xxh3 = held.manifest.layout_xxh3
+        if self._footer is None or self._footer[0] != layout_xxh3:
+            self._footer = layout_xxh3, Footer.of(held.read_layout().joined())
+        return self._footer[1]
+
+
+class _Content(NamedTuple):
+    """A file that is to be put."""
+
+    num_bytes: int
+    read: Callable[[int, int], bytes]
+    """Function that returns its bytes: as many, from an offset on."""
+    fields: dict[str, Any] = {}  # noqa: RUF012 - read only
+    """Fields of a manifest that describe it, if it has weights."""
