@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from dbuffer.errors import StoreCorruptError
+from dbuffer.format.layout import digest
 from dbuffer.format.manifest import (
     DIGEST,
     IDENTITY,
     MAX_RECORD_BYTES,
     Manifest,
     Record,
+    encode,
     made_of,
 )
 
@@ -56,6 +58,7 @@ class BucketPointer(Record):
         "history": DIGEST,
         "writer": DIGEST,
         "version_xxh3": DIGEST,
+        "xxh3": DIGEST,
     }
 
     version: int
@@ -66,6 +69,40 @@ class BucketPointer(Record):
     """Random name of the mirror that put it: one that reads another name has lost the bucket."""
     version_xxh3: str
     """Digest of the object with the version's record."""
+    xxh3: str
+    """Digest of the other fields: a reader remembers a pointer, and must not remember a wrong one.
+    """
+
+    @classmethod
+    def to(cls, version: BucketVersion, writer: str) -> Self:
+        """Make the pointer that names a version."""
+        manifest = version.described
+        fields = manifest.version, manifest.identity, manifest.history, writer
+        return cls._sealed(*fields, digest(encode(version)))
+
+    def by(self, writer: str) -> Self:
+        """Return it as another mirror puts it."""
+        fields = self.version, self.identity, self.history, writer
+        return self._sealed(*fields, self.version_xxh3)
+
+    @classmethod
+    def _sealed(
+        cls, version: int, identity: str, history: str, writer: str, version_xxh3: str
+    ) -> Self:
+        return cls(
+            version=version,
+            identity=identity,
+            history=history,
+            writer=writer,
+            version_xxh3=version_xxh3,
+            xxh3=_joint_digest(version, identity, history, writer, version_xxh3),
+        )
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        fields = self.version, self.identity, self.history, self.writer, self.version_xxh3
+        if self.xxh3 != _joint_digest(*fields):
+            raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +140,12 @@ class BucketVersion(Record):
         return made_of(Manifest, self.manifest)
 
     @property
+    def name(self) -> str:
+        """Name of its object."""
+        fields = self.manifest
+        return version_object(fields["history"], fields["version"], fields["origin"])
+
+    @property
     def anchor(self) -> str:
         """Identity of the version in the weights file."""
         return str(self.manifest["anchor"] or self.manifest["origin"])
@@ -121,8 +164,7 @@ class BucketVersion(Record):
     @property
     def objects(self) -> set[str]:
         """Names of all objects that it consists of, and of its record's."""
-        history = self.manifest["history"]
-        names = {version_object(history, self.manifest["version"], self.manifest["origin"])}
+        history, names = self.manifest["history"], {self.name}
         names.update(part_objects(f"{history}/weights/{self.anchor}", self.weights))
         for identity in self.deltas:
             directory = f"{history}/deltas/{identity}"
@@ -170,6 +212,10 @@ def is_of_version(name: str) -> bool:
 def is_of_receivers(name: str) -> bool:
     """Whether an object's name is one that a mirror gives to records of receivers."""
     return _RECEIVERS.fullmatch(name) is not None
+
+
+def _joint_digest(*fields: object) -> str:
+    return digest(" ".join(map(str, fields)).encode())
 
 
 def _is_digest(text: Any) -> bool:

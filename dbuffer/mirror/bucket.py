@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import logging
 import random
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -42,13 +41,6 @@ NUM_REQUESTS = 8
 
 _ATTEMPTS = 6
 
-_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|memory)://.+")
-
-
-def is_bucket_url(place: object) -> bool:
-    """Whether a mirror's end is a bucket, and no directory."""
-    return isinstance(place, str) and _URL.fullmatch(place) is not None
-
 
 class Bucket(Closing):
     """Objects under a URL such as ``s3://bucket/prefix``. Any number of threads may use it.
@@ -61,7 +53,7 @@ class Bucket(Closing):
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = url
         self._obstore = _obstore()
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()

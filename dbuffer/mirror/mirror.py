@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import unquote, urlsplit
 
 import xxhash
 
@@ -26,7 +25,7 @@ from dbuffer.errors import ClosedError, OptionError, WaitTimeoutError, WriterSup
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
-from dbuffer.mirror.bucket import Bucket, is_bucket_url
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
 from dbuffer.mirror.ends import Copy, Source, SourceReceiver, Target
 from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
@@ -306,11 +305,8 @@ class Mirror(Closing, ProcessBound):
 
 def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
     """Open an end of a mirror: a bucket for its URL, else a directory."""
-    if is_bucket_url(place):
-        return Bucket(str(place))
-    if isinstance(place, str) and place.startswith("file://"):
-        place = unquote(urlsplit(place).path)
-    return options.directory(name, place)
+    checked = options.directory_or_bucket(name, place)
+    return checked if isinstance(checked, Path) else Bucket(checked)
 
 
 def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
@@ -338,9 +334,8 @@ def start_mirror(
     """
     if local is None:
         return None
-    if is_bucket_url(remote):
-        return Mirror(remote, local, **more).start()
-    remote, local = options.directory("remote", remote), options.directory("local", local)
-    if filesystem.real_path(local) == filesystem.real_path(remote):
+    source = options.directory_or_bucket("remote", remote)
+    local = options.directory("local", local)
+    if isinstance(source, Path) and filesystem.real_path(local) == filesystem.real_path(source):
         return None
     return Mirror(remote, local, **more).start()

@@ -31,7 +31,6 @@ from dbuffer.format.objects import (
     BucketVersion,
     Parts,
     part_object,
-    version_object,
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -127,7 +126,7 @@ class BucketTarget:
             if pointer.history != history:
                 raise self._refusal(source)
             require_not_put_back(source, self.name, pointer.version)
-            pointer = replace(pointer, writer=self._writer)
+            pointer = pointer.by(self._writer)
             if self._put_pointer(pointer):
                 return pointer
 
@@ -138,17 +137,8 @@ class BucketTarget:
             WriterSupersededError: another mirror has put the pointer.
         """
         self._retention.add(version)
-        data = encode(version)
-        fields = version.manifest
-        number, identity, history = fields["version"], fields["origin"], fields["history"]
-        self._bucket.put(version_object(history, number, identity), data)
-        pointer = BucketPointer(
-            version=number,
-            identity=identity,
-            history=history,
-            writer=self._writer,
-            version_xxh3=digest(data),
-        )
+        self._bucket.put(version.name, encode(version))
+        pointer = BucketPointer.to(version, self._writer)
         while not self._put_pointer(pointer):
             # It is another mirror's; or ours, and the answer to a put was lost.
             self._read_pointer()

@@ -8,16 +8,20 @@ and what to use instead.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from dbuffer.errors import OptionError
 
 MAX_SECONDS = threading.TIMEOUT_MAX
 """The longest that a thread can wait. Where a wait may be unbounded, None says so."""
+
+_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|file):/")
+"""Beginning of URLs of object storages, whose second slash a `Path` lacks."""
 
 T = TypeVar("T")
 
@@ -68,7 +72,24 @@ def directory(name: str, value: Any) -> Path:
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
         refuse(name, value, "the path of a directory, not empty and without NUL")
+    if _URL.match(os.fspath(value)):
+        raise OptionError(
+            f"invalid {name} {os.fspath(value)!r:.200}: use a directory, and a mirror between it "
+            "and a bucket (dbuffer mirror)"
+        )
     return Path(value).absolute()
+
+
+def directory_or_bucket(name: str, value: Any) -> Path | str:
+    """A directory's path, or the URL of a bucket and a prefix in it, without a slash at its end."""
+    if isinstance(value, str) and _URL.match(value):
+        parts = urlsplit(value)
+        if parts.scheme == "file":
+            return directory(name, unquote(parts.path))
+        if not parts.netloc:
+            refuse(name, value, "a directory, or a URL such as s3://bucket/policy")
+        return value.rstrip("/")
+    return directory(name, value)
 
 
 def server_url(name: str, value: Any) -> str:

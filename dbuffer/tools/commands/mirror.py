@@ -28,8 +28,13 @@ def _parse_port(text: str) -> int:
 
 
 def mirror(
-    remote: Annotated[Path, shared.path_argument("Store to copy from, on a network mount.")],
-    local: Annotated[Path, shared.path_argument("Store to copy to, on /dev/shm.")],
+    source: Annotated[
+        Path | str,
+        Argument("Store to copy from, or URL of a bucket.", parse=shared.parse_place),
+    ],
+    target: Annotated[
+        Path | str, Argument("Store to copy to, or URL of a bucket.", parse=shared.parse_place)
+    ],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
         float, Argument("Seconds between checks of the remote store.")
@@ -44,6 +49,9 @@ def mirror(
 ) -> None:
     """Copy each new version into a local store, for all workers of this node.
 
+    Between clusters, a bucket (s3://BUCKET/PREFIX) lies between two mirrors, one into it and one on
+    each node out of it.
+
     Start one per node, or several: one of them copies, the others stand by. A mirror can be stopped
     and started at any time, and can follow another mirror.
     """
@@ -52,26 +60,27 @@ def mirror(
     def report(copied: Publication) -> None:
         nonlocal num_copied
         shared.report(copied, shared.describe_copy(copied), as_json=as_json)
-        shared.show_wait(remote, copied.version)
+        shared.show_wait(source, copied.version)
         num_copied += 1
         if num_copied == count:
             stop.set()
 
     with shared.stopped_by_signals() as stop:
         copying = dbuffer.Mirror(
-            remote,
-            local,
+            source,
+            target,
             poll_interval_s=poll_interval_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
             on_copied=report,
-            progress=functools.partial(status_line.show_bytes, f"copying {remote}"),
+            progress=functools.partial(status_line.show_bytes, f"copying {source}"),
         )
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
-            shared.explain_wait(remote)
-            shared.show_wait(remote, None)
+            if isinstance(source, Path):
+                shared.explain_wait(source)
+            shared.show_wait(source, None)
             copying.run(stop)
 
 

@@ -38,6 +38,12 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
+def parse_place(text: str) -> Path | str:
+    """Parse a directory's path, or a bucket's URL, of which a path would drop a slash."""
+    is_url = "://" in text
+    return options.directory_or_bucket("place", text) if is_url else parse_path(text)
+
+
 def path_argument(text: str, metavar: str | None = None) -> Argument:
     """Return an argument for a path, with this help."""
     return Argument(text, metavar=metavar, parse=parse_path)
@@ -166,7 +172,7 @@ def explain_wait(store: Path) -> None:
         print_error(f"dbuffer: {text}")
 
 
-def show_wait(store: Path, newer_than: int | None) -> None:
+def show_wait(store: Path | str, newer_than: int | None) -> None:
     """Show in the status line that a command waits for a store's next version."""
     above = "" if newer_than is None else f" above {newer_than}"
     status_line.show(f"waiting for a version{above} in {store}")
