@@ -201,7 +201,7 @@ def comparison_parts(comparison: Comparison, title: str, suggestion: str = "") -
         *(("is cast", a.name, _kind(a), _kind(b)) for a, b in comparison.recast),
         *(("renamed", name, ", ".join(old), "") for name, old in comparison.renamed.items()),
     ]
-    table = Table(("", "tensor", "published", "needed"), rows)
+    differences: list[Part] = [title, Table(("", "tensor", "published", "needed"), rows)]
     unused = [f"no name matches the rule {rule}" for rule in comparison.unused_rules]
     summary = (
         f"{len(comparison.matching)} match, {len(comparison.differing)} differ in shape, "
@@ -214,7 +214,7 @@ def comparison_parts(comparison: Comparison, title: str, suggestion: str = "") -
         )
     if comparison.renamed:
         summary += f"; {len(comparison.renamed)} are renamed"
-    return [title, *([table] if rows else []), *unused, summary + suggestion]
+    return [*(differences if rows else []), *unused, summary + suggestion]
 
 
 def layout_table(layout: Layout) -> Table:
