@@ -7,6 +7,7 @@ spawns, which are forks too, of a helper that it forks before all else. So none 
 process with engines, threads and locks. What they import, and how long that takes, is all that a
 test cannot tell from such forks. Two things of vLLM are changed, which cost processor time alone:
 its ranks sleep between messages (`let_readers_sleep`), and outside of soaks torch compiles nothing.
+A third makes engines the same on all processors (`hide_amx`).
 """
 
 from __future__ import annotations
@@ -385,11 +386,22 @@ def let_readers_sleep() -> None:
     queues.SpinCondition.record_read = record_read  # type: ignore[attr-defined]
 
 
+def hide_amx() -> None:
+    """Let vLLM see a processor without AMX.
+
+    With AMX it packs small layers of bfloat16 whatever `set_packing` asks for, its int8 layers take
+    no float32, and 0.28 dies of an illegal instruction.
+    """
+    if (cpu := sys.modules.get("torch.cpu")) is not None:
+        cpu._is_amx_tile_supported = lambda: False  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
     # Programs that import this have the helper that they were born with, not one more.
     sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
     import_all()
     let_readers_sleep()
+    hide_amx()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     asked = socket.socket(fileno=int(sys.argv[1]))
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
