@@ -814,17 +814,17 @@ class KeepingNetworkMachine(KeepingMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=2_000 if is_soak() else 20, stateful_step_count=30, report_multiple_bugs=False
+    max_examples=2_000 if is_soak() else 12, stateful_step_count=30, report_multiple_bugs=False
 )
 TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestNetworkStore = NetworkStoreMachine.TestCase
-TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 12)
+TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 8)
 TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestCheckedStore = CheckedStoreMachine.TestCase
 TestCheckedStore.settings = settings(TestNetworkStore.settings)
 TestCheckedStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestKeeping = KeepingMachine.TestCase
-TestKeeping.settings = settings(TestStore.settings, max_examples=200 if is_soak() else 6)
+TestKeeping.settings = settings(TestStore.settings, max_examples=200 if is_soak() else 4)
 TestKeeping.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestKeepingNetwork = KeepingNetworkMachine.TestCase
 TestKeepingNetwork.settings = settings(TestKeeping.settings)

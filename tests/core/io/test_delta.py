@@ -34,7 +34,7 @@ from tests.support.soak import is_soak
 
 SIZES = (0, 1, 2, 7, 64, 1001, 40_000)
 SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
-EXAMPLES = 200 if is_soak() else 12
+EXAMPLES = 200 if is_soak() else 8
 
 
 @pytest.fixture(scope="module")
