@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
@@ -21,7 +22,7 @@ from dbuffer.publish.delta_chain import names_in, trimmed
 from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
-from dbuffer.store.hold import HeldVersion
+from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -102,19 +103,37 @@ class LocalCopy(Closing):
     ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
-        Only what changed since the version in the draft's file is read, if deltas lead from there
-        and checksums show that the file still holds it.
+        Only what changed since an earlier version that is here is read, if deltas lead from there
+        and checksums show that the file holds it.
 
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
         total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            since, on_bytes = draft.claim.held_before, counter(self._progress, total)
+            since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
             checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
         return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
+
+    def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
+        """Return the identity of the version that a draft's file holds, to apply deltas to.
+
+        If none lead from there, as from a new file, the newest version of this store is copied into
+        it: memory is read sooner than a network.
+        """
+        since, chain = draft.claim.held_before, held.manifest.chain
+        if since in chain or not chain:
+            return since
+        newest = hold_newest(self._writer.store, newer_than=None)
+        with contextlib.nullcontext() if newest is None else newest:
+            if newest is None or newest.manifest.identity not in chain:
+                return since
+            if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
+                return since
+            ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
+            return newest.manifest.identity
 
     @staticmethod
     def _is_whole(

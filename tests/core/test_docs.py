@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dbuffer
 from dbuffer.format import manifest as records
+from dbuffer.format import objects
 from dbuffer.format.layout import Layout
 from dbuffer.tools.cli import COMMANDS, parse, run
 from tests.support import ROOT
@@ -258,10 +259,13 @@ def test_layouts_of_the_design_page_are_layouts() -> None:
 @pytest.mark.parametrize(
     ("heading", "kind"),
     [
-        ("### Pointer", records.Pointer),
+        ("### Pointer:", records.Pointer),
         ("### Manifest", records.Manifest),
         ("### Writer", records.WriterRecord),
-        ("### Receiver", records.ReceiverRecord),
+        ("### Receiver:", records.ReceiverRecord),
+        ("### Pointer of a bucket", objects.BucketPointer),
+        ("### Version in a bucket", objects.BucketVersion),
+        ("### Receivers in a bucket", objects.BucketReceivers),
     ],
 )
 def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) -> None:

@@ -23,8 +23,8 @@ import dbuffer
 ROOT = Path(dbuffer.__file__).parent
 
 OPTIONAL_PACKAGES = {
-    *("accelerate", "datasets", "deepspeed", "httpx", "huggingface_hub", "matplotlib", "peft"),
-    *("prometheus_client", "requests", "rich", "safetensors", "sglang", "torchrl"),
+    *("accelerate", "datasets", "deepspeed", "httpx", "huggingface_hub", "matplotlib", "obstore"),
+    *("peft", "prometheus_client", "requests", "rich", "safetensors", "sglang", "torchrl"),
     *("transformers", "trl", "verl", "vllm", "zstandard"),
 }
 

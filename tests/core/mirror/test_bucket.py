@@ -1,0 +1,543 @@
+"""Versions and acknowledgements through a bucket, on a real S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.format.manifest import encode
+from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
+from dbuffer.mirror import upload
+from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.download import newest_pointer
+from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.mirror.retention import KEEP_ANCHORS, KEEP_VERSIONS
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child
+from tests.support.object_store import FAULTS, Hold, Request, lose_answer
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timing(
+    bucket_list_s=0.05,
+    bucket_records_s=0.05,
+    request_retry_s=0.02,
+    retry_min_s=0.05,
+    retry_max_s=0.1,
+    retry_short_max_s=0.1,
+)
+
+POLL_S = 0.05
+LONG = Sparse(num_tensors=9, numel=1 << 14)
+PART_BYTES = 1 << 18  # LONG has 1.2 MB
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
+
+
+@pytest.fixture
+def bucket(bucket_url: str) -> Iterator[Bucket]:
+    with Bucket(bucket_url) as bucket:
+        yield bucket
+
+
+def mirror(source: Path | str, target: Path | str, **options: Any) -> Mirror:
+    options = {"poll_interval_s": POLL_S, "num_threads": 2, **options}
+    return Mirror(source, target, **options).start()
+
+
+@contextlib.contextmanager
+def both_ways(remote: Path, url: str, local: Path) -> Iterator[tuple[Mirror, Mirror]]:
+    with mirror(remote, url) as up, mirror(url, local) as down:
+        yield up, down
+
+
+def assert_copied(local: Path, pattern: Pattern, version: int) -> None:
+    until(f"version {version} is copied", lambda: newest(local, pattern) == version)
+    with dbuffer.WeightReceiver(local, receiver_id="checks", verify="auto") as receiver:
+        with receiver.open(timeout_s=5, acknowledge=False) as snapshot:
+            assert snapshot.version == version
+            assert pattern.version_of(dict(snapshot.tensors)) == version
+
+
+def manifest_of(store: Path) -> Any:
+    buffers = DoubleBuffer(store)
+    return buffers.manifest(buffers.pointer().buffer)
+
+
+def record_of(bucket: Bucket) -> BucketVersion:
+    """The record of the newest version in a bucket."""
+    pointer = newest_pointer(bucket)
+    [name] = [name for name in bucket.list(pointer.history) if name.endswith(".json")][-1:]
+    record, _ = bucket.read(BucketVersion, name)
+    assert record.described.identity == pointer.identity
+    return record
+
+
+def is_pointer_put(request: Request) -> bool:
+    return request.method == "PUT" and request.path.endswith(f"/{POINTER_OBJECT}")
+
+
+# What is copied
+
+
+@pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
+@pytest.mark.parametrize("delta", [True, False], ids=["deltas", "full"])
+def test_a_version_is_the_same_at_the_far_end(remote, local, bucket_url, checksum, delta):
+    with (
+        dbuffer.WeightSender(remote, checksum=checksum, delta=delta) as sender,
+        both_ways(remote, bucket_url, local) as mirrors,
+    ):
+        for version in (1, 2, 3, 7):
+            sender.send(LONG.weights(version), version=version, metadata={"step": 10 * version})
+            for each in mirrors:
+                each.wait_until_current(20)
+            assert_copied(local, LONG, version)
+            there, here = manifest_of(remote), manifest_of(local)
+            for field in ("version", "metadata", "num_bytes", "published_at", "history"):
+                assert getattr(there, field) == getattr(here, field)
+            assert there.identity == here.identity == here.origin
+            assert (here.checksums_xxh3 is not None) is checksum
+        assert [each.stats["failures"] for each in mirrors] == [0, 0]
+        with Bucket(bucket_url) as bucket:
+            anchors = {name.split("/")[2] for name in bucket.list("") if "/weights/" in name}
+    assert len(anchors) == (1 if delta else 4)
+
+
+def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+        both_ways(remote, bucket_url, local),
+    ):
+        sender.send(LONG.weights(1))
+        assert_copied(local, LONG, 1)
+        num_before = len(proxy.requests)
+        sent = sender.send(LONG.weights(2))
+        assert_copied(local, LONG, 2)
+        requests = proxy.requests[num_before:]
+    num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
+    assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
+
+
+LONG_BYTES = 9 * 8 * (1 << 14)
+
+
+def test_a_store_on_a_network_mount_is_mirrored(remote, local, bucket_url, network):
+    """Its versions stand on anchors; and the far store's files are read, not mapped."""
+    with (
+        dbuffer.WeightSender(remote, delta=True) as sender,
+        both_ways(remote, bucket_url, local),
+    ):
+        for version in (1, 2, 3):
+            sender.send(LONG.weights(version))
+            assert_copied(local, LONG, version)
+
+
+def test_a_late_reader_takes_the_anchor_and_the_deltas(remote, local, bucket_url):
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        with mirror(remote, bucket_url) as up:
+            for version in (1, 2, 3, 4):
+                sender.send(LONG.weights(version))
+                up.wait_until_current(20)
+        with mirror(bucket_url, local):
+            assert_copied(local, LONG, 4)
+
+
+def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+        both_ways(remote, bucket_url, local),
+    ):
+        for version, pattern in enumerate((SMALL, OTHER, SMALL), start=1):
+            sender.send(pattern.weights(version))
+            assert_copied(local, pattern, version)
+
+
+def test_a_tensor_without_elements_is_copied(remote, local, bucket_url):
+    weights = {"none": torch.empty(0, 3), "one": torch.ones(1), "also none": torch.empty(0)}
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(weights)
+        with both_ways(remote, bucket_url, local) as mirrors:
+            for each in mirrors:
+                each.wait_until_current(20)
+    with dbuffer.WeightReceiver(local) as receiver, receiver.open(timeout_s=5) as snapshot:
+        assert {name: tensor.tolist() for name, tensor in snapshot.tensors.items()} == {
+            name: tensor.tolist() for name, tensor in weights.items()
+        }
+
+
+def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch):
+    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 3)
+    anchors = []
+    with (
+        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+        both_ways(remote, bucket.url, local) as (up, _),
+    ):
+        for version in range(1, 9):
+            sender.send(LONG.weights(version))
+            up.wait_until_current(20)
+            assert_copied(local, LONG, version)
+            anchors.append(record_of(bucket).anchor_version)
+    assert anchors == [1, 1, 1, 4, 4, 4, 7, 7]
+
+
+# Readers
+
+
+def test_a_reader_that_fell_behind_starts_at_the_newest_anchor(remote, local, bucket, timing):
+    timing.bucket_grace_s = 0.0
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        with mirror(remote, bucket.url) as up:
+            sender.send(SMALL.weights(1))
+            up.wait_until_current(20)
+            with mirror(bucket.url, local):
+                assert_copied(local, SMALL, 1)
+            for version in range(2, KEEP_VERSIONS + 3):
+                sender.send(SMALL.weights(version))
+                up.wait_until_current(20)
+        with mirror(bucket.url, local):
+            assert_copied(local, SMALL, KEEP_VERSIONS + 2)
+
+
+def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
+    remote, local, proxy, bucket_url, timing
+):
+    timing.bucket_grace_s = 0.0
+    held = Hold()
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
+        sender.send(LONG.weights(1))
+        up.wait_until_current(20)
+        proxy.inject(
+            held, nth=2, when=lambda each: each.method == "GET" and "/weights/" in each.path
+        )
+        with mirror(bucket_url, local) as down:
+            held.wait()
+            for version in range(2, KEEP_ANCHORS + 3):
+                sender.send(LONG.weights(version))
+                up.wait_until_current(20)
+            held.release()
+            assert_copied(local, LONG, KEEP_ANCHORS + 2)
+            assert down.stats["failures"] == 0
+
+
+def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
+    """Of several mirrors each that is stuck says so in its record, which is relayed."""
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        with mirror(remote, bucket.url) as up:
+            for version in (1, 2):
+                sender.send(LONG.weights(version))
+                up.wait_until_current(20)
+            [delta] = [name for name in bucket.list("") if "/deltas/" in name]
+            bucket.put(delta, b"damaged")
+            with mirror(bucket.url, local):
+                until(
+                    "the sender's store knows",
+                    lambda: any(
+                        record.unreadable_version == 2
+                        for record in DoubleBuffer(remote).receivers()
+                    ),
+                )
+                sender.send(LONG.weights(3))
+                assert_copied(local, LONG, 3)
+    assert record_of(bucket).anchor_version == 3
+
+
+def test_a_store_that_is_started_over_is_followed(shm_path, local, bucket):
+    """By one mirror that runs meanwhile: another store is refused by one that starts."""
+    remote = shm_path / "remote"
+    with both_ways(remote, bucket.url, local):
+        with dbuffer.WeightSender(remote, checksum=True) as sender:
+            for version in (1, 2):
+                sender.send(SMALL.weights(version))
+            assert_copied(local, SMALL, 2)
+        remote.rename(shm_path / "away")
+        with dbuffer.WeightSender(remote, checksum=True) as sender:
+            sender.send(OTHER.weights(1))
+            assert_copied(local, OTHER, 1)
+    other = shm_path / "other"
+    with dbuffer.WeightSender(other) as sender:
+        sender.send(SMALL.weights(1))
+    with pytest.raises(dbuffer.OptionError, match=r"holds version 1 of another store"):
+        mirror(other, bucket.url)
+
+
+def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket):
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
+        sender.send(SMALL.weights(1))
+        up.wait_until_current(20)
+    pointer = newest_pointer(bucket)
+    ahead = BucketPointer.to(record_of(bucket), pointer.writer)
+    fields = ahead.version + 5, ahead.identity, ahead.history, ahead.writer, ahead.version_xxh3
+    bucket.put(POINTER_OBJECT, encode(BucketPointer._sealed(*fields)))
+    with mirror(remote, bucket.url) as up:
+        until("it has ended", lambda: up._error is not None)
+        assert isinstance(up._error, dbuffer.OptionError)
+    assert newest_pointer(bucket).version == 6
+
+
+# Writers
+
+
+def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(SMALL.weights(1))
+        with mirror(remote, bucket.url) as first:
+            first.wait_until_current(20)
+            with mirror(remote, bucket.url) as second:
+                writer = newest_pointer(bucket).writer
+                until("it has taken over", lambda: newest_pointer(bucket).writer != writer)
+                sender.send(SMALL.weights(2))
+                second.wait_until_current(20)
+                until("the first one has ended", lambda: first._error is not None)
+                assert isinstance(first._error, dbuffer.WriterSupersededError)
+                sender.send(SMALL.weights(3))
+                second.wait_until_current(20)
+                assert newest_pointer(bucket).version == 3
+    assert "has ended" in caplog.text
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_lost_answer_to_a_put_of_the_pointer_is_no_other_writer(
+    remote, local, proxy, bucket_url, version
+):
+    proxy.inject(lose_answer, nth=version, when=is_pointer_put)
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        both_ways(remote, bucket_url, local) as mirrors,
+    ):
+        for number in (1, 2, 3):
+            sender.send(SMALL.weights(number))
+            assert_copied(local, SMALL, number)
+        assert [each.stats["failures"] for each in mirrors] == [0, 0]
+    assert [each.is_faulty for each in proxy.requests].count(True) == 1
+
+
+def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:
+    upload.PART_BYTES = PART_BYTES
+    with mirror(source, target):
+        connection.send("started")
+        connection.recv()
+
+
+@pytest.mark.parametrize("which", ["up", "down"])
+def test_a_mirror_that_is_killed_at_any_request_is_started_again(
+    remote, local, proxy, bucket_url, which
+):
+    """The child is killed while its request is held, and the request comes through then."""
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        for version in itertools.count(1):
+            sender.send(LONG.weights(version))
+            if which == "down":
+                with mirror(remote, bucket_url) as up:
+                    up.wait_until_current(20)
+            ends = (remote, bucket_url) if which == "up" else (bucket_url, local)
+            held = Hold()
+            # Requests beyond those of a start are polls.
+            proxy.inject(held, nth=version)
+            with Child(mirror_for_ever, *ends) as child:
+                held.wait()
+                child.kill()
+            held.release()
+            with both_ways(remote, bucket_url, local):
+                assert_copied(local, LONG, version)
+            if version == 14:
+                break
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_requests_that_fail_are_made_again(remote, local, proxy, bucket_url, name):
+    """Every third request in one round, every fourth in the next, and so on: each in turn."""
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        version = 0
+        for every in (3, 4, 5):
+            for nth in range(1, 300, every):
+                proxy.inject(FAULTS[name], nth=nth)
+            with both_ways(remote, bucket_url, local):
+                for _ in range(2):
+                    version += 1
+                    sender.send(LONG.weights(version))
+                    assert_copied(local, LONG, version)
+            proxy.heal()
+    assert any(each.is_faulty for each in proxy.requests)
+
+
+def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, caplog):
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        both_ways(remote, bucket_url, local) as mirrors,
+    ):
+        sender.send(SMALL.weights(1))
+        assert_copied(local, SMALL, 1)
+        proxy.inject(FAULTS["503"], times=1 << 30)
+        sender.send(SMALL.weights(2))
+        until("both have failed", lambda: all(each.stats["failures"] for each in mirrors))
+        proxy.heal()
+        assert_copied(local, SMALL, 2)
+    assert "503" in caplog.text
+
+
+# Retention
+
+
+def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, timing):
+    timing.bucket_grace_s = 0.0
+    history = "0" * 16
+    others = [
+        "mine",
+        "versions/0000000000000000001-0000000000000000-1.json",
+        f"{history}/weights/{history}-1/000000-{history}",
+        f"{history}/versions/0000000000000000001-{history}-1.json",
+        "receivers/other.json",
+    ]
+    for name in others:
+        bucket.put(name, b"mine")
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(SMALL.weights(1))
+        with mirror(remote, bucket.url) as up:
+            up.wait_until_current(20)
+            history = newest_pointer(bucket).history
+            others += [f"{history}/notes.txt", f"{history}/weights/mine"]
+            for name in others[-2:]:
+                bucket.put(name, b"mine")
+            for version in range(2, 6):
+                sender.send(SMALL.weights(version))
+                up.wait_until_current(20)
+    names = bucket.list("")
+    assert names.keys() >= set(others)
+    ours = [name for name in names.keys() - set(others) if is_of_version(name)]
+    assert len([name for name in ours if "/versions/" in name]) == KEEP_ANCHORS
+    assert len([name for name in ours if "/weights/" in name]) == KEEP_ANCHORS
+
+
+def test_versions_of_an_anchor_are_kept_with_their_deltas(remote, bucket, timing):
+    timing.bucket_grace_s = 0.0
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        for version in range(1, 2 * KEEP_VERSIONS):
+            sender.send(SPARSE.weights(version))
+            # Each is another mirror, which learns from the bucket what is there.
+            with mirror(remote, bucket.url) as up:
+                up.wait_until_current(20)
+    names = [name for name in bucket.list("") if is_of_version(name)]
+    assert len([name for name in names if "/versions/" in name]) == KEEP_VERSIONS
+    assert set(names) >= record_of(bucket).objects
+
+
+def test_objects_stay_for_a_while(remote, bucket):
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        for version in range(1, KEEP_VERSIONS + 3):
+            sender.send(SMALL.weights(version))
+            up.wait_until_current(20)
+    names = [name for name in bucket.list("") if "/versions/" in name]
+    assert len(names) == KEEP_VERSIONS + 2
+
+
+# Acknowledgements
+
+
+def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        both_ways(remote, bucket_url, local),
+        dbuffer.WeightReceiver(local, receiver_id="far", poll_interval_s=POLL_S) as receiver,
+    ):
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version), metadata={"step": version})
+            with receiver.open(version - 1, timeout_s=20) as snapshot:
+                assert snapshot.version == version
+                with pytest.raises(dbuffer.WaitTimeoutError):
+                    sender.wait_applied(version, receivers=["far"], timeout_s=0)
+            receiver.acknowledge(version)
+            sender.wait_applied(version, receivers=["far"], timeout_s=20)
+        record = DoubleBuffer(remote).receiver("far")
+        assert (record.is_relayed, record.metadata) == (True, {"step": 3})
+        receiver.close()
+        until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
+
+
+@pytest.mark.timing(bucket_presumed_dead_after_s=0.5, bucket_heartbeat_s=0.1)
+def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        mirror(remote, bucket_url),
+        dbuffer.WeightReceiver(local, receiver_id="far") as receiver,
+    ):
+        sender.send(SMALL.weights(1))
+        with Child(mirror_for_ever, bucket_url, local) as child:
+            child.receive()
+            with receiver.open(timeout_s=20):
+                pass
+            receiver.acknowledge(1)
+            sender.wait_applied(1, receivers=["far"], timeout_s=20)
+            child.kill()
+        until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
+
+
+def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url, timing):
+    """Besides polls and listings, whose intervals are set, none."""
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        both_ways(remote, bucket_url, local),
+    ):
+        sender.send(SMALL.weights(1))
+        assert_copied(local, SMALL, 1)
+
+        def made_since(before: int) -> list[Request]:
+            return [
+                each
+                for each in proxy.requests[before:]
+                if each.method != "GET"
+                or not (each.path.endswith(POINTER_OBJECT) or "list-type" in each.query)
+            ]
+
+        until("records are put", lambda: not made_since(max(0, len(proxy.requests) - 20)))
+        before = len(proxy.requests)
+        until("time passes", lambda: len(proxy.requests) > before + 20)
+        assert not made_since(before)
+        polls = [each for each in proxy.requests[before:] if each.path.endswith(POINTER_OBJECT)]
+        assert {each.status for each in polls} <= {304, None}  # the last one is in flight
+
+
+# Options
+
+
+def test_a_url_is_for_mirrors(tmp_path, bucket_url):
+    for make in (dbuffer.WeightReceiver, dbuffer.WeightSender):
+        for url in (bucket_url, Path(bucket_url)):
+            with pytest.raises(dbuffer.OptionError, match="a mirror between it and a bucket"):
+                make(url)
+    with pytest.raises(dbuffer.OptionError, match="both buckets"):
+        Mirror(bucket_url, bucket_url)
+    with pytest.raises(dbuffer.OptionError, match="s3://bucket/policy"):
+        Mirror("s3:///policy", tmp_path)
+
+
+def test_a_file_url_is_a_directory(remote, local):
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send(SMALL.weights(1))
+    with mirror(remote.as_uri(), local.as_uri()) as copying:
+        copying.wait_until_current(20)
+    assert newest(local) == 1
+
+
+def test_receivers_of_a_node_start_a_mirror_of_a_bucket(remote, local, bucket_url):
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
+        sender.send(SMALL.weights(1))
+        up.wait_until_current(20)
+    with start_mirror(bucket_url, local, poll_interval_s=POLL_S) as down:
+        down.wait_until_current(20)
+    assert newest(local) == 1
+
+
+def test_a_bucket_that_is_not_there_is_said(bucket_url):
+    with pytest.raises(dbuffer.StoreAccessError, match="cannot list s3://no-such-bucket/policy"):
+        Bucket("s3://no-such-bucket/policy").list("")
