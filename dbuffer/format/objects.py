@@ -1,7 +1,8 @@
 """Names and records of a bucket's objects, through which versions go from one store to another.
 
-All objects but the pointer and the receivers' are immutable. Large ones are cut into parts, whose
-names have the digests of their content: a part that is put twice stays the same.
+All objects but the pointer and the receivers' are immutable, and their names have the digests of
+their content: what a mirror puts late, after another took over, changes no object. Large files are
+cut into parts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
 
 _IDENTITY = IDENTITY.pattern
 _OBJECT = re.compile(
-    rf"[0-9a-f]{{16}}/(versions/[0-9]{{19}}-{_IDENTITY}\.json"
+    rf"[0-9a-f]{{16}}/(versions/[0-9]{{19}}-{_IDENTITY}-[0-9a-f]{{16}}\.json"
     rf"|(weights|deltas)/{_IDENTITY}/[0-9]{{6}}-[0-9a-f]{{16}})"
 )
 _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}}\.json")
@@ -73,6 +74,11 @@ class BucketPointer(Record):
     """Digest of the other fields: a reader remembers a pointer, and must not remember a wrong one.
     """
 
+    @property
+    def version_name(self) -> str:
+        """Name of the object with the version's record."""
+        return version_object(self.history, self.version, self.identity, self.version_xxh3)
+
     @classmethod
     def to(cls, version: BucketVersion, writer: str) -> Self:
         """Make the pointer that names a version."""
@@ -107,7 +113,7 @@ class BucketPointer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketVersion(Record):
-    """``HISTORY/versions/VERSION-IDENTITY.json``: a version, and the parts that it consists of."""
+    """``HISTORY/versions/VERSION-IDENTITY-XXH3.json``: a version, and the parts of its files."""
 
     NAME: ClassVar = "bucket's version"
 
@@ -143,7 +149,8 @@ class BucketVersion(Record):
     def name(self) -> str:
         """Name of its object."""
         fields = self.manifest
-        return version_object(fields["history"], fields["version"], fields["origin"])
+        xxh3 = digest(encode(self))
+        return version_object(fields["history"], fields["version"], fields["origin"], xxh3)
 
     @property
     def anchor(self) -> str:
@@ -184,9 +191,9 @@ class BucketReceivers(Record):
     """Time by the mirror's clock: an object that is put again differs from the one before."""
 
 
-def version_object(history: str, version: int, identity: str) -> str:
-    """Name of the object with a version's record."""
-    return f"{history}/versions/{version:019}-{identity}.json"
+def version_object(history: str, version: int, identity: str, xxh3: str) -> str:
+    """Name of the object with a version's record, whose digest is the last."""
+    return f"{history}/versions/{version:019}-{identity}-{xxh3}.json"
 
 
 def part_objects(directory: str, digests: list[str]) -> list[str]:

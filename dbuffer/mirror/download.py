@@ -17,14 +17,12 @@ from dbuffer.errors import (
     VersionRegressedError,
 )
 from dbuffer.format.layout import KeptLayouts, digest
-from dbuffer.format.manifest import encode
 from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
     BucketVersion,
     Parts,
     part_object,
-    version_object,
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.transfer import OnBytes
@@ -160,7 +158,7 @@ def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -
         SnapshotEvictedError: it has gone since, as newer ones came.
         StoreCorruptError: its record is damaged, or missing.
     """
-    name = version_object(pointer.history, pointer.version, pointer.identity)
+    name = pointer.version_name
     try:
         read = bucket.read(BucketVersion, name)
     except StoreNotFoundError as error:
@@ -169,7 +167,7 @@ def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -
         raise SnapshotEvictedError(f"{error}: newer versions have come") from error
     assert read is not None  # noqa: S101 - without a tag it is read
     record = read[0]
-    if digest(encode(record)) != pointer.version_xxh3:
+    if record.name != name:
         raise StoreCorruptError(f"{bucket.name_of(name)} is not what {POINTER_OBJECT} names")
     return HeldObjects(bucket, record, layouts)
 

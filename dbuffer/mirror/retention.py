@@ -7,7 +7,7 @@ import time
 
 from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE
-from dbuffer.format.objects import BucketPointer, BucketVersion, is_of_version, version_object
+from dbuffer.format.objects import BucketPointer, BucketVersion, is_of_version
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime.timing import TIMING
 
@@ -42,14 +42,15 @@ class Retention:
         self._known |= there
         if newest is None:
             return None
-        last = version_object(history, newest.version, newest.identity)
+        last = newest.version_name
         # A mirror that was killed may have put a record above the pointer's.
         names = [name for name in there if f"{history}/versions/" <= name <= last]
         for name in sorted(names)[-KEEP_VERSIONS:]:
             with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
-                if (read := self._bucket.read(BucketVersion, name)) is not None:
+                read = self._bucket.read(BucketVersion, name)
+                if read is not None and read[0].name == name:
                     self._kept.append(read[0])
-        if not self._kept or self._kept[-1].manifest["origin"] != newest.identity:
+        if not self._kept or self._kept[-1].name != last:
             return None
         return self._kept[-1]
 

@@ -241,8 +241,10 @@ class Upload(Closing):
     ) -> dict[str, _Content] | None:
         """Open the deltas that lead from the version put last; None: none do, or not readable."""
         manifest = held.manifest
-        last = None if self._last is None else self._last.described
-        if last is None or last.layout_xxh3 != manifest.layout_xxh3:
+        if self._last is None or self._last.part_bytes != PART_BYTES:  # of another release
+            return None
+        last = self._last.described
+        if last.layout_xxh3 != manifest.layout_xxh3:
             return None
         if last.identity not in manifest.chain:
             return None
