@@ -6,7 +6,6 @@ Megatron-Core's own layers take their place below, under the names of Transforme
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,9 @@ import torch
 from mbridge.core.bridge import _MODEL_REGISTRY
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
 from transformers import AutoConfig
 
 ON_CPU = {
@@ -26,6 +28,7 @@ ON_CPU = {
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
     "moe_token_dispatcher_type": "allgather",  # the other one makes a CUDA stream
+    "moe_shared_expert_overlap": False,  # only with the other one
     "variable_seq_lengths": False,
 }
 
@@ -47,17 +50,23 @@ def load_model(checkpoint: Path) -> tuple[Any, torch.nn.Module]:
     """Return mbridge's bridge for a checkpoint, and this rank's part of the model."""
     config = AutoConfig.from_pretrained(checkpoint)
     config.rope_theta = config.rope_parameters["rope_theta"]  # where transformers 4 has it
-    bridge = _on_cpu(_MODEL_REGISTRY[config.model_type])(config, dtype=torch.float32)
+    kind = _on_cpu(_MODEL_REGISTRY[config.model_type])
+    bridge = kind(config, dtype=torch.bfloat16, make_vocab_size_divisible_by=64)
     bridge.set_extra_args(**ON_CPU)
     model = bridge._model_provider([])(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    _rename_as_te(model)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    wrapped = Float16Module(bridge.config, model)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
     with torch.no_grad():
-        bridge.load_weights([model], str(checkpoint))
-    return bridge, model
+        bridge.load_weights([wrapped], str(checkpoint))
+    return bridge, wrapped
 
 
 class Export:
@@ -90,24 +99,24 @@ def _on_cpu(kind: Any) -> Any:
                 self.config, use_transformer_engine=False, vp_stage=vp_stage
             )
 
-        def _weight_name_mapping_mcore_local_to_global(
-            self, model: torch.nn.Module, consider_ep: bool = True
-        ) -> dict[str, str]:
-            num_experts = self.config.num_moe_experts or 0
-            first = num_experts // self.mpu.ep_size * self.mpu.ep_rank if consider_ep else 0
-            names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
-            return {local: _as_te(name, num_experts, first) for local, name in names.items()}
-
     return BridgeOnCpu
 
 
-def _as_te(name: str, num_experts: int, first: int) -> str:
-    """Return the name that a parameter would have in layers of Transformer Engine."""
-    name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    if not num_experts:
-        name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-    return re.sub(
-        r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight",
-        lambda found: f".{found[2]}.weight{first + int(found[1])}",
-        name,
-    )
+def _rename_as_te(model: Any) -> None:
+    """Move parameters to where layers of Transformer Engine have them; the model cannot run then.
+
+    Those have norms in the linear layers after them, and all experts of a rank in one layer.
+    """
+    for layer in model.decoder.layers:
+        layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
+        del layer.input_layernorm
+        if not hasattr(layer.mlp, "experts"):
+            layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
+            del layer.pre_mlp_layernorm
+            continue
+        for name in ("linear_fc1", "linear_fc2"):
+            grouped = nn.Module()
+            for number, expert in enumerate(layer.mlp.experts.local_experts):
+                setattr(grouped, f"weight{number}", getattr(expert, name).weight)
+            setattr(layer.mlp.experts, name, grouped)
+        del layer.mlp.experts.local_experts

@@ -1,0 +1,155 @@
+"""`Part`: part of an exported tensor that is in a parameter of this rank.
+
+Exported tensors are cut into boxes, one per rank, along one dimension. The elements of a box are a
+strided view of a parameter: rows of q in a fused projection, one half of a gated layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dbuffer.weights.checkpoint import LazyTensor, View
+
+OWNERS_PER_RANK = 1 << 16
+"""Number by which those of two ranks' parameters, as owners of elements, are apart. 31 bits are
+enough for 32768 ranks."""
+
+
+class Cut(NamedTuple):
+    """Cut of a tensor along one dimension into parts of different owners.
+
+    All parts have the same extent, but for the last: Megatron pads the vocabulary.
+    """
+
+    dimension: int
+    owners: tuple[int, ...]
+    """Numbers of the owners, in the order of their parts."""
+    extent: int
+    """Extent of each part along the dimension."""
+
+    @classmethod
+    def find(cls, owners: torch.Tensor) -> Self | None:
+        """Return the cut of a tensor; None: it is cut in another way.
+
+        Args:
+            owners: the owner of each element.
+        """
+        if not owners.ndim:
+            return None
+        lines = [_first_line(owners, dimension) for dimension in range(owners.ndim)]
+        runs = [torch.unique_consecutive(line, return_counts=True) for line in lines]
+        dimension = max(range(owners.ndim), key=lambda dimension: len(runs[dimension][0]))
+        in_order, extents = (column.tolist() for column in runs[dimension])
+        is_even = {*extents[:-1]} <= {extents[0]} and extents[-1] <= extents[0]
+        line = lines[dimension].view(-1, *[1] * (owners.ndim - dimension - 1))
+        if len({*in_order}) < len(in_order) or not is_even or not bool((owners == line).all()):
+            return None
+        return cls(dimension, tuple(in_order), extents[0])
+
+    def part_of(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """Return an owner's part of the tensor that is cut."""
+        start = self.owners.index(owner) * self.extent
+        length = min(self.extent, tensor.shape[self.dimension] - start)
+        return tensor.narrow(self.dimension, start, length)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the owners, in the order of their parts."""
+        return tuple(owner // OWNERS_PER_RANK for owner in self.owners)
+
+
+class Strided(NamedTuple):
+    """Elements of a contiguous tensor that are a strided view of it, in the order of the view."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    """Position of the first element."""
+
+    @classmethod
+    def find(cls, positions: torch.Tensor, num_elements: int) -> Self | None:
+        """Return the view whose elements are at ``positions``; None: there is none."""
+        sizes: list[int] = []
+        strides: list[int] = []
+        starts = positions = positions.flatten()
+        while len(starts) > 1:  # of the runs found so far, from the last dimension to the first
+            steps = starts.diff()
+            ends = (steps != steps[0]).nonzero()
+            size = int(ends[0]) + 1 if len(ends) else len(starts)
+            if len(starts) % size:
+                return None
+            sizes.insert(0, size)
+            strides.insert(0, int(steps[0]))
+            starts = starts[::size]
+        found = cls(tuple(sizes), tuple(strides), int(starts[0]))
+        last = found.first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        if min(strides, default=0) < 0 or last >= num_elements:
+            return None
+        numbers = torch.arange(num_elements, dtype=positions.dtype, device=positions.device)
+        return found if torch.equal(found.of(numbers).reshape(-1), positions) else None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of a tensor."""
+        flat = tensor.detach().view(-1)
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of an exported tensor that is in one of this rank's parameters."""
+
+    name: str
+    """Exported name of the tensor."""
+    shape: tuple[int, ...]
+    """Shape of the part."""
+    whole_shape: tuple[int, ...]
+    """Shape of the tensor."""
+    cut: Cut
+    """Cut of the tensor into the parts of all ranks."""
+    owner: int
+    """Number of the parameter as one of the cut's owners."""
+    parameter: str
+    """Name of the parameter."""
+    elements: Strided
+    """Elements of the parameter that are in the part."""
+
+    def is_in(self, whole: torch.Tensor, parameter: torch.Tensor) -> bool:
+        """Whether an exported tensor has the parameter's elements in this part, bit for bit."""
+        exported, mine = self.cut.part_of(whole, self.owner), self.of(parameter)
+        return exported.dtype == mine.dtype and torch.equal(_bytes_of(exported), _bytes_of(mine))
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the part: a view, or a copy where rows of several key-value heads are joined."""
+        return self.elements.of(parameter).reshape(self.shape)
+
+    def in_whole(self, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor | LazyTensor:
+        """Return the tensor of which the ranks of a mesh hold the parts."""
+        dimension, local = self.cut.dimension, self.of(parameter)
+        padded, missing = list(self.whole_shape), list(self.shape)
+        padded[dimension] = self.cut.extent * len(self.cut.owners)
+        missing[dimension] = self.cut.extent - self.shape[dimension]
+        if missing[dimension]:
+            local = torch.cat([local, local.new_zeros(missing)], dimension)
+        stride = tuple(math.prod(padded[number:]) for number in range(1, len(padded) + 1))
+        shards = [Shard(dimension)]
+        whole = DTensor.from_local(local, mesh, shards, shape=torch.Size(padded), stride=stride)
+        if whole.shape == self.whole_shape:
+            return whole
+        index = tuple(slice(0, extent) for extent in self.whole_shape)
+        view = View(index, tuple(range(len(index))), self.whole_shape)
+        return LazyTensor(local.dtype, view.shape, whole.full_tensor, sharded=whole, view=view)
+
+
+def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    """Return the elements along a dimension, at the first index of all others."""
+    return tensor[tuple(slice(None) if each == dimension else 0 for each in range(tensor.ndim))]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,152 @@
+"""`Tracer`: finds the parts of exported tensors that are in a rank's parameters.
+
+mbridge exports models that have numbers in place of weights: first the number of each parameter,
+then those of its elements. Last, it exports the weights, and each rank compares its parts with
+them. Two exports of four bytes per element need less memory than one of eight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed, nn
+
+from dbuffer.errors import UnsupportedError
+from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, Strided
+
+Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Function that returns numbers in place of a parameter's elements."""
+
+
+def held_by(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a rank's models, by virtual stage and name."""
+    return {
+        f"{stage}.{name}": tensor
+        for stage, model in enumerate(models)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+class Tracer:
+    """Search for this rank's parts. Collective: no rank leaves an export before its end.
+
+    Args:
+        bridge: mbridge's bridge of the models.
+        models: this rank's, without wrappers.
+        groups: ranks that a parameter may be cut over.
+    """
+
+    def __init__(
+        self, bridge: Any, models: Sequence[nn.Module], groups: Collection[tuple[int, ...]]
+    ) -> None:
+        self._bridge = bridge
+        self._models = models
+        self._groups = groups
+        self._held = held_by(models)
+        if len(self._held) >= OWNERS_PER_RANK:
+            raise UnsupportedError(
+                f"this rank has {len(self._held)} parameters and buffers, and may have at most "
+                f"{OWNERS_PER_RANK - 1}: publish mbridge's export, as a weight source"
+            )
+        self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
+        self._names = dict(enumerate(self._held, self._first))
+        """Names of this rank's parameters by their numbers as owners."""
+        self.refused: dict[str, None] = {}
+        """Exported tensors that are not made of one part per rank."""
+
+    @torch.no_grad()
+    def find_parts(self) -> dict[str, Part]:
+        """Return this rank's parts by exported name."""
+        at_place = self._find_parts(self._find_cuts())
+        parts = {part.name: part for part in at_place.values()}
+        names: dict[str, None] = {}
+        for place, (name, tensor) in enumerate(self._bridge.export_weights(self._models)):
+            names[name] = None
+            part = at_place.get(place)
+            if part is not None and not part.is_in(tensor, self._held[part.parameter]):
+                self.refused[name] = None
+        # What a bridge computes may seem to be held by another rank, on every rank.
+        num_ranks = torch.tensor([name in parts for name in names], dtype=torch.int32)
+        num_ranks = num_ranks.to(tensor.device)
+        distributed.all_reduce(num_ranks)
+        held_nowhere = (num_ranks == 0).tolist()
+        self.refused |= dict.fromkeys(itertools.compress(names, held_nowhere))
+        return parts
+
+    def _find_cuts(self) -> dict[int, tuple[Cut, int]]:
+        """Return the cuts of tensors, each with this rank's owner, by their places in an export.
+
+        A tied embedding has two places, one from each end of the pipeline.
+        """
+        owner_of = {id(self._held[name]): owner for owner, name in self._names.items()}
+        end, cuts = self._first + len(self._names), {}
+
+        def owners_in(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(tensor, owner_of[id(tensor)], dtype=torch.int32)
+
+        for place, (name, owners) in enumerate(self._export(owners_in)):
+            if not bool(((owners >= self._first) & (owners < end)).any()):
+                continue
+            cut = Cut.find(owners)
+            mine = [] if cut is None else [one for one in cut.owners if one in self._names]
+            if cut is None or len(mine) != 1 or cut.ranks not in self._groups:
+                self.refused[name] = None
+            else:
+                cuts[place] = cut, mine[0]
+        return cuts
+
+    def _find_parts(self, cuts: Mapping[int, tuple[Cut, int]]) -> dict[int, Part]:
+        """Return this rank's parts of the tensors that are cut, by their places in an export."""
+        parts = {}
+        for place, (name, positions) in enumerate(self._export(_positions_in)):
+            if place not in cuts:
+                continue
+            cut, owner = cuts[place]
+            parameter = self._names[owner]
+            mine = cut.part_of(positions, owner)
+            elements = Strided.find(mine, self._held[parameter].numel())
+            if elements is None:
+                self.refused[name] = None
+            else:
+                shapes = tuple(mine.shape), tuple(positions.shape)
+                parts[place] = Part(name, *shapes, cut, owner, parameter, elements)
+        return parts
+
+    def _export(self, numbers: Numbers) -> Iterator[tuple[str, torch.Tensor]]:
+        models = [_NumberedModel(model, numbers) for model in self._models]
+        yield from self._bridge.export_weights(models)
+
+
+class _NumberedModel:
+    """Model with numbers in place of parameters and buffers, made as mbridge reads them."""
+
+    def __init__(self, model: nn.Module, numbers: Numbers) -> None:
+        self._model = model
+        self._numbers = numbers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, self._numbered(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._model.state_dict()
+        for name, buffer in self._model.named_buffers():
+            if name in state:
+                state[name] = self._numbered(buffer)
+        return state
+
+    def _numbered(self, tensor: torch.Tensor) -> torch.Tensor:
+        numbered = self._numbers(tensor)
+        vars(numbered).update(vars(tensor))  # Megatron's own, as `partition_dim`
+        return numbered
+
+
+def _positions_in(tensor: torch.Tensor) -> torch.Tensor:
+    numbers = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device)
+    return numbers.view(tensor.shape)
