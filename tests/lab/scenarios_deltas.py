@@ -25,9 +25,9 @@ from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80 if is_soak() else 24
-NUM_WITH_DEATHS = 2_000 if is_soak() else 24
-MOST_BETWEEN_DEATHS = 50 if is_soak() else 6
+NUM_PUBLISHES = 80 if is_soak() else 14
+NUM_WITH_DEATHS = 2_000 if is_soak() else 14
+MOST_BETWEEN_DEATHS = 50 if is_soak() else 5
 LARGE = Sparse(num_tensors=4, numel=MB // 16, one_in=256)
 LARGE_BYTES = 2 * MB
 NUM_VERSIONS = 8 if is_soak() else 5

@@ -111,7 +111,7 @@ def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
 @scenario()
 def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
     """Upon an anchor of which each has written a part; so do those who come after them."""
-    last = NUM_PUBLISHES // 2
+    last = NUM_PUBLISHES // 3
     published_by_two(guest, range(1, last - 1), CHANGING)
     published_by_two(guest, range(last - 1, last + 1), CHANGING)
     store = DoubleBuffer(guest.server_path / "store")

@@ -40,7 +40,7 @@ from tests.support.waiting import TIMEOUT_S, until
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
 
-NUM_PUBLISHES = 150 if is_soak() else 30
+NUM_PUBLISHES = 150 if is_soak() else 18
 POLL_INTERVAL_S = 0.5
 STALE_S = 10.0
 """Less than what a host keeps of a store after silence, more than a look takes at any load."""
