@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing.util
 import os
 import shutil
 import signal
@@ -167,19 +166,18 @@ def pytest_collection_finish() -> None:
     children.collected()
 
 
-@pytest.fixture(scope="module")
-def torchrl_preloaded() -> Iterator[None]:
-    """Collectors' children need not import what takes seconds; vLLM is part of it."""
+@pytest.fixture(scope="session")
+def frameworks_preloaded() -> Iterator[None]:
+    """Children of trainers need not import what takes seconds; vLLM is part of it."""
     names = (
         "torchrl.collectors",
         "torchrl.collectors.distributed",
         "dbuffer.integrations.torchrl",
         "pandas",  # imported by tensordict, when it makes a TensorDict of a dictionary
+        "peft",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing.util, "spawnv_passfds", preforked.spawn_fork)
-        with children.preloaded(*names):
-            yield
+    with preforked.preloaded(*names):
+        yield
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.support.waiting import TIMEOUT_S, until
 
 _processes = multiprocessing.get_context("forkserver")
 _preloaded: list[str] = []
+_preloaded_for_a_while: list[str] = []
 _environment: dict[str, str] = {}
 # Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
 _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -35,19 +36,25 @@ def preload(*modules: str) -> None:
     To be called as test files are imported: the process starts with the first child.
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
-    _processes.set_forkserver_preload([*_preloaded, "tests.support.frozen"])
+    names = [*_preloaded, *_preloaded_for_a_while, "tests.support.frozen"]
+    _processes.set_forkserver_preload(names)
 
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
     """The same for a while, for large ones: each fork takes time for all that the process holds."""
-    forkserver._forkserver._stop()
-    _processes.set_forkserver_preload([*_preloaded, *modules, "tests.support.frozen"])
+    before = list(_preloaded_for_a_while)
+    _preload_for_a_while([*before, *modules])
     try:
         yield
     finally:
-        forkserver._forkserver._stop()
-        preload()
+        _preload_for_a_while(before)
+
+
+def _preload_for_a_while(modules: list[str]) -> None:
+    _preloaded_for_a_while[:] = modules
+    forkserver._forkserver._stop()
+    preload()
 
 
 def collected() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +20,14 @@ from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.engines import engines_of_rank
 from dbuffer.receive.stager import Stager
+from tests.support.engines import preforked
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(frameworks_preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with World(tmp_path_factory.mktemp("world"), 2) as world:
         yield world
 
@@ -320,11 +320,14 @@ def end_without_close(place: Path) -> None:
 
 
 def test_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_dir()
-    assert done.stderr == ""
+    printed, complaints = tmp_path / "printed", tmp_path / "complaints"
+    with printed.open("wb") as output, complaints.open("wb") as errors:
+        program = preforked.start(
+            [__file__, str(tmp_path)], env=dict(os.environ), output=output, errors=errors
+        )
+        assert program.wait(TIMEOUT_S) == 0, complaints.read_text()
+    assert Path(printed.read_text().strip()).is_dir()
+    assert complaints.read_text() == ""
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ collectors = Later("torchrl.collectors")
 distributed = Later("torchrl.collectors.distributed")
 modules = Later("torchrl.modules")
 
-pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
+pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
 KIND_CLASSES = ("DistributedCollector", "RPCCollector")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from tests.support.children import preloaded
+from tests.support.engines import preforked
 from tests.support.worlds import World
 
 pytestmark = pytest.mark.vllm
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: Any) -> Iterator[World]:
-    with preloaded("vllm.distributed.weight_transfer.base"):
+    with preforked.preloaded("vllm.distributed.weight_transfer.base"):
         with World(tmp_path_factory.mktemp("world"), 2) as world:
             yield world
 

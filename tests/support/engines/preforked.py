@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -229,6 +229,23 @@ def spawn_fork(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> 
     at = {place: place for place in (0, 1, 2, *passed)}
     with _turns:
         return helper.fork(words[words.index("-c") :], dict(os.environ), at)
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """Let children be forked off a fork of the helper for a while: it has torch and transformers.
+
+    ``modules``: what it is to import besides; see `children.preloaded`.
+    """
+    from tests.support import children
+
+    before = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = spawn_fork
+    try:
+        with children.preloaded(*modules):
+            yield
+    finally:
+        multiprocessing.util.spawnv_passfds = before
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
