@@ -125,7 +125,10 @@ def _overview() -> Parser:
 
 
 def _refusal(arguments: Sequence[str]) -> OptionError | SystemExit:
-    """Show help or the version, if a command line without a command asks for it."""
+    """Return the error of a command line that begins with no command.
+
+    Help or the version is shown instead, if it asks for that.
+    """
     parser = _overview()
     if not arguments:
         parser.print_help(sys.stderr)
