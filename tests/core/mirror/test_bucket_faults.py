@@ -31,7 +31,7 @@ from tests.support.object_store import (
     set_environment,
 )
 from tests.support.patterns import SMALL, SPARSE, Pattern, received
-from tests.support.soak import IN_SOAKS_ALONE
+from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone
 from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02, retry_short_max_s=0.1)
@@ -155,6 +155,35 @@ def test_each_request_of_a_download_fails(
         proxy.heal()
         assert pattern.version_of(received(local)) == nth
         if not any(request.is_faulty for request in proxy.requests[before:]):
+            break
+    assert nth > MIN_REQUESTS
+
+
+@in_soaks_alone
+@pytest.mark.timing(request_s=0.4)
+def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(
+    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind
+) -> None:
+    """Some come after the pointer was put: readers find the newest version still."""
+    pattern, _ = KINDS[kind]
+    send(1)
+    with direct():
+        copy_newest(store, bucket_url)
+    for nth in itertools.count(1):
+        send(nth + 1)
+        before = len(proxy.requests)
+        hold = Hold()
+        proxy.inject(hold, nth=nth)
+        copy_at_last(store, bucket_url)
+        with direct():
+            assert version_in(bucket_url, local, pattern) == nth + 1
+        hold.release()
+        spoiled = [request for request in proxy.requests[before:] if request.is_faulty]
+        until("it is done", lambda spoiled=spoiled: all(each.status for each in spoiled))
+        with direct():
+            assert version_in(bucket_url, local, pattern) == nth + 1
+        proxy.heal()
+        if not spoiled:
             break
     assert nth > MIN_REQUESTS
 
