@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if options.what == "gpu":
-        return gpu.main(options.dir[0])
+        return gpu.main(options.dir[0], quick=options.quick, json_path=options.json)
     if options.what == "pause":
         return pause.main(options)
     if options.what == "latency":

@@ -155,9 +155,9 @@ class PlannedReceiver:
         start_s = time.perf_counter()
         switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
         if switch is not None and switch.is_enough:
-            self._loads.apply(switch)
+            self._loads.apply(switch, staged.identity)
         else:
-            self._loads.reload(staged.tensors or {}, switch)
+            self._loads.reload(staged.tensors or {}, switch, staged.identity)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
         return Switched(staged.duration_s, commit_s, staged.num_bytes)
@@ -173,4 +173,5 @@ class PlannedReceiver:
     def _prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
         if self._trace is None:
             self._trace = self._check(snapshot.specs)
-        return self._loads.prepare(dict(snapshot.tensors), self._trace)
+        tensors = dict(snapshot.tensors)
+        return self._loads.prepare(tensors, self._trace, snapshot.changed_since)

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,15 @@ def environment(directories: Iterable[Path]) -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "filesystems": ", ".join(f"{path} {filesystem(path)}" for path in directories),
         "python": platform.python_version(),
-        **{package: version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in _PACKAGES},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # dbuffer from its source, or a peer that is not measured
+        return "not installed"
 
 
 def filesystem(path: Path) -> str:

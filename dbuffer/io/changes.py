@@ -21,13 +21,17 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.format import delta
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import BLOCK_BYTES, Layout
+from dbuffer.io import devices
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import DTYPES, FileTensors, copy_one, is_plain, join_digests, split_evenly
+from dbuffer.io.tensors import DTYPES, FileTensors, is_plain, join_digests, split_evenly
 
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes of words on a GPU, which compares no unsigned ones."""
 
 _WHOLE_SHARE = 0.5
 """A tensor of which more than this changed goes whole: above that share, positions take more
@@ -96,8 +100,9 @@ def find_changes(
 ) -> Diff:
     """Find the differences from ``before`` in tensors of the same layout, in one pass.
 
-    Tensors that lie in main memory as a file holds them are compared in place. All others
-    (another dtype, another device, not contiguous) are first copied as `Copier.write` would.
+    Tensors that lie in main memory as a file holds them are compared in place; those that lie so on
+    a GPU are compared there, unless they are hashed. All others (of another dtype, not contiguous,
+    mostly changed) are first copied as `Copier.write` would.
 
     Args:
         before: the version to start from.
@@ -113,7 +118,12 @@ def find_changes(
     changes: list[TensorDiff] = []
     digests: dict[int, int] | None = {} if hashed else None
     num_changed = 0
-    for batch in _plain_batches(layout, after):
+    plain, on_gpu, others = _sorted_by_place(layout, after, hashed=hashed)
+    if on_gpu:
+        changes, mostly_changed = _compare_on_gpu(before, on_gpu, copier)
+        num_changed = sum([len(change.values) for change in changes])
+        others = sorted([*others, *mostly_changed])
+    for batch in _plain_batches(layout, plain, {i: after[i] for i in others}, copier):
         runs = list(_runs(layout, batch))
         diffs = _compare(before, batch, runs, copier, digests)
         num_changed += sum([diff.num_changed for diff in diffs])
@@ -148,31 +158,116 @@ def _check_shapes(layout: Layout, after: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _plain_batches(
-    layout: Layout, after: Sequence[torch.Tensor]
-) -> Iterator[dict[int, torch.Tensor]]:
-    """The tensors as plain memory, by index: those that are plain, then copies of the others."""
-    batch: dict[int, torch.Tensor] = {}
+def _sorted_by_place(
+    layout: Layout, after: Sequence[torch.Tensor], *, hashed: bool
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], list[int]]:
+    """Return tensors compared in place in main memory, those compared on a GPU, and the others."""
+    plain: dict[int, torch.Tensor] = {}
+    on_gpu: dict[int, torch.Tensor] = {}
     others = []
     for index, (spec, tensor) in enumerate(zip(layout.specs, after, strict=True)):
-        if is_plain(tensor, DTYPES[spec.dtype]):
-            batch[index] = tensor
+        dtype = DTYPES[spec.dtype]
+        if is_plain(tensor, dtype):
+            plain[index] = tensor
+        elif tensor.is_cuda and is_plain(tensor, dtype, device="cuda") and not hashed:
+            on_gpu[index] = tensor
         else:
             others.append(index)
-    if batch:
-        yield batch
-    batch, num_bytes = {}, 0
+    return plain, on_gpu, others
+
+
+def _compare_on_gpu(
+    before: FileTensors, after: Mapping[int, torch.Tensor], copier: Copier
+) -> tuple[list[TensorDiff], list[int]]:
+    """Return the differences, and the tensors of which so much changed that it was only counted."""
+    layout = before.layout
+    groups: dict[tuple[torch.device, int], list[int]] = {}
+    for index, tensor in after.items():
+        groups.setdefault((tensor.device, layout.widths[index]), []).append(index)
+    found: dict[int, list[tuple[Integers, Words, Words]]] = {}
+    mostly_changed: set[int] = set()
+    for (_, width), tensors in groups.items():
+        pairs = [
+            (_integers_of(before.tensor(index), width), _integers_of(after[index], width))
+            for index in tensors
+        ]
+        with torch.inference_mode():
+            for piece in devices.compare(pairs, copier.copy_tensors):
+                some = [tensors[index] for index in piece.indices]
+                if piece.changed is None:
+                    mostly_changed.update(some)
+                elif piece.num_changed:
+                    _add_changed(found, some, piece, WORDS[width])
+    changes = []
+    for index, parts in found.items():
+        num_words = layout.sizes[index] // layout.widths[index]
+        if sum([len(values) for _, values, _ in parts]) > num_words * _WHOLE_SHARE:
+            mostly_changed.add(index)
+        elif index not in mostly_changed:
+            positions, values, replaced = map(join_words, zip(*parts, strict=True))
+            positions = narrowed(positions, layout.sizes[index])
+            changes.append(TensorDiff(index, positions, values, replaced))
+    return changes, sorted(mostly_changed)
+
+
+def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(_INTEGERS[width])
+
+
+def _add_changed(
+    found: dict[int, list[tuple[Integers, Words, Words]]],
+    tensors: Sequence[int],
+    piece: devices.PieceDiff,
+    words: np.dtype[Any],
+) -> None:
+    """Add what differs in a piece to that of its tensors."""
+    assert piece.changed is not None  # noqa: S101 - not only counted
+    positions, values, replaced = (each.numpy() for each in piece.changed)
+    values, replaced = values.view(words), replaced.view(words)
+    ends = np.cumsum(piece.counts)
+    starts = ends - piece.counts
+    cuts = positions.searchsorted(ends)
+    start = 0
+    for number, cut in enumerate(cuts.tolist()):
+        if cut > start:
+            some = slice(start, cut)
+            shift = piece.firsts[number] - starts[number]
+            part = positions[some] + shift, values[some], replaced[some]
+            found.setdefault(tensors[number], []).append(part)
+        start = cut
+
+
+def _plain_batches(
+    layout: Layout,
+    plain: dict[int, torch.Tensor],
+    others: Mapping[int, torch.Tensor],
+    copier: Copier,
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Return tensors in plain memory, by index: those that are there, then copies of the others."""
+    if plain:
+        yield plain
+    batch: list[int] = []
+    num_bytes = 0
     for index in others:
         if batch and num_bytes + layout.sizes[index] > _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = {}, 0
-        spec = layout.specs[index]
-        plain = torch.empty(layout.sizes[index], dtype=torch.uint8)
-        batch[index] = plain.view(DTYPES[spec.dtype]).view(spec.shape)
-        copy_one(batch[index], after[index])
+            yield _copies(layout, batch, others, copier)
+            batch, num_bytes = [], 0
+        batch.append(index)
         num_bytes += layout.sizes[index]
     if batch:
-        yield batch
+        yield _copies(layout, batch, others, copier)
+
+
+def _copies(
+    layout: Layout, batch: Sequence[int], others: Mapping[int, torch.Tensor], copier: Copier
+) -> dict[int, torch.Tensor]:
+    copies = {}
+    for index in batch:
+        spec = layout.specs[index]
+        memory = torch.empty(layout.sizes[index], dtype=torch.uint8)
+        copies[index] = memory.view(DTYPES[spec.dtype]).view(spec.shape)
+    copier.copy_tensors(list(copies.values()), [others[index] for index in batch])
+    return copies
 
 
 class _RunDiff(NamedTuple):

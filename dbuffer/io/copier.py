@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from dbuffer.errors import ClosedError
-from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks, split_evenly
+from dbuffer.io import devices
+from dbuffer.io.tensors import FileTensors, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 
@@ -140,7 +141,7 @@ class Copier:
         """
         if hashed:
             return self._copy_and_hash(contents, sources, into_file=True)
-        self._copy_slices(contents.views, sources, contents.cut_tensors(self.num_threads))
+        self._copy(contents.views, sources, contents.cut_tensors(self.num_threads))
         return None
 
     def read(
@@ -153,13 +154,12 @@ class Copier:
         """
         if hashed:
             return self._copy_and_hash(contents, targets, into_file=False)
-        self._copy_slices(targets, contents.views, contents.cut_tensors(self.num_threads))
+        self._copy(targets, contents.views, contents.cut_tensors(self.num_threads))
         return None
 
     def copy_tensors(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy each source into its destination, casting where dtypes differ."""
-        slices = split_evenly([each.nbytes for each in destinations], self.num_threads)
-        self._copy_slices(destinations, sources, slices)
+        self._copy(destinations, sources)
 
     def checksums(self, contents: FileTensors) -> list[int]:
         blocks = contents.layout.blocks
@@ -171,12 +171,45 @@ class Copier:
         self.in_parallel(work, contents.cut_blocks(self.num_threads))
         return join_blocks(blocks, digests)
 
+    def _copy(
+        self,
+        destinations: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        slices: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Copy tensors; ``slices`` cut them into equal shares, if all are in main memory."""
+        uploads: dict[torch.device, list[devices.Pair]] = {}
+        downloads: dict[torch.device, list[devices.Pair]] = {}
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for destination, source in zip(destinations, sources, strict=True):
+            if destination.is_cuda and source.is_cpu:
+                uploads.setdefault(destination.device, []).append((source, destination))
+            elif source.is_cuda and destination.is_cpu:
+                plain = source.detach().resolve_conj().resolve_neg()
+                downloads.setdefault(source.device, []).append((destination, plain))
+            else:
+                others.append((destination, source))
+        with torch.inference_mode():
+            for pairs in uploads.values():
+                devices.to_device(pairs, self._copy_slices)
+            for pairs in downloads.values():
+                devices.from_device(pairs, self._copy_slices)
+        if uploads or downloads:
+            if others:
+                self._copy_slices(*map(list, zip(*others, strict=True)))
+        else:
+            self._copy_slices(destinations, sources, slices)
+
     def _copy_slices(
         self,
         destinations: list[torch.Tensor],
         sources: list[torch.Tensor],
-        slices: Sequence[tuple[int, int]],
+        slices: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        """Copy tensors of one device in equal shares, which are cut here unless they are given."""
+        if slices is None:
+            slices = split_evenly([each.nbytes for each in destinations], self.num_threads)
+
         def work(first: int, end: int) -> None:
             # One call for many tensors: the interpreter's lock is let go once, not per tensor.
             torch._foreach_copy_(destinations[first:end], sources[first:end])
@@ -209,11 +242,14 @@ class Copier:
     ) -> list[int]:
         """Return the address of each tensor to be copied byte by byte; 0: copied here already."""
         addresses = [0] * len(others)
+        views, not_plain = [], []
         for index, (view, other) in enumerate(zip(contents.views, others, strict=True)):
             if is_plain(other, view.dtype):
                 addresses[index] = other.data_ptr()
             else:
-                copy_one(*((view, other) if into_file else (other, view)))
+                views.append(view)
+                not_plain.append(other)
+        self._copy(*((views, not_plain) if into_file else (not_plain, views)))
         return addresses
 
     def in_parallel(

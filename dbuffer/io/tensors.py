@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import mmap
 import os
 import weakref
@@ -20,7 +21,11 @@ import xxhash
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import ITEM_BYTES, Block, Layout
+from dbuffer.io.devices import PageLock
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
+
+logger = logging.getLogger(__name__)
 
 _MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
 """On Linux; Python 3.11 has no name for it."""
@@ -90,6 +95,7 @@ class MappedTensors(FileTensors):
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
         mapped = _map(file, file_bytes, shared=shared)
         super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
+        self._device_copies = 0
         self.identity = filesystem.identity_of(file)
         """Identity of the mapped file, which another file of the same name may replace."""
         if not shared:
@@ -98,6 +104,20 @@ class MappedTensors(FileTensors):
     def read_ahead(self) -> None:
         """Touch every page, with the interpreter's lock let go."""
         self._bytes[:: mmap.PAGESIZE].amax()
+
+    def expect_device(self) -> None:
+        """Page-lock the file when a GPU's tensors come a second time.
+
+        That takes as long as four copies do afterwards, so a file that is written once is not
+        locked. Of files in main memory only: to lock another one's pages, which the kernel
+        writes to a disk, is not safe.
+        """
+        if self._device_copies == 1:
+            try:
+                PageLock.owned_by(self, self.address, self._bytes.numel())
+            except StoreAccessError as error:
+                log_once(logger, "copies from a GPU take longer: %s", str(error))
+        self._device_copies += 1
 
 
 _read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakValueDictionary()
@@ -208,11 +228,11 @@ def can_cast_to(dtype: torch.dtype) -> bool:
     return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_packed
 
 
-def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's bytes lie in main memory just as a file of ``dtype`` holds them."""
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype, *, device: str = "cpu") -> bool:
+    """Whether the tensor's bytes lie on such a device just as a file of ``dtype`` holds them."""
     return (
         tensor.dtype is dtype
-        and tensor.device.type == "cpu"
+        and tensor.device.type == device
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

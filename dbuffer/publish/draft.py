@@ -21,7 +21,6 @@ from dbuffer.io.tensors import (
     FileTensors,
     KeptMappings,
     MappedTensors,
-    copy_one,
     join_digests,
 )
 from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
@@ -114,7 +113,10 @@ class Draft:
         """Write all tensors, cast where dtypes differ; return their checksums, if ``hashed``."""
         hashed = self._hashed and self.base is None  # a delta's checksums are known
         if self.is_mapped:
-            return copier.write(self.mapped, tensors, hashed=hashed)
+            mapped = self.mapped
+            if self._writer.medium.is_in_memory and any(tensor.is_cuda for tensor in tensors):
+                mapped.expect_device()
+            return copier.write(mapped, tensors, hashed=hashed)
         file, path, layout = self.claim.weights, self.claim.path, self.footer.layout
         return write_tensors(file, path, layout, tensors, copier, hashed=hashed)
 
@@ -131,7 +133,7 @@ class Draft:
         checksums = []
         for index, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
             if mapped is not None:
-                copy_one(mapped.views[index], tensor)
+                copier.copy_tensors([mapped.views[index]], [tensor])
             else:
                 checksums += self._write(spec, layout.offsets[index], tensor)
             if on_bytes is not None:

@@ -23,6 +23,7 @@ import torch
 from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import MAX_INTEGER, Pointer
+from dbuffer.io.devices import PageLock
 from dbuffer.io.tensors import new_memory
 from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
 from dbuffer.receive.receiver import WeightReceiver
@@ -107,6 +108,7 @@ class StagingMemory:
     def __init__(self, *, pinned: bool) -> None:
         self.is_pinned = pinned
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._lock: PageLock | None = None
 
     def resized(self, num_bytes: int) -> torch.Tensor:
         """Return memory of this size, which is made only if the size changes.
@@ -117,28 +119,17 @@ class StagingMemory:
         if self._bytes.numel() != num_bytes:
             self.free()  # before the new one is made: never two versions at once
             memory = new_memory(num_bytes)
-            if self.is_pinned:
+            if self.is_pinned and num_bytes:
                 # torch's own pinned memory rounds up to a power of two, up to twice as much.
-                _check_cuda(_cuda().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+                self._lock = PageLock(memory.data_ptr(), num_bytes)
             self._bytes = memory
         return self._bytes
 
     def free(self) -> None:
-        if self.is_pinned and self._bytes.numel():
-            _check_cuda(_cuda().cudaHostUnregister(self._bytes.data_ptr()))
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check_cuda(status: int) -> None:
-    if int(status) != 0:
-        raise errors.StoreAccessError(
-            f"memory to stage a version in could not be page-locked: CUDA error {status}; is there "
-            "a limit on locked memory (ulimit -l)? Staging by mapping needs none"
-        )
 
 
 class Stager:

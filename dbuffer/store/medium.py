@@ -64,6 +64,11 @@ class Medium(ABC):
         return not self.reaches_other_hosts
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether files have no place but main memory."""
+        return self.filesystem in ("tmpfs", "ramfs")
+
+    @property
     @abstractmethod
     def can_rewrite_in_place(self) -> bool:
         """Whether a weights file is written again and again; else each version has a new file."""

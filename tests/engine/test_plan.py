@@ -182,12 +182,12 @@ class Switched:
         self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
         identity = str(len(self.versions) - 1)
         switch = self.loads.prepare(tensors, self.trace, self.changed_since)
-        self.patched.append(switch is not None and switch.base is not None)
         if switch is not None and switch.is_enough and self.staged:
             memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
             switch = switch.copied_into(memory, COPIER.copy_tensors)
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
+        self.patched.append(switch is not None and switch.base is not None)
         self.apply_or_reload(tensors, switch, identity)
         mine, right = self.model.state_dict(), self.twin.state_dict()
         for name in right:
@@ -1232,6 +1232,16 @@ def test_a_tensor_of_which_much_changed_is_copied():
     _, switch = switched.prepare_next()
     assert switch.base is not None
     assert (len(switch.patches), len(switch.unpatched)) == (0, 1)
+
+
+@mapped_and_staged
+def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged):
+    tensors = two_tensors()
+    switched = Switched(two_layers, tensors, staged=staged)
+    switched.changes = differences
+    switched.switch(tensors)
+    assert switched.switch(switched.versions[-1] | {"b.weight": random()})
+    assert switched.patched[-1]
 
 
 # Weights that something else has loaded meanwhile.

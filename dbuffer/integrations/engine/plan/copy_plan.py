@@ -24,6 +24,7 @@ from dbuffer.integrations.engine.plan.load_trace import (
     LoadTrace,
     TracedTensor,
     Unwrapped,
+    View,
     form_of,
 )
 from dbuffer.integrations.engine.plan.patching import (
@@ -200,7 +201,9 @@ class PreparedSwitch:
     def of(self, tensors: Tensors) -> PreparedSwitch:
         """Bind the copies to other tensors with the same content, by their stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
-        return self._bound_to(offered, self.plan.copies_of(offered))
+        # Unpatched copies read tensors that are released.
+        base = None if self.unpatched else self.base
+        return replace(self, tensors=offered, copies=self.plan.copies_of(offered), base=base)
 
     def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
         """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
@@ -215,12 +218,13 @@ class PreparedSwitch:
             copies += self.plan.traced[name].bind(tensor, self.tensors)
         copy([target for target, _ in copies], [source for _, source in copies])
         bound = {name: [(parameters[name].detach(), staged[name])] for name in staged}
-        return self._bound_to(reloaded, bound)
-
-    def _bound_to(self, tensors: Tensors, copies: Mapping[str, Sequence[Copy]]) -> PreparedSwitch:
-        # Unpatched copies read what is released now.
-        base = None if self.unpatched else self.base
-        return replace(self, tensors=tensors, copies=copies, base=base)
+        by_address = {address_of(parameters[name]): name for name in staged}
+        unpatched = []
+        for target, _ in self.unpatched:
+            name = by_address[address_of(target)]
+            part = View.of(target, parameters[name])
+            unpatched.append((target, part.in_(staged[name])))
+        return replace(self, tensors=reloaded, copies=bound, unpatched=unpatched)
 
     def apply(self, copier: Copier, held: str | None) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.

@@ -1,0 +1,327 @@
+"""Copies between main memory and a GPU, at the speed of the link between them.
+
+A GPU copies at full speed only from and to page-locked memory, in large pieces: on an H200, 55 GB/s
+against 7 GB/s into the GPU, and 17 GB/s out of it, for memory that is not page-locked. So tensors
+that are long, contiguous and page-locked are copied as they are. All others (in memory that is not
+page-locked, short, strided, of another dtype) go through page-locked pieces in which they lie one
+behind the other: the GPU gathers or scatters, and casts, at its end, threads do so at the other
+end, and while they work on one piece the next is on its way.
+
+The device works on the current stream, behind what the caller has queued there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from dbuffer.errors import StoreAccessError
+from dbuffer.format.layout import align
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor in main memory, and one of the same shape on a device."""
+
+CopyInMemory = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+"""Copies each tensor of the second list into that of the first, all in main memory."""
+
+_PIECE_BYTES = (64 << 20, 8 << 20, 1 << 20)
+"""Sizes of a piece: the largest for which the device has room is used."""
+
+_NUM_SLOTS = 2
+"""Pieces that are under way: the threads work on one, the link on the other."""
+
+_LONG_BYTES = 1 << 20
+"""Tensors of at least this size are copied one by one, at 0.9 of the link's speed."""
+
+_MOST_CHANGED = 0.25
+"""Larger shares of changed words are only counted: their positions would take a device's memory,
+eight bytes each, and more time than all words."""
+
+
+def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
+    """Copy from main memory into tensors of one device, and wait until all bytes are there.
+
+    Dtypes may differ.
+    """
+    with _Transfer(pairs) as transfer:
+        for piece in transfer.pieces():
+            piece.upload(copy_in_memory)
+            _foreach_copy([part.device for part in piece.parts], piece.device_views())
+            piece.slot.record()
+        for host, target in transfer.direct:
+            target.copy_(host, non_blocking=True)
+
+
+def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
+    """Copy tensors of one device into main memory, and wait until all bytes are there.
+
+    Dtypes may differ.
+    """
+    with _Transfer(pairs) as transfer:
+        for host, source in transfer.direct:
+            host.copy_(source, non_blocking=True)
+        under_way: list[_Piece] = []
+        for piece in transfer.pieces():
+            if len(under_way) == _NUM_SLOTS:
+                under_way.pop(0).take(copy_in_memory)
+            _foreach_copy(piece.device_views(), [part.device for part in piece.parts])
+            piece.download()
+            under_way.append(piece)
+        for piece in under_way:
+            piece.take(copy_in_memory)
+
+
+class PieceDiff(NamedTuple):
+    """Elements that differ between main memory and a device, in flat tensors one behind the other.
+
+    Those of a long tensor are in several pieces.
+    """
+
+    indices: list[int]
+    """Index of each tensor's pair."""
+    firsts: list[int]
+    """First element of each that was compared."""
+    counts: list[int]
+    """Elements of each that were compared."""
+    num_changed: int
+    changed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    """Positions of what differs, counted through all tensors; the elements there on the device, and
+    in main memory. None: so many differ that they were only counted."""
+
+
+def compare(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> Iterator[PieceDiff]:
+    """Compare flat tensors of one integer dtype on the device, and return what differs there.
+
+    What is in main memory crosses the link, and of the device's elements only those that differ.
+    """
+    with _Transfer(pairs, direct=False) as transfer:
+        for piece in transfer.pieces():
+            piece.upload(copy_in_memory)
+            old, new = piece.device_elements(), torch.cat([part.device for part in piece.parts])
+            differs = old != new
+            num_changed, changed = int(differs.count_nonzero()), None
+            if num_changed <= _MOST_CHANGED * len(new):
+                positions = differs.nonzero().reshape(-1)
+                changed = positions.cpu(), new[positions].cpu(), old[positions].cpu()
+            yield PieceDiff(
+                [part.index for part in piece.parts],
+                [part.first for part in piece.parts],
+                [part.host.numel() for part in piece.parts],
+                num_changed,
+                changed,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A pair, or a part of one that is too long for a piece."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    index: int
+    """Index of the pair."""
+    first: int = 0
+    """First element, if the pair was flat."""
+
+
+class _Slot:
+    """Memory of a piece at both ends of the link."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._has_queue = device.type == "cuda"
+        self.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._has_queue)
+        self._event = torch.cuda.Event() if self._has_queue else None  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Have :meth:`wait` wait for what is queued by now."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self.device.device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class _Piece:
+    """Parts of tensors that lie one behind the other in a slot."""
+
+    def __init__(self, slot: _Slot, parts: list[_Part]) -> None:
+        self.slot = slot
+        self.parts = parts
+        ends = [0]
+        for part in parts:
+            ends.append(align(ends[-1] + part.host.nbytes))
+        self._starts, self._num_bytes = ends[:-1], ends[-1]
+
+    def upload(self, copy_in_memory: CopyInMemory) -> None:
+        """Gather the parts in main memory, and queue their copy to the device."""
+        self.slot.wait()
+        copy_in_memory(self._views(self.slot.host), [part.host for part in self.parts])
+        some = slice(0, self._num_bytes)
+        self.slot.device[some].copy_(self.slot.host[some], non_blocking=True)
+        self.slot.record()
+
+    def download(self) -> None:
+        """Queue the copy of the parts, which the device has gathered, to main memory."""
+        some = slice(0, self._num_bytes)
+        self.slot.host[some].copy_(self.slot.device[some], non_blocking=True)
+        self.slot.record()
+
+    def take(self, copy_in_memory: CopyInMemory) -> None:
+        """Wait for what was downloaded, and bring it to its places."""
+        self.slot.wait()
+        copy_in_memory([part.host for part in self.parts], self._views(self.slot.host))
+
+    def device_views(self) -> list[torch.Tensor]:
+        return self._views(self.slot.device)
+
+    def device_elements(self) -> torch.Tensor:
+        """All elements, one behind the other."""
+        return torch.cat(self.device_views())
+
+    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            memory[start : start + part.host.nbytes].view(part.host.dtype).view(part.host.shape)
+            for start, part in zip(self._starts, self.parts, strict=True)
+        ]
+
+
+class _Transfer:
+    """Pairs to copy, sorted into those that are copied as they are, and pieces of all others.
+
+    The ``with`` block ends when the device has done all that was queued in it.
+
+    Args:
+        pairs: at least one; all of one device.
+        direct: whether pairs may be copied as they are.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], *, direct: bool = True) -> None:
+        self._device = pairs[0][1].device
+        self.direct: list[Pair] = []
+        self._others: list[_Part] = []
+        for index, (host, on_device) in enumerate(pairs):
+            if direct and _can_be_direct(host, on_device):
+                self.direct.append((host, on_device))
+            elif host.nbytes:
+                self._others.append(_Part(host, on_device, index))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def pieces(self) -> Iterator[_Piece]:
+        if not self._others:
+            return
+        slots = _make_slots(self._device, sum(align(part.host.nbytes) for part in self._others))
+        limit = slots[0].host.numel()
+        number, num_bytes = 0, 0
+        parts: list[_Part] = []
+        for part in (part for other in self._others for part in _cut(other, limit)):
+            part_bytes = align(part.host.nbytes)
+            if parts and num_bytes + part_bytes > limit:
+                yield _Piece(slots[number % _NUM_SLOTS], parts)
+                number, parts, num_bytes = number + 1, [], 0
+            parts.append(part)
+            num_bytes += part_bytes
+        yield _Piece(slots[number % _NUM_SLOTS], parts)
+
+
+def _make_slots(device: torch.device, num_bytes: int) -> list[_Slot]:
+    """Make slots of one size, for as many bytes in all, or pieces of them."""
+    for limit in _PIECE_BYTES[:-1]:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return [_Slot(device, min(limit, num_bytes)) for _ in range(_NUM_SLOTS)]
+    return [_Slot(device, min(_PIECE_BYTES[-1], num_bytes)) for _ in range(_NUM_SLOTS)]
+
+
+def _can_be_direct(host: torch.Tensor, on_device: torch.Tensor) -> bool:
+    return host.nbytes >= _LONG_BYTES and _is_flat(host, on_device) and host.is_pinned()
+
+
+def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
+    """Whether the bytes of both tensors are the same, in the same order."""
+    return (
+        host.dtype == on_device.dtype
+        and host.is_contiguous()
+        and on_device.is_contiguous()
+        and host.is_neg() == on_device.is_neg()
+        and host.is_conj() == on_device.is_conj()
+    )
+
+
+def _cut(part: _Part, limit: int) -> Iterator[_Part]:
+    """Cut a pair into parts of at most so many bytes, or of a single element."""
+    host, on_device = part.host, part.device
+    if host.nbytes <= limit or host.numel() == 1:
+        yield part
+    elif _is_flat(host, on_device):
+        step = max(1, limit // host.itemsize)
+        flat = host.reshape(-1), on_device.reshape(-1)
+        for first in range(0, host.numel(), step):
+            some = slice(first, first + step)
+            yield _Part(flat[0][some], flat[1][some], part.index, first)
+    else:
+        dimension = next(d for d, n in enumerate(host.shape) if n > 1)
+        rows = max(1, limit // (host.nbytes // host.shape[dimension]))
+        for first in range(0, host.shape[dimension], rows):
+            place = dimension, first, min(rows, host.shape[dimension] - first)
+            yield from _cut(_Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
+
+
+def _foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)  # one kernel for many tensors
+
+
+class PageLock:
+    """Lock of memory's pages, from and to which a GPU then copies at full speed.
+
+    Raises:
+        StoreAccessError: CUDA refuses it.
+    """
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self._address = address
+        self._pid = os.getpid()
+        status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, 0))
+        if status:
+            # CUDA reports the error once more when the next kernel starts, whoever starts it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            raise StoreAccessError(
+                f"{num_bytes} bytes of memory could not be page-locked: CUDA error {status}; is "
+                "there a limit on locked memory (ulimit -l)?"
+            )
+
+    @classmethod
+    def owned_by(cls, owner: object, address: int, num_bytes: int) -> PageLock:
+        """Return a lock that is released before the memory's owner is gone."""
+        lock = cls(address, num_bytes)
+        weakref.finalize(owner, lock.release).atexit = False  # the process gives all back
+        return lock
+
+    def release(self) -> None:
+        """Unlock the memory, which must not have been unmapped; only the first time."""
+        if self._address and self._pid == os.getpid():  # a fork has no locks
+            _cuda_runtime().cudaHostUnregister(self._address)
+        self._address = 0
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

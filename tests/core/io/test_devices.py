@@ -1,0 +1,100 @@
+"""Copies through page-locked pieces, with main memory in place of a GPU's; on a GPU: `-m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dbuffer.io import devices
+from dbuffer.io.copier import Copier
+
+PIECE_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(devices, "_PIECE_BYTES", (PIECE_BYTES,))
+
+
+@pytest.fixture
+def copier():
+    copier = Copier(2)
+    yield copier
+    copier.close()
+
+
+def tensors():
+    """Tensors that fill a piece, that are longer, short, strided, empty, or a single number."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(PIECE_BYTES // 4),
+        torch.randn(3 * PIECE_BYTES),
+        torch.randn(7, dtype=torch.float64),
+        torch.randn(70, 130).t(),
+        torch.randn(5, 3, 1001)[:, ::2],
+        torch.randn(64, 3).bfloat16(),
+        torch.tensor(3),
+        torch.empty(0),
+        torch.randn(9, 0),
+        torch.randint(0, 2, (2 * PIECE_BYTES + 1,)).bool(),
+        torch.randn(33, dtype=torch.complex64),
+    ]
+
+
+def zeros_like(tensor, dtype=None):
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype)
+
+
+@pytest.mark.parametrize("copy", [devices.to_device, devices.from_device])
+class TestCopies:
+    def test_brings_every_byte(self, copy, copier):
+        sources = tensors()
+        targets = [zeros_like(source) for source in sources]
+        copy(pairs_of(copy, targets, sources), copier.copy_tensors)
+        for target, source in zip(targets, sources, strict=True):
+            assert torch.equal(target, source)
+
+    def test_casts(self, copy, copier):
+        sources = [source for source in tensors() if source.is_floating_point()]
+        targets = [zeros_like(source, torch.float16) for source in sources]
+        copy(pairs_of(copy, targets, sources), copier.copy_tensors)
+        for target, source in zip(targets, sources, strict=True):
+            assert torch.equal(target, source.half())
+
+    def test_writes_into_strided_targets(self, copy, copier):
+        source = torch.randn(70, 130)
+        target = torch.zeros(130, 140).t()[:140:2]
+        copy(pairs_of(copy, [target], [source]), copier.copy_tensors)
+        assert torch.equal(target, source)
+
+
+def pairs_of(copy, targets, sources):
+    """Pairs of main memory and device."""
+    pairs = zip(targets, sources, strict=True)
+    return list(pairs) if copy is devices.from_device else [(s, t) for t, s in pairs]
+
+
+class TestCompare:
+    def test_finds_what_differs(self, copier):
+        old = [torch.randint(0, 9, (n,), dtype=torch.int16) for n in (10, 5 * PIECE_BYTES, 1, 700)]
+        new = [each.clone() for each in old]
+        places = [(0, 3), (1, 0), (1, 2048), (1, 5 * PIECE_BYTES - 1), (3, 699)]
+        for tensor, position in places:
+            new[tensor][position] += 1
+        found = []
+        for piece in devices.compare(list(zip(old, new, strict=True)), copier.copy_tensors):
+            starts = [sum(piece.counts[:number]) for number in range(len(piece.counts))]
+            for position, value, replaced in zip(
+                *map(torch.Tensor.tolist, piece.changed), strict=True
+            ):
+                number = max(n for n, start in enumerate(starts) if start <= position)
+                tensor, at = piece.indices[number], piece.firsts[number] + position - starts[number]
+                found.append((tensor, at))
+                assert value == new[tensor][at]
+                assert replaced == old[tensor][at]
+        assert found == places
+
+    def test_only_counts_what_mostly_differs(self, copier):
+        old, new = torch.zeros(1000, dtype=torch.int32), torch.ones(1000, dtype=torch.int32)
+        [piece] = devices.compare([(old, new)], copier.copy_tensors)
+        assert (piece.num_changed, piece.changed) == (1000, None)
