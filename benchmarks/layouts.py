@@ -109,6 +109,8 @@ class Switched(NamedTuple):
     staging_s: float
     commit_s: float
     staged_bytes: int
+    is_patched: bool
+    """Whether only what a delta changed was written."""
 
 
 class PlannedReceiver:
@@ -160,7 +162,8 @@ class PlannedReceiver:
             self._loads.reload(staged.tensors or {}, switch, staged.identity)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
-        return Switched(staged.duration_s, commit_s, staged.num_bytes)
+        is_patched = switch is not None and switch.base is not None
+        return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
 
     def require_right(self, weights: Weights) -> None:
         """Raise RuntimeError unless the model has what its own loaders make of these."""

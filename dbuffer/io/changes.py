@@ -7,6 +7,7 @@ Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. Positions 
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,12 @@ class Diff:
 
 
 def find_changes(
-    before: FileTensors, after: Sequence[torch.Tensor], copier: Copier, *, hashed: bool
+    before: FileTensors,
+    after: Sequence[torch.Tensor],
+    copier: Copier,
+    *,
+    hashed: bool,
+    max_changed: float = math.inf,
 ) -> Diff:
     """Find the differences from ``before`` in tensors of the same layout, in one pass.
 
@@ -109,6 +115,8 @@ def find_changes(
         after: a tensor for each of the layout's, of its shape.
         copier: its threads do it.
         hashed: take the checksums of the changed tensors as well.
+        max_changed: words that may differ. When more do, the comparison ends, and what is returned
+            has their number so far and no changes.
 
     Raises:
         InvalidWeightsError: number or shapes of the tensors are not the layout's.
@@ -120,13 +128,18 @@ def find_changes(
     num_changed = 0
     plain, on_gpu, others = _sorted_by_place(layout, after, hashed=hashed)
     if on_gpu:
-        changes, mostly_changed = _compare_on_gpu(before, on_gpu, copier)
+        num_changed, changes, mostly_changed = _compare_on_gpu(before, on_gpu, copier, max_changed)
+        if num_changed > max_changed:
+            return Diff(layout, [], None, num_changed)
         num_changed = sum([len(change.values) for change in changes])
         others = sorted([*others, *mostly_changed])
     for batch in _plain_batches(layout, plain, {i: after[i] for i in others}, copier):
         runs = list(_runs(layout, batch))
-        diffs = _compare(before, batch, runs, copier, digests)
+        left = max_changed - num_changed
+        diffs = _compare(before, batch, runs, copier, digests, left)
         num_changed += sum([diff.num_changed for diff in diffs])
+        if num_changed > max_changed:
+            return Diff(layout, [], None, num_changed)
         changes += _changes_of(before, batch, runs, diffs)
     changes.sort(key=lambda change: change.tensor)
     checksums = None
@@ -177,15 +190,23 @@ def _sorted_by_place(
 
 
 def _compare_on_gpu(
-    before: FileTensors, after: Mapping[int, torch.Tensor], copier: Copier
-) -> tuple[list[TensorDiff], list[int]]:
-    """Return the differences, and the tensors of which so much changed that it was only counted."""
+    before: FileTensors,
+    after: Mapping[int, torch.Tensor],
+    copier: Copier,
+    max_changed: float,
+) -> tuple[int, list[TensorDiff], list[int]]:
+    """Return the number of words that differ, and of which tensors.
+
+    Those of which so much changed that it was only counted come by their indices. If more than
+    ``max_changed`` words differ, the comparison ends.
+    """
     layout = before.layout
     groups: dict[tuple[torch.device, int], list[int]] = {}
     for index, tensor in after.items():
         groups.setdefault((tensor.device, layout.widths[index]), []).append(index)
     found: dict[int, list[tuple[Integers, Words, Words]]] = {}
     mostly_changed: set[int] = set()
+    num_changed = 0
     for (_, width), tensors in groups.items():
         pairs = [
             (_integers_of(before.tensor(index), width), _integers_of(after[index], width))
@@ -193,6 +214,9 @@ def _compare_on_gpu(
         ]
         with torch.inference_mode():
             for piece in devices.compare(pairs, copier.copy_tensors):
+                num_changed += piece.num_changed
+                if num_changed > max_changed:
+                    return num_changed, [], []
                 some = [tensors[index] for index in piece.indices]
                 if piece.changed is None:
                     mostly_changed.update(some)
@@ -207,7 +231,7 @@ def _compare_on_gpu(
             positions, values, replaced = map(join_words, zip(*parts, strict=True))
             positions = narrowed(positions, layout.sizes[index])
             changes.append(TensorDiff(index, positions, values, replaced))
-    return changes, sorted(mostly_changed)
+    return num_changed, changes, sorted(mostly_changed)
 
 
 def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -287,29 +311,36 @@ def _compare(
     runs: Sequence[list[int]],
     copier: Copier,
     digests: dict[int, int] | None,
+    max_changed: float,
 ) -> list[_RunDiff]:
     """Compare plain tensors with those of the same indices in a file, run by run.
 
     Returns:
-        The differences in each run. ``digests`` gets the digests of all blocks.
+        The differences in each run; only of some, if more than ``max_changed`` words differ in
+        these. ``digests`` gets the digests of all blocks.
     """
     layout = before.layout
     diffs: dict[int, _RunDiff] = {}
+    num_changed = 0
 
     def work(first: int, end: int) -> None:
+        nonlocal num_changed
         # Used again for each run, so that it stays in the core's cache.
         mask, memory = np.empty(BLOCK_BYTES // 8, np.bool_), np.empty(BLOCK_BYTES, np.uint8)
         for number in range(first, end):
+            if num_changed > max_changed:
+                return
             run = runs[number]
             new = _bytes_after(layout, after, run, memory)
             old = _bytes_before(before, run, len(new))
             if digests is not None:
                 _hash_blocks(layout, run, new, digests)
-            diffs[number] = _compare_run(layout, run, old, new, mask)
+            diffs[number] = diff = _compare_run(layout, run, old, new, mask)
+            num_changed += diff.num_changed  # less, if another thread does so now: no harm
 
     sizes = [len(run) * layout.blocks[run[0]].num_bytes for run in runs]
     copier.in_parallel(work, cut_work(sizes, copier))
-    return [diffs[number] for number in range(len(runs))]
+    return [diffs[number] for number in sorted(diffs)]
 
 
 def _runs(layout: Layout, after: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:

@@ -40,6 +40,9 @@ _NUM_SLOTS = 2
 _LONG_BYTES = 1 << 20
 """Tensors of at least this size are copied one by one, at 0.9 of the link's speed."""
 
+_REGISTER_READ_ONLY = 8
+"""``cudaHostRegisterReadOnly``."""
+
 _MOST_CHANGED = 0.25
 """Larger shares of changed words are only counted: their positions would take a device's memory,
 eight bytes each, and more time than all words."""
@@ -292,14 +295,22 @@ def _foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 class PageLock:
     """Lock of memory's pages, from and to which a GPU then copies at full speed.
 
+    Of a mapping it must be a shared one: locking a private one copies each page.
+
+    Args:
+        address: first byte.
+        num_bytes: length.
+        read_only: the memory cannot be written.
+
     Raises:
         StoreAccessError: CUDA refuses it.
     """
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         self._address = address
         self._pid = os.getpid()
-        status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, 0))
+        flags = _REGISTER_READ_ONLY if read_only else 0
+        status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
             # CUDA reports the error once more when the next kernel starts, whoever starts it.
             with contextlib.suppress(RuntimeError):
@@ -310,9 +321,9 @@ class PageLock:
             )
 
     @classmethod
-    def owned_by(cls, owner: object, address: int, num_bytes: int) -> PageLock:
+    def owned_by(cls, owner: object, address: int, num_bytes: int, *, read_only: bool) -> PageLock:
         """Return a lock that is released before the memory's owner is gone."""
-        lock = cls(address, num_bytes)
+        lock = cls(address, num_bytes, read_only=read_only)
         weakref.finalize(owner, lock.release).atexit = False  # the process gives all back
         return lock
 

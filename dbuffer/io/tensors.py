@@ -6,6 +6,7 @@ digests of its blocks, so that any number of threads can work on one tensor.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import logging
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -88,17 +90,22 @@ class FileTensors:
 class MappedTensors(FileTensors):
     """A weights file mapped into memory.
 
-    A writer's mapping is shared: what is copied in is in the file. A reader's is private: a
-    program that changes a snapshot's tensor changes its own copy of that page, never the file.
+    Args:
+        file: open file.
+        file_bytes: its size.
+        layout: of its tensors.
+        access: ``mmap.ACCESS_WRITE``: a writer's mapping; what is copied in is in the file.
+            ``ACCESS_COPY``: a reader's, to hand out: a program that changes a snapshot's tensor
+            changes its own copy of that page, never the file. ``ACCESS_READ``: to copy from.
     """
 
-    def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
-        mapped = _map(file, file_bytes, shared=shared)
-        super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
-        self._device_copies = 0
+    def __init__(self, file: int, file_bytes: int, layout: Layout, *, access: int) -> None:
+        super().__init__(_map(file, file_bytes, access), layout)
         self.identity = filesystem.identity_of(file)
         """Identity of the mapped file, which another file of the same name may replace."""
-        if not shared:
+        self._is_read_only = access == mmap.ACCESS_READ
+        self._device_copies = 0
+        if access == mmap.ACCESS_COPY:
             _read_mappings[self.address] = self
 
     def read_ahead(self) -> None:
@@ -114,7 +121,8 @@ class MappedTensors(FileTensors):
         """
         if self._device_copies == 1:
             try:
-                PageLock.owned_by(self, self.address, self._bytes.numel())
+                num_bytes = self._bytes.numel()
+                PageLock.owned_by(self, self.address, num_bytes, read_only=self._is_read_only)
             except StoreAccessError as error:
                 log_once(logger, "copies from a GPU take longer: %s", str(error))
         self._device_copies += 1
@@ -199,14 +207,16 @@ def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
     return flat.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _map(file: int, file_bytes: int, *, shared: bool) -> mmap.mmap:
+def _map(file: int, file_bytes: int, access: int) -> torch.Tensor:
     # A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened
     # as; forked children keep it too. So the file is opened once more, with no lock.
-    own = os.open(f"/proc/self/fd/{file}", (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
+    mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
+    own = os.open(f"/proc/self/fd/{file}", mode | os.O_CLOEXEC)
+    # A reader writes into no page of it, or few: none need be set aside for a copy of each.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
+    protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        # A reader writes into no page of it, or few: none need be set aside for a copy of each.
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
-        return mmap.mmap(own, file_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped = mmap.mmap(own, file_bytes, flags, protection)
     except OSError as error:
         raise StoreAccessError(
             f"cannot map {file_bytes} bytes of a weights file: {error.strerror}; is there a limit "
@@ -214,6 +224,13 @@ def _map(file: int, file_bytes: int, *, shared: bool) -> mmap.mmap:
         ) from error
     finally:
         os.close(own)
+    if access != mmap.ACCESS_READ:
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+    # torch warns of memory that cannot be written, which it cannot know otherwise.
+    array = np.frombuffer(mapped, np.uint8)
+    memory = (ctypes.c_ubyte * file_bytes).from_address(array.ctypes.data)
+    memory.owner = array  # type: ignore[attr-defined] # keeps the mapping
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:

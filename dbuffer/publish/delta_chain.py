@@ -37,9 +37,9 @@ UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 """Errors of a version that cannot be read back, or is not what was published."""
 
 
-def is_worth_a_delta(num_changed: int, layout: Layout) -> bool:
-    """Whether so many changed words are few enough for a delta."""
-    return num_changed <= MAX_CHANGED_SHARE * layout.num_elements
+def max_changed(layout: Layout) -> float:
+    """Return the number of changed words up to which a delta is worth it."""
+    return MAX_CHANGED_SHARE * layout.num_elements
 
 
 class DeltaChain:

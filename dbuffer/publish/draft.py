@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -252,7 +253,9 @@ class Draft:
 def map_shared(mappings: KeptMappings, path: Path, file: int, footer: Footer) -> MappedTensors:
     """Map an open weights file with these tensors, shared with all processes that map it."""
     return mappings.of(
-        path, file, lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True)
+        path,
+        file,
+        lambda: MappedTensors(file, footer.file_bytes, footer.layout, access=mmap.ACCESS_WRITE),
     )
 
 

@@ -20,7 +20,7 @@ from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.manifest import Lag, Manifest, decode, encode
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, is_worth_a_delta
+from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.shares import ClaimInfo, Share
@@ -222,7 +222,7 @@ class Publisher(Closing, ProcessBound, ABC):
         share = self._take_base(request)
         if share is not None:
             num_changed = share.compare(request.source)
-            if not is_worth_a_delta(num_changed, share.footer.layout):
+            if num_changed > max_changed(share.footer.layout):
                 share = None
         return self._write(request, share)
 

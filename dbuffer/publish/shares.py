@@ -25,7 +25,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
 from dbuffer.publish.chain_head import ChainHead
-from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.delta_chain import DeltaChain, max_changed
 from dbuffer.publish.draft import Draft, Progress
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
@@ -85,7 +85,10 @@ class Share(ABC):
 
     @abstractmethod
     def compare(self, source: Source) -> int:
-        """Find what differs from the last version; return the number of words, on all ranks."""
+        """Find what differs from the last version; return the number of words, on all ranks.
+
+        If a delta is not worth it, the number may be that of some of them.
+        """
 
     @abstractmethod
     def write_all(
@@ -151,7 +154,13 @@ class WholeShare(Share):
 
     def compare(self, source: Source) -> int:
         hashed = self._chain.hashed
-        self._diff = find_changes(self.contents, source.eager, self._copier, hashed=hashed)
+        self._diff = find_changes(
+            self.contents,
+            source.eager,
+            self._copier,
+            hashed=hashed,
+            max_changed=max_changed(self.footer.layout),
+        )
         return self._diff.num_changed
 
     def patch(self, changes: Iterable[TensorDiff]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 from collections.abc import Iterator, MutableMapping
 from typing import Literal
 
@@ -176,6 +177,11 @@ class VersionReader(VersionVerifier):
         if held.manifest.chain and not self.maps_files and self._must_verify(held):
             self._in_memory = held.manifest, tensors
 
+    def expect_device(self, tensors: FileTensors) -> None:
+        """Prepare a version, whose mapping is kept, to be copied to a GPU."""
+        if isinstance(tensors, MappedTensors) and self._store.medium.is_in_memory:
+            tensors.expect_device()
+
     def must_verify_copy(self, held: Held) -> bool:
         """Whether copies of a version's tensors must be verified as well."""
         # A version that was read into memory was verified there, where no writer reaches it.
@@ -189,7 +195,7 @@ class VersionReader(VersionVerifier):
 
         Layout, views and page tables, which a publish does not change, are made once.
         """
-        return self._mappings.of(held.path, held.file.number, lambda: map_privately(held))
+        return self._mappings.of(held.path, held.file.number, lambda: _map(held, mmap.ACCESS_READ))
 
     def _read_into_memory(self, held: Held) -> FileTensors | None:
         """Read a version over the network; None if its file was removed, or its bytes changed."""
@@ -230,13 +236,17 @@ class VersionReader(VersionVerifier):
 
 def map_privately(held: Held) -> MappedTensors:
     """Map a version privately: writing into the mapping changes no other."""
+    return _map(held, mmap.ACCESS_COPY)
+
+
+def _map(held: Held, access: int) -> MappedTensors:
     layout = held.read_layout()
     if layout.is_in_parts or held.manifest.anchor is not None:
         raise StoreAccessError(
             f"{held.path} was written in parts, or with deltas, over a network, and looks like a "
             "local file here: set DBUFFER_MOUNT=network to read it as it was written"
         )
-    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
+    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, access=access)
 
 
 def read_whole(

@@ -545,6 +545,8 @@ class WeightReceiver(Closing, ProcessBound):
                 raise
             return False
         self._remember_names(held, tensors.layout.all_names, partial)
+        if any(each.is_cuda for each in match.targets):
+            self.reader.expect_device(tensors)
         # A writer that locks do not hold back may come in between: a second look shows it.
         hashed = self.reader.must_verify_copy(held)
         checksums = copy_matched(match, tensors, self._copier, hashed=hashed)

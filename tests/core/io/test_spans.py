@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def mapped_file(
 ) -> tuple[bytes, list[int]]:
     """What the writer that maps its file makes of it."""
     file, path = files.new(layout, "mapped")
-    mapped = MappedTensors(file, max(layout.layout_offset, 1), layout, shared=True)
+    mapped = MappedTensors(file, max(layout.layout_offset, 1), layout, access=mmap.ACCESS_WRITE)
     checksums = Copier(1).write(mapped, sources, hashed=True)
     assert checksums is not None
     return path.read_bytes(), checksums

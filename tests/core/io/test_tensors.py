@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -36,11 +37,11 @@ def make_mapped(tmp_path):
     """Map one file, made for some specs, as often as asked for."""
     path = tmp_path / "weights"
 
-    def make(specs: list[TensorSpec], *, shared: bool = True) -> MappedTensors:
+    def make(specs: list[TensorSpec], access: int = mmap.ACCESS_WRITE) -> MappedTensors:
         layout = Layout.of(specs)
         with path.open("a+b") as file:
             file.truncate(layout.layout_offset + 64)
-            return MappedTensors(file.fileno(), layout.layout_offset + 64, layout, shared=shared)
+            return MappedTensors(file.fileno(), layout.layout_offset + 64, layout, access=access)
 
     make.path = path
     return make
@@ -103,7 +104,7 @@ class TestMappedTensors:
 
     def test_a_readers_mapping_is_its_own(self, make_mapped):
         specs = [TensorSpec("a", "uint8", (5,))]
-        mine, others = make_mapped(specs, shared=False), make_mapped(specs, shared=False)
+        mine, others = make_mapped(specs, mmap.ACCESS_COPY), make_mapped(specs, mmap.ACCESS_COPY)
         mine.tensor(0).fill_(7)
         assert others.tensor(0).tolist() == [0] * 5
         assert make_mapped.path.read_bytes()[:5] == bytes(5)

@@ -30,6 +30,9 @@ one CPU)."""
 _PIECE = 1 << 16
 """Positions that one thread patches at a time; about a tenth of a millisecond."""
 
+_DEVICE_PIECE = 1 << 22
+"""Positions that a device patches at a time: they take 32 MiB of its memory meanwhile."""
+
 _BLOCK_BYTES = 64 << 20
 """Bytes compared at a time: a device may have little room."""
 
@@ -56,9 +59,10 @@ class Patch(NamedTuple):
         self.target.index_copy_(0, self.places, self.values)
 
     def pieces(self) -> Iterator[Patch]:
-        """Split it into pieces, for several threads."""
-        for first in range(0, len(self.positions), _PIECE):
-            piece = slice(first, first + _PIECE)
+        """Split it into pieces, for several threads, or for a device with little room."""
+        length = _PIECE if self.target.is_cpu else _DEVICE_PIECE
+        for first in range(0, len(self.positions), length):
+            piece = slice(first, first + length)
             yield self._replace(positions=self.positions[piece], values=self.values[piece])
 
     def narrow(self) -> Patch:
@@ -81,11 +85,15 @@ class Patch(NamedTuple):
 
 
 def apply_patches(patches: Sequence[Patch], copier: Copier) -> None:
-    """Write the values of all patches, in several threads."""
+    """Write the values of all patches: in several threads, or one after the other on a device."""
 
     def work(first: int, end: int) -> None:
         for patch in patches[first:end]:
             patch.apply()
+
+    if not all(patch.target.is_cpu for patch in patches):
+        work(0, len(patches))
+        return
 
     sizes = [patch.positions.numel() for patch in patches]
     copier.in_parallel(work, split_evenly(sizes, copier.num_threads))
