@@ -24,20 +24,16 @@ from benchmarks.models import Shapes, Weights
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import PageLock
 
-_ROUNDS = 5
+_ROUNDS = 3
 _WARM_UPS = 4
 """Switches before the measured ones: the first verifies the plan; buffers are page-locked when they
-are written the second time."""
+are written, or read, the second time."""
 
-_TARGETS = {
-    "publish": 0.9,
-    "publish, 1 % changed": 0.9,
-    "receive": 0.9,
-    "stage": 0.8,
-    "commit": 0.9,
-    "commit, 1 % changed": 5.0,
-}
-"""Speeds as multiples of that of the copy, from page-locked memory, of all bytes."""
+_TARGETS = {"publish": 0.9, "receive": 0.9, "commit": 0.9, "commit, 1 % changed": 5.0}
+"""Speeds as multiples of that of the copy of all bytes; of 8 GB and more, as a version of 1 GB takes
+some 6 ms besides."""
+
+_JUDGED_BYTES = 8e9
 
 _WIDTHS = {1: 1.0, 8: 3.5, 16: 5.0}
 """Width of the layers that makes about so many GB."""
@@ -65,8 +61,9 @@ def main(directory: Path, *, quick: bool, json_path: Path | None) -> int:
         print(f" ({time.monotonic() - started:.0f} s)\n\n{_table(results[size_gb], num_bytes)}")
         print(flush=True)
         torch.cuda.empty_cache()
-    if json_path is not None:
-        json_path.write_text(json.dumps({"environment": environment, "seconds": results}, indent=1))
+        if json_path is not None:
+            found = {"environment": environment, "seconds": results}
+            json_path.write_text(json.dumps(found, indent=1))
     return 0
 
 
@@ -75,6 +72,8 @@ def _table(times_s: dict[str, float], num_bytes: int) -> str:
     for way, time_s in times_s.items():
         limit_s = times_s[_limit_of(way)]
         target = _TARGETS.get(way)
+        if num_bytes < _JUDGED_BYTES:
+            target = None
         verdict = "" if target is None else "pass" if limit_s / time_s >= target else "FAIL"
         speeds = f"{time_s * 1e3:.1f}", f"{num_bytes / time_s / 1e9:.2f}", f"{limit_s / time_s:.2f}"
         rows.append((way, *speeds, "" if target is None else f"≥ {target}", verdict))
@@ -95,7 +94,10 @@ def measure(shapes: Shapes, directory: Path, device: torch.device) -> dict[str, 
     *Stage*: from the store into page-locked memory, in the layout of an engine that fuses q, k and
     v, gate and up. *Commit*: from there into the engine's parameters; the engine pauses for it.
     """
-    weights = {name: t.to(device) for name, t in models.random_weights(shapes).items()}
+    weights = {
+        name: torch.empty(shape, dtype=models.DTYPE, device=device).uniform_(-1, 1)
+        for name, shape in shapes.items()
+    }
     times_s: dict[str, list[float]] = defaultdict(list)
     _measure_copies(weights, times_s)
     for has_deltas in (False, True):
