@@ -30,8 +30,8 @@ _WARM_UPS = 4
 are written, or read, the second time."""
 
 _TARGETS = {"publish": 0.9, "receive": 0.9, "commit": 0.9, "commit, 1 % changed": 5.0}
-"""Speeds as multiples of that of the copy of all bytes; of 8 GB and more, as a version of 1 GB takes
-some 6 ms besides."""
+"""Speeds as multiples of that of the copy of all bytes. A version of 1 GB is not judged: it takes
+6 ms besides."""
 
 _JUDGED_BYTES = 8e9
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dbuffer.format.delta import words_per_element
-from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec
+from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.changes import Diff, TensorDiff, cut_work, find_changes, narrowed
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -183,13 +182,8 @@ class BoxShare(Share):
         self._write_boxes(range(len(self._boxes)), self._contents.views.__getitem__)
 
     def _write_boxes(self, numbers: range, elements_in: GetElements) -> None:
-        def work(first: int, end: int) -> None:
-            for number in numbers[first:end]:
-                self._writer.write(self._boxes[number], elements_in(number))
-
-        specs, boxes = self._layout.specs, self._boxes[numbers.start : numbers.stop]
-        sizes = [math.prod(box.shape) * ITEM_BYTES[specs[box.tensor].dtype] for box in boxes]
-        self._copier.in_parallel(work, cut_work(sizes, self._copier))
+        boxes = self._boxes[numbers.start : numbers.stop]
+        self._writer.write(boxes, list(map(elements_in, numbers)), self._copier)
 
     def write_diff(self, info: ClaimInfo) -> list[int] | None:
         world = self._world

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import TensorDiff, write_changes
+from dbuffer.io.changes import TensorDiff, cut_work, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
@@ -24,7 +23,6 @@ from dbuffer.io.tensors import (
     FileTensors,
     KeptMappings,
     MappedTensors,
-    copy_one,
     join_blocks,
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
@@ -36,12 +34,9 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.hold import Held
 
-PASS_BYTES = 32 << 20
-"""Copied from a device in one go: what is cast there takes as much of its memory."""
-
 
 class ShardWriter(ABC):
-    """One rank's side of it. For a version: `begin`, `write` for each box, `finish` or `drop`."""
+    """Writer of one rank's boxes. For a version: `begin`, `write`, `finish` or `drop`."""
 
     rows_only: ClassVar[bool]
     """Whether what is written must lie in one row of bytes in the whole tensor."""
@@ -61,8 +56,8 @@ class ShardWriter(ABC):
         """Open the claimed file to write."""
 
     @abstractmethod
-    def write(self, box: Box, source: torch.Tensor) -> None:
-        """Write the elements of a box, cast to the layout's dtype; from any thread."""
+    def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
+        """Write the elements of each box, cast to the layout's dtype."""
 
     def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
         """Write what changed into a file that holds the version before."""
@@ -138,8 +133,9 @@ class SharedFileWriter(ShardWriter):
         self._mapped = map_shared(self._kept, path, file, footer)
         return self._mapped
 
-    def write(self, box: Box, source: torch.Tensor) -> None:
-        _copy(box.of(self._begun().views[box.tensor]), source)
+    def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
+        views = self._begun().views
+        copier.copy_tensors([box.of(views[box.tensor]) for box in boxes], list(sources))
 
     def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
         write_changes(changes, self._begun(), copier)
@@ -219,12 +215,21 @@ class PartFileWriter(ShardWriter):
             self._path = part_path(info.path_in(self._store), self._rank)
             self._file = filesystem.make_file(self._path, os.O_WRONLY)
 
-    def write(self, box: Box, source: torch.Tensor) -> None:
-        if self._file is None:
+    def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
+        file, path = self._file, self._path
+        if file is None:
+            if not boxes:
+                return
             raise StoreAccessError("no version was begun")
-        piece, dtype = self._mine[box.tensor], DTYPES[self._layout.specs[box.tensor].dtype]
-        digests = write_tensor(self._file, self._path, piece.place, source, dtype, hashed=True)
-        self._digests[piece] = digests
+        pieces = [self._mine[box.tensor] for box in boxes]
+
+        def work(first: int, end: int) -> None:
+            for piece, source in zip(pieces[first:end], sources[first:end], strict=True):
+                dtype = DTYPES[self._layout.specs[piece.tensor].dtype]
+                digests = write_tensor(file, path, piece.place, source, dtype, hashed=True)
+                self._digests[piece] = digests
+
+        copier.in_parallel(work, cut_work([piece.num_bytes for piece in pieces], copier))
 
     def finish(self, world: World, *, hashed: bool) -> list[int] | None:
         def flush() -> list[int]:
@@ -262,18 +267,6 @@ class PartFileWriter(ShardWriter):
             with contextlib.suppress(OSError):  # the next sender removes it
                 self._path.unlink()
             self._file = None
-
-
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor, casting if dtypes differ, with bounded memory."""
-    if source.device.type == "cpu" or not source.numel():
-        copy_one(destination, source)
-        return
-    if not source.ndim:
-        source, destination = source.view(1), destination.view(1)
-    rows = max(1, PASS_BYTES * len(source) // math.prod((*source.shape, source.itemsize)))
-    for first in range(0, len(source), rows):
-        copy_one(destination[first : first + rows], source[first : first + rows])
 
 
 def join_digests_of_parts(layout: Layout, shares: Sequence[list[int]]) -> list[int]:

@@ -729,7 +729,7 @@ def test_a_rank_that_is_killed_at_any_moment(
     # Another rank than 0 has fewer calls to stop before, and hardly any in a delta.
     every = 13
     if on_rank:
-        every = 3 if way.delta and not way.is_restarted else 9
+        every = 3 if way.delta and not way.is_restarted else 5
     with World(tmp_path, size) as next_job:
         for number in numbers(first, every):
             store = shm_path / f"{number}"
@@ -754,7 +754,7 @@ def test_a_rank_that_is_killed_at_any_moment(
 
 def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
     with World(tmp_path, 2) as world:
-        in_mid_copy = 2, frozenset({"copy_"})
+        in_mid_copy = 1, frozenset({"_foreach_copy_"})
         world.begin(send_until, store, 1, in_mid_copy, stop, 1.0)
         message, waited_s = world.outcome(0)
         assert re.search("a rank was lost .*while the ranks tried to write what it holds", message)

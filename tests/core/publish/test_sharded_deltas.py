@@ -398,10 +398,10 @@ def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
         patched.append(sum(len(change.values) for change in changes))
         patch(self, changes, copier)
 
-    def count_write(self: SharedFileWriter, box: Any, source: torch.Tensor) -> None:
+    def count_write(self: SharedFileWriter, boxes: Any, *arguments: Any) -> None:
         nonlocal num_written
-        num_written += 1
-        write(self, box, source)
+        num_written += len(boxes)
+        write(self, boxes, *arguments)
 
     SharedFileWriter.patch, SharedFileWriter.write = count, count_write
     torch.manual_seed(0)

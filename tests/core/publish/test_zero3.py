@@ -185,12 +185,12 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
     write = dbuffer.publish.shard_writer.SharedFileWriter.write
     left = 2
 
-    def fail(self: Any, piece: Any, source: torch.Tensor) -> None:
+    def fail(self: Any, *arguments: Any) -> None:
         nonlocal left
         left -= 1
         if not left:
             raise OSError("it went up in smoke")
-        write(self, piece, source)
+        write(self, *arguments)
 
     with ShardedWeightSender(store) as sender:
         sender.send(engine)
