@@ -95,7 +95,7 @@ def _callers_streams() -> list[torch.cuda.Stream]:
     """The streams of this thread, on GPUs where they are not the default ones.
 
     Which stream is current is a thread's own affair. A copy on another one would not wait for what
-    the caller has queued on its own. (Written from CUDA's rules; not run on a GPU yet.)
+    the caller has queued on its own.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []

@@ -162,7 +162,6 @@ def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.Exi
     """Return a function that makes a ``with`` block, in which another thread has CUDA streams.
 
     Work in the block begins when this thread's streams have done what they have been given by now.
-    Not tested on a GPU.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     events = {device: torch.cuda.current_stream(device).record_event() for device in devices}

@@ -387,6 +387,7 @@ def rows_of(text: str) -> list[list[str]]:
         ("benchmarks.md", "pause.txt", "## The pause", "## Inter-token latency"),
         ("benchmarks.md", "latency.txt", "## Inter-token latency", "## A step of TRL's trainer"),
         ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
+        ("benchmarks.md", "gpu.txt", "## GPUs", "## Deltas"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),
     ],
 )
