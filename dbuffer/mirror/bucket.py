@@ -12,6 +12,7 @@ import importlib
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
@@ -195,6 +196,7 @@ class Bucket(Closing):
         return _tag_of(result)
 
     def _request(self, kind: str, name: str, action: Callable[[], T]) -> T:
+        started = time.monotonic()
         for pause_s in _pauses():
             self.requests[kind] += 1
             try:
@@ -206,7 +208,9 @@ class Bucket(Closing):
             except (self._errors.BaseError, NotImplementedError) as error:
                 raise self._refused(kind, name, error) from error
             logger.debug("%s of %s failed: %s", kind, name, _first_line(failure))
-            if pause_s is None or self._stop.wait(pause_s):
+            # The caller logs what lasts, and tries again.
+            has_lasted = pause_s is None or time.monotonic() - started > TIMING.request_s
+            if has_lasted or self._stop.wait(pause_s):
                 break
         raise self._refused(kind, name, failure) from failure
 

@@ -96,6 +96,7 @@ class ReceiversOfBucket:
         self._listed_at = -TIMING.bucket_list_s
 
     def receivers(self) -> list[ReceiverRecord]:
+        """Return all records, of which those that have changed are read every few seconds."""
         now = time.monotonic()
         if now - self._listed_at >= TIMING.bucket_list_s:
             self._listed_at = now
@@ -108,12 +109,25 @@ class ReceiversOfBucket:
             ]
             self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
             self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
+            self._forget(now)
             self._changed_at = {
                 (record.receiver, record.token): seen.changed_at
                 for seen in self._seen.values()
                 for record in seen.records
             }
         return self.known()
+
+    def _forget(self, now: float) -> None:
+        """Delete objects of mirrors that have gone: one that lives puts its object again."""
+        limit_s = TIMING.forget_receivers_after_s
+        gone = [
+            name
+            for name, seen in self._seen.items()
+            if seen.records and now - seen.changed_at > limit_s
+        ]
+        self._bucket.delete(gone)
+        for name in gone:
+            del self._seen[name]
 
     def known(self) -> list[ReceiverRecord]:
         """Return the records that were read last."""

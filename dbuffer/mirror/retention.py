@@ -42,10 +42,10 @@ class Retention:
         self._known |= there
         if newest is None:
             return None
-        last = newest.version_name
-        # A mirror that was killed may have put a record above the pointer's.
-        names = [name for name in there if f"{history}/versions/" <= name <= last]
-        for name in sorted(names)[-KEEP_VERSIONS:]:
+        # A mirror that was killed may have put a record above the pointer's, or another one of it.
+        last, above = newest.version_name, f"{history}/versions/{newest.version:019}"
+        names = sorted(name for name in there if f"{history}/versions/" < name < above)
+        for name in (*names[1 - KEEP_VERSIONS :], last):
             with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
                 read = self._bucket.read(BucketVersion, name)
                 if read is not None and read[0].name == name:
@@ -56,7 +56,10 @@ class Retention:
 
     def add(self, version: BucketVersion) -> None:
         """Keep a version that is about to be published."""
-        self._kept.append(version)
+        # One that could not be published is put again.
+        identity = version.manifest["origin"]
+        kept = [each for each in self._kept if each.manifest["origin"] != identity]
+        self._kept = [*kept, version]
         self._known |= version.objects
 
     def sweep(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,13 +17,16 @@ from dbuffer.format.manifest import encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
 from dbuffer.mirror.download import newest_pointer
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.retention import KEEP_ANCHORS, KEEP_VERSIONS
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
 from tests.support.object_store import FAULTS, Hold, Request, lose_answer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
+from tests.support.soak import numbers
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing(
@@ -77,10 +80,7 @@ def manifest_of(store: Path) -> Any:
 
 def record_of(bucket: Bucket) -> BucketVersion:
     """The record of the newest version in a bucket."""
-    pointer = newest_pointer(bucket)
-    [name] = [name for name in bucket.list(pointer.history) if name.endswith(".json")][-1:]
-    record, _ = bucket.read(BucketVersion, name)
-    assert record.described.identity == pointer.identity
+    record, _ = bucket.read(BucketVersion, newest_pointer(bucket).version_name)
     return record
 
 
@@ -293,8 +293,8 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
         sender.send(SMALL.weights(1))
         with mirror(remote, bucket.url) as first:
             first.wait_until_current(20)
+            writer = newest_pointer(bucket).writer
             with mirror(remote, bucket.url) as second:
-                writer = newest_pointer(bucket).writer
                 until("it has taken over", lambda: newest_pointer(bucket).writer != writer)
                 sender.send(SMALL.weights(2))
                 second.wait_until_current(20)
@@ -331,26 +331,29 @@ def mirror_for_ever(connection: Connection, source: Path | str, target: Path | s
 
 @pytest.mark.parametrize("which", ["up", "down"])
 def test_a_mirror_that_is_killed_at_any_request_is_started_again(
-    remote, local, proxy, bucket_url, which
+    remote, local, proxy, bucket, which
 ):
-    """The child is killed while its request is held, and the request comes through then."""
+    """The child is killed while its request is held, which comes through when all is done."""
+    bucket_url = bucket.url
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        for version in itertools.count(1):
+        for version, nth in enumerate(numbers(every=2), start=1):
             sender.send(LONG.weights(version))
             if which == "down":
                 with mirror(remote, bucket_url) as up:
                     up.wait_until_current(20)
             ends = (remote, bucket_url) if which == "up" else (bucket_url, local)
             held = Hold()
-            # Requests beyond those of a start are polls.
-            proxy.inject(held, nth=version)
+            proxy.inject(held, nth=nth)
             with Child(mirror_for_ever, *ends) as child:
                 held.wait()
                 child.kill()
-            held.release()
             with both_ways(remote, bucket_url, local):
                 assert_copied(local, LONG, version)
-            if version == 14:
+                pointer = newest_pointer(bucket)
+                held.release()
+                until("it has come", lambda: all(r.status for r in proxy.requests if r.is_faulty))
+                assert newest_pointer(bucket) == pointer
+            if nth > 20:  # the rest are polls
                 break
 
 
@@ -396,7 +399,7 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
         "mine",
         "versions/0000000000000000001-0000000000000000-1.json",
         f"{history}/weights/{history}-1/000000-{history}",
-        f"{history}/versions/0000000000000000001-{history}-1.json",
+        f"{history}/versions/0000000000000000001-{history}-1-{history}.json",
         "receivers/other.json",
     ]
     for name in others:
@@ -519,6 +522,22 @@ def test_a_url_is_for_mirrors(tmp_path, bucket_url):
         Mirror(bucket_url, bucket_url)
     with pytest.raises(dbuffer.OptionError, match="s3://bucket/policy"):
         Mirror("s3:///policy", tmp_path)
+
+
+def test_the_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(dbuffer.DBufferError, match=r"pip install 'dbuffer\[objects\]'"):
+        Mirror("s3://bucket/policy", tmp_path)
+
+
+@pytest.mark.timing(forget_receivers_after_s=0.0)
+def test_records_of_mirrors_that_have_gone_are_deleted(remote, bucket):
+    own = OwnRecord("mirror-of-a-node")
+    BucketRecords(bucket, own).write([])
+    bucket.put("receivers/mine.json", b"mine")
+    reader = ReceiversOfBucket(bucket)
+    until("they have gone", lambda: not reader.receivers())
+    assert list(bucket.list("receivers")) == ["receivers/mine.json"]
 
 
 def test_a_file_url_is_a_directory(remote, local):
