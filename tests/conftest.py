@@ -238,7 +238,7 @@ def object_server() -> Iterator[Any]:
 
 @pytest.fixture
 def bucket_url(object_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the test can put objects; the environment names the server and its credentials."""
+    """URL to put objects under; the environment names the server and its credentials."""
     object_store.set_environment(object_server.url, monkeypatch)
     return f"s3://{object_store.BUCKET}/{uuid.uuid4().hex}/policy"
 

@@ -168,7 +168,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server answered."""
+    """Answer of the server."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -235,6 +235,11 @@ class Exchange:
     def drop(self) -> None:
         """Close the connection to the client."""
         self._handler.close_connection = True
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the proxy is being closed: nothing may wait any more."""
+        return self._proxy.is_closing.is_set()
 
     def wait(self, seconds: float) -> None:
         """Wait, unless the proxy is closed meanwhile."""
@@ -355,7 +360,9 @@ class Hold:
     def __call__(self, exchange: Exchange) -> None:
         exchange.body()
         self._has_come.set()
-        self._is_released.wait(TIMEOUT_S)
+        until(
+            "it is released", lambda: self._is_released.is_set() or exchange.is_closing, TIMEOUT_S
+        )
         exchange.answer(exchange.forward())
 
     def wait(self) -> None:
