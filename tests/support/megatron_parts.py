@@ -33,7 +33,14 @@ ON_CPU = {
 }
 
 
-def start_megatron(tensor: int, pipeline: int, expert: int) -> None:
+def start_megatron(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int | None = None,
+    expert: int = 1,
+    expert_tensor: int = 1,
+) -> None:
     """Split the ranks of the process group for Megatron; again, if they were split before."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign]
@@ -41,38 +48,46 @@ def start_megatron(tensor: int, pipeline: int, expert: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor,
     )
 
 
-def load_model(checkpoint: Path) -> tuple[Any, torch.nn.Module]:
-    """Return mbridge's bridge for a checkpoint, and this rank's part of the model."""
+def load_models(checkpoint: Path) -> tuple[Any, list[nn.Module]]:
+    """Return mbridge's bridge for a checkpoint, and this rank's part of the model, by stage."""
     config = AutoConfig.from_pretrained(checkpoint)
     config.rope_theta = config.rope_parameters["rope_theta"]  # where transformers 4 has it
     kind = _on_cpu(_MODEL_REGISTRY[config.model_type])
     bridge = kind(config, dtype=torch.bfloat16, make_vocab_size_divisible_by=64)
     bridge.set_extra_args(**ON_CPU)
+    models = [_build(bridge, stage) for stage in range(bridge.mpu.vpp_size or 1)]
+    with torch.no_grad():
+        bridge.load_weights(models, str(checkpoint))
+    return bridge, models
+
+
+def _build(bridge: Any, stage: int) -> nn.Module:
+    """Return a model as mbridge's ``get_model`` builds it, which needs a GPU for that."""
     model = bridge._model_provider([])(
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage if bridge.mpu.vpp_size else None,
     )
     _rename_as_te(model)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    wrapped = Float16Module(bridge.config, model)
+    wrapped: nn.Module = Float16Module(bridge.config, model)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
-    with torch.no_grad():
-        bridge.load_weights([wrapped], str(checkpoint))
-    return bridge, wrapped
+    return wrapped
 
 
 class Export:
     """Weights of a Megatron model under HuggingFace's names: a pass gathers them on all ranks."""
 
-    def __init__(self, bridge: Any, models: list[torch.nn.Module]) -> None:
+    def __init__(self, bridge: Any, models: list[nn.Module]) -> None:
         self._bridge, self._models = bridge, models
         self._metadata: list[SimpleNamespace] = []
 

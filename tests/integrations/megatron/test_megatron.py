@@ -54,7 +54,8 @@ class Report(NamedTuple):
 def model_of(family: str) -> Any:
     match family:
         case "llama":
-            config = transformers.LlamaConfig(**SIZES, head_dim=16)
+            sizes = SIZES | {"num_hidden_layers": 4}
+            config = transformers.LlamaConfig(**sizes, head_dim=16)
         case "qwen2, tied":
             sizes = {"vocab_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": True}
             config = transformers.Qwen2Config(**SIZES | sizes)
@@ -82,19 +83,21 @@ def world(tmp_path_factory: Any) -> Iterator[World]:
 @pytest.mark.parametrize(
     ("family", "split", "mount"),
     [
-        ("llama", (2, 2, 1), "local"),
-        ("llama", (2, 2, 1), "network"),
-        ("qwen2, tied", (2, 2, 1), "local"),
-        ("qwen3-moe", (1, 2, 2), "local"),
-        ("mixtral", (1, 1, 2), "local"),
-        ("mixtral", (2, 1, 2), "local"),
-        ("glm4-moe", (2, 1, 2), "local"),
+        ("llama", {"tensor": 2, "pipeline": 2}, "local"),
+        ("llama", {"tensor": 2, "pipeline": 2}, "network"),
+        ("llama", {"tensor": 2, "pipeline": 2, "virtual": 2}, "local"),
+        ("qwen2, tied", {"tensor": 2, "pipeline": 2}, "local"),
+        ("qwen3-moe", {"pipeline": 2, "expert": 2}, "local"),
+        ("mixtral", {"expert": 2}, "local"),
+        ("mixtral", {"tensor": 2, "expert": 2}, "local"),
+        ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 2}, "local"),
+        ("glm4-moe", {"tensor": 2, "expert": 2}, "local"),
     ],
 )
 def test_a_megatron_model_is_published_as_its_checkpoint(
     world: World,
     family: str,
-    split: tuple[int, int, int],
+    split: dict[str, int],
     mount: str,
     tmp_path: Path,
     shm_path: Path,
@@ -135,18 +138,16 @@ def change(*models: torch.nn.Module) -> None:
             tensor.copy_(changed(tensor))
 
 
-def publish(
-    rank: int, checkpoint: Path, stores: Path, split: tuple[int, int, int], mount: str
-) -> Report:
+def publish(rank: int, checkpoint: Path, stores: Path, split: dict[str, int], mount: str) -> Report:
     """Publish the checkpoint and then a changed one, by an export and by parts."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     from dbuffer.integrations.megatron import MegatronWeights
-    from tests.support.megatron_parts import Export, load_model, start_megatron
+    from tests.support.megatron_parts import Export, load_models, start_megatron
 
-    start_megatron(*split)
-    bridge, model = load_model(checkpoint)
-    sources = {"export": Export(bridge, [model]), "parts": MegatronWeights(bridge, [model])}
+    start_megatron(**split)
+    bridge, models = load_models(checkpoint)
+    sources = {"export": Export(bridge, models), "parts": MegatronWeights(bridge, models)}
     with mounted(mount), contextlib.ExitStack() as stack, CommDebugMode() as mode:  # type: ignore[no-untyped-call]
         pairs = []
         for kind, delta in itertools.product(sources, (False, True)):
@@ -155,14 +156,17 @@ def publish(
             pairs.append((sources[kind], stack.enter_context(sender)))
         for source, sender in pairs:
             sender.send(source, metadata={"step": 1})
-        change(model)
+        change(*models)
         num_collectives = 0
         for number, (source, sender) in enumerate(pairs):
             num_before = mode.get_total_counts()
             publication = sender.send(source, metadata={"step": 2})
             num_collectives = mode.get_total_counts() - num_before
             assert (publication.delta_bytes is not None) == (number % 2 == 1)
-    return Report(sum(parameter.numel() for parameter in model.parameters()), num_collectives)
+    return Report(
+        sum(parameter.numel() for model in models for parameter in model.parameters()),
+        num_collectives,
+    )
 
 
 ALTERATIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
@@ -202,10 +206,10 @@ def test_an_export_that_is_not_made_of_parts_is_refused(
 def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
     """Return the messages of what `send` raises."""
     from dbuffer.integrations.megatron import MegatronWeights
-    from tests.support.megatron_parts import load_model, start_megatron
+    from tests.support.megatron_parts import load_models, start_megatron
 
-    start_megatron(2, 2, 1)
-    bridge, model = load_model(checkpoint)
+    start_megatron(tensor=2, pipeline=2)
+    bridge, models = load_models(checkpoint)
     export = bridge.export_weights
     messages = []
     with dbuffer.ShardedWeightSender(store) as sender:
@@ -214,16 +218,16 @@ def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
                 (name, function(tensor) if name == altered else tensor)
                 for name, tensor in export(models)
             )
-            weights = MegatronWeights(bridge, [model])
+            weights = MegatronWeights(bridge, models)
             for _ in range(2):  # the second time without an export
                 with pytest.raises(dbuffer.UnsupportedError) as unsupported:
                     sender.send(weights)
                 messages.append(str(unsupported.value))
         bridge.export_weights = export
-        weights = MegatronWeights(bridge, [model])
+        weights = MegatronWeights(bridge, models)
         sender.send(weights)
         if rank == 3:
-            norm: Any = model.get_submodule("module.decoder.final_layernorm")
+            norm: Any = models[0].get_submodule("module.decoder.final_layernorm")
             norm.weight = torch.nn.Parameter(norm.weight.float())
         with pytest.raises(dbuffer.InvalidWeightsError) as invalid:
             sender.send(weights)
