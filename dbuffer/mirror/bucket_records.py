@@ -93,33 +93,28 @@ class ReceiversOfBucket:
         self._bucket = bucket
         self._seen: dict[str, _Seen] = {}
         self._changed_at: dict[tuple[str, str], float] = {}
-        self._listed_at = -TIMING.bucket_list_s
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return all records, of which those that have changed are read every few seconds."""
-        now = time.monotonic()
-        if now - self._listed_at >= TIMING.bucket_list_s:
-            self._listed_at = now
-            listed = self._bucket.list(RECEIVERS_PREFIX)
-            changed = [
-                name
-                for name, e_tag in listed.items()
-                if is_of_receivers(name)
-                and (name not in self._seen or self._seen[name].e_tag != e_tag)
-            ]
-            self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
-            self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
-            self._forget(now)
-            self._changed_at = {
-                (record.receiver, record.token): seen.changed_at
-                for seen in self._seen.values()
-                for record in seen.records
-            }
+        """Return all records; only objects that have changed are read again."""
+        listed = self._bucket.list(RECEIVERS_PREFIX)
+        changed = [
+            name
+            for name, e_tag in listed.items()
+            if is_of_receivers(name) and (name not in self._seen or self._seen[name].e_tag != e_tag)
+        ]
+        self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
+        self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
+        self._forget()
+        self._changed_at = {
+            (record.receiver, record.token): seen.changed_at
+            for seen in self._seen.values()
+            for record in seen.records
+        }
         return self.known()
 
-    def _forget(self, now: float) -> None:
+    def _forget(self) -> None:
         """Delete objects of mirrors that have gone: one that lives puts its object again."""
-        limit_s = TIMING.forget_receivers_after_s
+        now, limit_s = time.monotonic(), TIMING.forget_receivers_after_s
         gone = [
             name
             for name, seen in self._seen.items()

@@ -57,11 +57,20 @@ class RecordWriter(Protocol):
 
 
 class AcknowledgementRelay:
-    """Relays in a thread of its own, from construction to :meth:`close`."""
+    """Relays in a thread of its own, from construction to :meth:`close`.
 
-    def __init__(self, reader: RecordReader, writer: RecordWriter) -> None:
+    Args:
+        reader: reads the records.
+        writer: writes them.
+        interval_s: interval at which they are read. Default: that of a store's.
+    """
+
+    def __init__(
+        self, reader: RecordReader, writer: RecordWriter, *, interval_s: float | None = None
+    ) -> None:
         self._reader = reader
         self._writer = writer
+        self._interval_s = interval_s
         self._records: list[ReceiverRecord] = []
         self._problem: str | None = None
         self._stop = threading.Event()
@@ -76,7 +85,8 @@ class AcknowledgementRelay:
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._stop.wait(TIMING.relay_s)
+            interval_s = TIMING.relay_s if self._interval_s is None else self._interval_s
+            is_last = self._stop.wait(interval_s)
             self._try(self._relay)
         self._try(self._writer.close)
 

@@ -47,11 +47,16 @@ from dbuffer.publish.draft import Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.hold import HeldVersion
 
 logger = logging.getLogger(__name__)
+
+
+_MAX_PUTS = 10
+"""Puts of the pointer whose condition fails, in a row. Each but one was another mirror's."""
 
 
 class BucketTarget:
@@ -105,7 +110,9 @@ class BucketTarget:
             self._bucket,
             last,
             self._publish,
-            lambda receivers: AcknowledgementRelay(receivers, source.records(receiver)),
+            lambda receivers: AcknowledgementRelay(
+                receivers, source.records(receiver), interval_s=TIMING.bucket_list_s
+            ),
             copier=self._copier,
             progress=self._progress,
         )
@@ -118,7 +125,7 @@ class BucketTarget:
         Raises:
             OptionError: it is of another store, or newer than what the source holds.
         """
-        while True:
+        for _ in range(_MAX_PUTS):
             self._read_pointer()
             pointer = self._pointer
             if pointer is None or pointer.history == self._copied_history != history:
@@ -129,6 +136,7 @@ class BucketTarget:
             pointer = pointer.by(self._writer)
             if self._put_pointer(pointer):
                 return pointer
+        raise self._no_conditions()
 
     def _publish(self, version: BucketVersion) -> None:
         """Put a version's record, let the pointer name it, and delete what is old.
@@ -139,7 +147,9 @@ class BucketTarget:
         self._retention.add(version)
         self._bucket.put(version.name, encode(version))
         pointer = BucketPointer.to(version, self._writer)
-        while not self._put_pointer(pointer):
+        for _ in range(_MAX_PUTS):
+            if self._put_pointer(pointer):
+                break
             # It is another mirror's; or ours, and the answer to a put was lost.
             self._read_pointer()
             if self._pointer is None or self._pointer.writer != self._writer:
@@ -148,6 +158,8 @@ class BucketTarget:
                 )
             if self._pointer == pointer:
                 break
+        else:
+            raise self._no_conditions()
         try:
             self._retention.sweep()
         except StoreAccessError as error:
@@ -166,6 +178,12 @@ class BucketTarget:
         except StoreNotFoundError:
             read = None
         self._pointer, self._tag = read or (None, None)
+
+    def _no_conditions(self) -> StoreAccessError:
+        return StoreAccessError(
+            f"{self.name}/{POINTER_OBJECT} could not be put on condition of its ETag, {_MAX_PUTS} "
+            "times: does the service support conditional puts?"
+        )
 
     def _refusal(self, source: Source) -> OptionError:
         version = None if self._pointer is None else self._pointer.version
