@@ -37,6 +37,7 @@ from dbuffer.integrations.engine.plan.patching import (
 )
 from dbuffer.integrations.engine.plan.samples import Sample
 from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.trouble import log_once
@@ -130,18 +131,29 @@ class CopyPlan:
         }
 
     def changes_to(
-        self, tensors: Tensors, changed: Changed
+        self, tensors: Tensors, changed: Changed, copier: Copier
     ) -> tuple[dict[str, list[Patch]], list[Copy]]:
-        """Return patches by parameter, and copies of what is not patched, for all but images."""
+        """Return patches by parameter, and copies of what is not patched, for all but images.
+
+        ``copier``: its threads gather the values.
+        """
+        ops = [(name, op) for name in self.parameters for op in self.traced[name].ops]
+        changes: list[Patch | Copy | None] = [None] * len(ops)
+
+        @torch.no_grad()
+        def work(first: int, end: int) -> None:
+            for index, (name, op) in enumerate(ops[first:end], first):
+                changes[index] = patch_or_copy(self.parameters[name], op, tensors, changed)
+
+        sizes = [0 if op.part is None else op.part.num_elements for _, op in ops]
+        copier.in_parallel(work, cut_work(sizes, copier))
         patches: dict[str, list[Patch]] = {}
         copies: list[Copy] = []
-        for name, parameter in self.parameters.items():
-            for op in self.traced[name].ops:
-                change = patch_or_copy(parameter, op, tensors, changed)
-                if isinstance(change, Patch):
-                    patches.setdefault(name, []).extend(change.pieces())
-                elif change is not None:
-                    copies.append(change)
+        for (name, _), change in zip(ops, changes, strict=True):
+            if isinstance(change, Patch):
+                patches.setdefault(name, []).extend(change.pieces())
+            elif change is not None:
+                copies.append(change)
         return patches, copies
 
 

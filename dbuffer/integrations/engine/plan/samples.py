@@ -58,8 +58,8 @@ def with_patched(
         chosen = [sample[name]]
         for piece, count in _choose_parts(pieces, len(sample), random):
             indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
-            elements = Patch(piece.target, piece.places[indices], piece.values[indices])
-            chosen.append(elements.on_device())
+            some = piece._replace(positions=piece.positions[indices], values=piece.values[indices])
+            chosen.append(some.on_device())
         more[name] = _joined(chosen)
     return {**sample, **more}
 

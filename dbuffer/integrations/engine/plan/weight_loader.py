@@ -210,7 +210,7 @@ class WeightLoader:
         changed = None if base is None else changed_since(base)
         if changed is None:
             return
-        patches, copies = switch.plan.changes_to(switch.tensors, changed)
+        patches, copies = switch.plan.changes_to(switch.tensors, changed, self._copier)
         name = self._random.choice(list(switch.copies))
         if not switch.patch_matches(name, patches.get(name, ()), copies):
             self._may_patch = False
