@@ -123,6 +123,41 @@ def test_steps_of_training_are_in_what_is_sent_next(
         assert_same(received(store), saved(mixtral, tmp_path / str(step)))
 
 
+def test_a_module_whose_tensors_change_is_converted_anew(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
+) -> None:
+    sender.send(mixtral)
+    experts = mixtral.model.layers[1].mlp.experts
+    for name, fused in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(torch.cat([fused, fused[:1]])))
+    sender.send(mixtral)
+    assert_same(received(store), saved(mixtral, tmp_path / "one expert more"))
+    del mixtral.model.layers[0]
+    sender.send(mixtral)
+    assert_same(received(store), saved(mixtral, tmp_path / "a layer less"))
+
+
+def in_a_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.zeros(tensor.numel() + 10)
+    return whole[7 : 7 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+@pytest.mark.parametrize("moved", [in_a_larger_storage, transposed])
+def test_experts_are_views_wherever_their_tensor_lies(
+    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender, moved: Any
+) -> None:
+    expected = saved(mixtral, tmp_path)
+    sender.send(mixtral)
+    for parameter in mixtral.model.layers[1].mlp.experts.parameters():
+        parameter.data = moved(parameter.data)
+    sender.send(mixtral)
+    assert_same(received(store), expected)
+
+
 def test_a_change_meanwhile_is_detected_in_a_view(mixtral: Any, sender: WeightSender) -> None:
     pending = sender.send(mixtral, wait=False)
     pending.wait()
