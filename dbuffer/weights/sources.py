@@ -31,7 +31,12 @@ from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.conversion import Conversion, shapes_of
 from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
-from dbuffer.weights.weight_source import SourceReader, WeightSource, is_weight_source
+from dbuffer.weights.weight_source import (
+    SourceReader,
+    WeightSource,
+    is_weight_source,
+    parameters_of,
+)
 
 if TYPE_CHECKING:  # its import takes as long as torch's
     from tensordict import TensorDictBase
@@ -160,6 +165,8 @@ class Describer:
         if is_stream(weights):
             return Source((), [], {}, is_lazy=False, stream=self._stream(weights))
         named: Mapping[str, Any] | None = _as_mapping(weights)
+        if named is None and self.sharded:
+            named = parameters_of(weights)
         if named is None and is_weight_source(weights):
             if self._changes_tensors:
                 raise UnsupportedError(

@@ -9,10 +9,12 @@ get anything; else each rank has the tensors of these names.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeGuard
 
 import torch
+from torch import nn
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.runtime.messages import described, listed
@@ -30,6 +32,18 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
     """Whether weights follow vLLM's protocol."""
     has_pass = hasattr(weights, "iter_full") or hasattr(weights, "__iter__")
     return has_pass and callable(getattr(weights, "metadata", None))
+
+
+def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
+    """Return the parameters that a ``ModuleSource`` of vLLM's gathers one by one.
+
+    None: the source is none, or of a class that may do something else.
+    """
+    library = sys.modules.get("vllm.distributed.weight_transfer.base")
+    if library is None or type(source) is not library.ModuleSource:
+        return None
+    module = getattr(source, "_module", None)
+    return dict(module.named_parameters()) if isinstance(module, nn.Module) else None
 
 
 class SourceReader:
