@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
+from tests.support.engines.families import save_family
 from tests.support.engines.media_models import media_prompts, save_media_model
 from tests.support.engines.tiny_models import (
     SHAPE,
@@ -48,6 +51,8 @@ HEARS = "whisper"
 """Of an encoder and a decoder."""
 JUDGES = "qwen3 that judges"
 """A classifier whose head has a bias, which vLLM registers as it loads it."""
+BIASED = "biases in float32"
+"""Kernels for AMX take them so, whatever the engine's dtype."""
 RETIED = "tied-qwen2 with a head of its own"
 """vLLM ties it once both are loaded, and found equal."""
 ONLINE = "float8 online"
@@ -73,6 +78,8 @@ def run(directory: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     hears = [save_media_model(HEARS, directory, seed) for seed in (0, 1)]
     judges = [save_judge(directory / JUDGES, seed) for seed in (0, 1)]
+    biased = [save_biased(directory / BIASED, seed) for seed in (0, 1)]
+    latent = save_family("deepseek_v2", directory, 0)
     retied = [save_with_head(directory / RETIED, seed) for seed in (0, 1)]
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {
@@ -104,6 +111,9 @@ def run(directory: Path) -> dict[str, Any]:
         skip_tokenizer_init=False,
     )
     observe_judges(directory / "judging", judges, seen)
+    with seeing_amx():
+        _, seen[BIASED] = observe_pair(directory / BIASED, biased, dtype="bfloat16")
+        seen["latent attention"] = observe_latent_attention(directory / "latent", latent)
     seen[RETIED] = observe_retied(directory / "retied", retied)
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     _, seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], **online)
@@ -140,6 +150,29 @@ def save_judge(directory: Path, seed: int) -> Path:
     weights = load_file(path / "model.safetensors") | {"score.bias": torch.randn(2)}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def save_biased(directory: Path, seed: int) -> Path:
+    path = directory / str(seed)
+    model = make_model("tied-qwen2", seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=4.0)
+    model.save_pretrained(path)
+    return path
+
+
+@contextlib.contextmanager
+def seeing_amx() -> Iterator[None]:
+    """Let vLLM see what `hide_amx` hides; 0.28 dies of it."""
+    hidden = torch.cpu._is_amx_tile_supported
+    if not () < vllm_release() < (0, 32):
+        has_amx = torch.cpu.get_capabilities().get("amx_tile", False)
+        torch.cpu._is_amx_tile_supported = lambda: has_amx
+    try:
+        yield
+    finally:
+        torch.cpu._is_amx_tile_supported = hidden
 
 
 def save_with_head(directory: Path, seed: int) -> Path:
@@ -316,6 +349,14 @@ def observe_packed_convolution(directory: Path, checkpoint: Path) -> dict[str, A
     with dbuffer.WeightSender(directory / "store"):
         error = error_of(lambda: follow(llm, directory / "store"))
     return {"is a view": len(places) == 1, "error": error}
+
+
+def observe_latent_attention(directory: Path, checkpoint: Path) -> dict[str, Any]:
+    llm = start_llm(checkpoint, dtype="bfloat16")
+    weight = model_of(llm).get_parameter("model.layers.0.self_attn.kv_b_proj.weight")
+    with dbuffer.WeightSender(directory / "store"):
+        error = error_of(lambda: follow(llm, directory / "store"))
+    return {"is there": weight.numel() > 0, "error": error}
 
 
 def observe_scales(store: Path, scaled: Path, plain: Path) -> dict[str, Any]:

@@ -40,13 +40,14 @@ def vllm_shape_check(
 
     Raises:
         UnsupportedError: its experts do not stay where they are loaded, or a reload would
-            leave a part of it as it is.
+            fail, or leave a part of it as it is.
     """
     if vllm_config.parallel_config.enable_eplb:
         raise UnsupportedError(
             "vLLM moves the experts of this engine between ranks (enable_eplb), and would load new "
             "ones to where they were at its start: start it without"
         )
+    _require_latent_weights(serving)
     model = built_without_data(
         lambda: _make_model(vllm_config), type(serving).__name__, keep=SKIP_TENSORS
     )
@@ -98,6 +99,19 @@ def _make_model(vllm_config: Any) -> Any:
         _expert_maps_with_data(),
     ):
         return initialize_model(config, model_config=config.model_config)
+
+
+def _require_latent_weights(serving: torch.nn.Module) -> None:
+    """Refuse latent attention that drops a layer's weight once it has packed it.
+
+    vLLM's reload would load that layer, and have no place for its weight (0.32, on a CPU with AMX).
+    """
+    for name, module in serving.named_modules():
+        if getattr(module, "is_amx_bmm_enabled", False):
+            raise UnsupportedError(
+                f"{name} has packed the weights of its kv_b_proj for AMX, and vLLM's reload has no "
+                "place for new ones: start the engine with attention_backend='CPU_MLA'"
+            )
 
 
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:

@@ -82,6 +82,7 @@ class VllmModel:
                 _restore_tensors(before)
                 raise
             _restore_absent_names(before)
+            _round_biases(loaded)
             _repack_tied(self._model, loaded)
             _repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
@@ -263,6 +264,18 @@ def _onednn_kernels_keep_scales() -> Iterator[None]:
         yield
     finally:
         _custom_ops.create_onednn_scaled_mm = make
+
+
+def _round_biases(loaded: list[torch.nn.Module]) -> None:
+    """Round biases as an engine's start does, where a kernel takes them in float32.
+
+    On a CPU with AMX vLLM (0.32) loads a bias in the layer's dtype, and then makes float32 of it;
+    reload puts into that what is published, which may be float32, too.
+    """
+    for module in loaded:
+        bias, dtype = getattr(module, "bias", None), getattr(module, "params_dtype", None)
+        if isinstance(bias, torch.Tensor) and dtype not in (None, bias.dtype):
+            bias.data.copy_(bias.to(dtype))
 
 
 def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:

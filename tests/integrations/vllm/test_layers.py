@@ -13,6 +13,7 @@ import pytest
 
 from tests.programs.vllm_layers import (
     BACKEND,
+    BIASED,
     FAMILIES,
     HAS_FP8_CACHES,
     HEARS,
@@ -40,7 +41,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen | {"log": (directory / "log.txt").read_text()}
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, HEARS, JUDGES, RETIED, *INT8, ONLINE])
+@pytest.mark.parametrize("case", [*FAMILIES, HEARS, JUDGES, BIASED, RETIED, *INT8, ONLINE])
 def test_switched_engines_answer_as_fresh_ones(observed: Any, case: str) -> None:
     seen = observed[case]
     for old, new in zip(*seen["fresh"][:2], strict=True):
@@ -125,6 +126,16 @@ def test_what_was_a_view_of_a_packed_parameter_is_refused_at_once(observed: Any)
     else:
         assert seen["error"].startswith("UnsupportedError: ")
         assert "backbone.layers.0.mixer.conv_weights was a view of backbone." in seen["error"]
+
+
+def test_latent_attention_that_drops_a_packed_weight_is_refused_at_once(observed: Any) -> None:
+    """vLLM's reload would fail halfway: it has no place for the weight."""
+    seen = observed["latent attention"]
+    if seen["is there"]:  # on a processor without AMX
+        assert seen["error"] is None
+    else:
+        assert seen["error"].startswith("UnsupportedError: ")
+        assert "start the engine with attention_backend='CPU_MLA'" in seen["error"]
 
 
 def test_layers_that_compute_are_reloaded_alone_beside_copies(observed: Any) -> None:
