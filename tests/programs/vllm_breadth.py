@@ -40,9 +40,6 @@ from tests.support.engines.vllm_engines import (
 ORDER = (1, 0) * 5
 """Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
 
-MODULE_ORDER = (1, 0, 1)
-"""Of the two modules, which are published after the checkpoints."""
-
 NUM_STREAMS = 3
 STREAM_TOKENS = 60
 """Of an answer in the background: enough for several versions to come before it ends."""
@@ -264,9 +261,6 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     try:
         with following(llm, store, ask, unused_tensors=case.unused_tensors) as switch:
             seen["switched"] = [switch(pair[number]) for number in ORDER]
-            if case.module is not None:
-                modules = [case.module(seed) for seed in (0, 1)]
-                seen["switched to modules"] = [switch(modules[number]) for number in MODULE_ORDER]
             return seen
     except dbuffer.UnsupportedError as error:
         return seen | {"switched": [[str(error), ask(llm)]]}

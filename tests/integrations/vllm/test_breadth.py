@@ -14,7 +14,6 @@ from tests.programs.vllm_breadth import (
     BFLOAT16,
     CASES,
     FAMILIES,
-    MODULE_ORDER,
     NUM_STREAMS,
     ORDER,
     STREAM_TOKENS,
@@ -31,7 +30,7 @@ UNDER_LOAD = [
     and number % 2
     # Its latent attention answers by who else is asked on this CPU, in fresh engines, too: four
     # prompts at once and one by one differed from the first tokens on.
-    and name != "deepseek_v2"
+    and not name.startswith("deepseek_v2")
 ] + list(TWO_RANKS)
 """Every second one: of most families, either of the two dtypes."""
 
@@ -48,15 +47,12 @@ def test_switched_engine_answers_as_a_fresh_one(
     if CASES[name].media:  # what was seen or heard has a part in the answers
         assert len(set(map(tuple, first))) > 1
         assert len(set(map(tuple, second))) > 1
-    modules = seen.get("switched to modules", [])
     if refused := CASES[name].refused:
-        assert all(refused in error for error, _ in seen["switched"] + modules)
-        assert all(answers == first for _, answers in seen["switched"] + modules)
+        assert all(refused in error for error, _ in seen["switched"])
+        assert all(answers == first for _, answers in seen["switched"])
     else:
         assert seen["switched"] == [[None, seen["fresh"][number]] for number in ORDER]
-        if CASES[name].module is not None:
-            assert modules == [[None, seen["fresh"][number]] for number in MODULE_ORDER]
-        record_property("switches of engines of many families", len(ORDER) + len(modules))
+        record_property("switches of engines of many families", len(ORDER))
 
 
 @in_soaks_alone
