@@ -17,13 +17,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import align
+from dbuffer.runtime.closing import Closing
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in main memory, and one of the same shape on a device."""
@@ -197,10 +197,10 @@ class _Piece:
         ]
 
 
-class _Transfer:
+class _Transfer(Closing):
     """Pairs to copy, sorted into those that are copied as they are, and pieces of all others.
 
-    The ``with`` block ends when the device has done all that was queued in it.
+    Closing waits until the device has done all that was queued.
 
     Args:
         pairs: at least one; all of one device.
@@ -217,15 +217,7 @@ class _Transfer:
             elif host.nbytes:
                 self._others.append(_Part(host, on_device, index))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
