@@ -169,14 +169,21 @@ class BucketVersion(Record):
         raise StoreCorruptError(f"{self.NAME}: field 'deltas' has no size and digests")
 
     @property
+    def part_sizes(self) -> dict[str, int]:
+        """Sizes of all parts that it consists of, by the names of their objects."""
+        history, sizes = self.manifest["history"], {}
+        files = {f"{history}/weights/{self.anchor}": self.weights_parts}
+        files |= {f"{history}/deltas/{each}": self.delta_parts(each) for each in self.deltas}
+        for directory, parts in files.items():
+            for index, name in enumerate(part_objects(directory, parts.digests)):
+                offset = index * self.part_bytes
+                sizes[name] = min(self.part_bytes, parts.num_bytes - offset)
+        return sizes
+
+    @property
     def objects(self) -> set[str]:
         """Names of all objects that it consists of, and of its record's."""
-        history, names = self.manifest["history"], {self.name}
-        names.update(part_objects(f"{history}/weights/{self.anchor}", self.weights))
-        for identity in self.deltas:
-            directory = f"{history}/deltas/{identity}"
-            names.update(part_objects(directory, self.delta_parts(identity).digests))
-        return names
+        return {self.name, *self.part_sizes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,12 @@ import contextlib
 import importlib
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from dbuffer.errors import (
     DBufferError,
@@ -42,6 +43,28 @@ NUM_REQUESTS = 8
 
 _ATTEMPTS = 6
 
+_LIST_PAGE = 1000
+"""Objects that a service names in the answer to one request, at most."""
+
+_REFUSED = re.compile(r"status code: 40[1345] ")
+"""Answer that no retry changes, in the text of an error that has no class of its own."""
+
+_REASON = re.compile(
+    r"status code: (\d+) .*<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL
+)
+"""Reason for an answer, as S3, GCS and Azure give it."""
+
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+
+
+class Listed(NamedTuple):
+    """An object, as a service lists it."""
+
+    e_tag: str | None
+    num_bytes: int
+    put_at: float
+    """Time of its last put, by the service's clock, in seconds since the epoch."""
+
 
 class Bucket(Closing):
     """Objects under a URL such as ``s3://bucket/prefix``. Any number of threads may use it.
@@ -49,8 +72,9 @@ class Bucket(Closing):
     Errors that may pass (429, 5xx, a connection that broke) are retried with backoff, a few times.
 
     Raises, in all its methods:
-        StoreNotFoundError: there is no such object, or no bucket.
-        StoreAccessError: access was refused, or the service does not answer.
+        StoreNotFoundError: there is no such object.
+        StoreAccessError: there is no such bucket, access was refused, or the service does not
+            answer.
     """
 
     def __init__(self, url: str) -> None:
@@ -158,14 +182,17 @@ class Bucket(Closing):
 
         return self._request("put", name, request)
 
-    def list(self, prefix: str) -> dict[str, str | None]:
-        """Return the names of all objects under a prefix, with their ETags."""
+    def list(self, prefix: str) -> dict[str, Listed]:
+        """Return all objects under a prefix, by name."""
 
-        def request() -> dict[str, str | None]:
-            listed: dict[str, str | None] = {}
-            for count, page in enumerate(self._obstore.list(self._objects, prefix)):
+        def request() -> dict[str, Listed]:
+            listed: dict[str, Listed] = {}
+            pages = self._obstore.list(self._objects, prefix, chunk_size=_LIST_PAGE)
+            for count, page in enumerate(pages):
                 self.requests["list"] += count > 0  # each page is a request
-                listed |= {each["path"]: each["e_tag"] for each in page}
+                for each in page:
+                    put_at = each["last_modified"].timestamp()
+                    listed[each["path"]] = Listed(each["e_tag"], each["size"], put_at)
             return listed
 
         return self._request("list", prefix, request)
@@ -202,8 +229,12 @@ class Bucket(Closing):
             try:
                 return action()
             except FileNotFoundError as error:
+                if any(code in str(error) for code in _NO_BUCKET):
+                    raise self._refused(kind, name, error) from error
                 raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
             except self._errors.GenericError as error:
+                if _REFUSED.search(str(error)):
+                    raise self._refused(kind, name, error) from error
                 failure = error
             except (self._errors.BaseError, NotImplementedError) as error:
                 raise self._refused(kind, name, error) from error
@@ -215,7 +246,7 @@ class Bucket(Closing):
         raise self._refused(kind, name, failure) from failure
 
     def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
-        return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_first_line(error)}")
+        return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_described(error)}")
 
 
 def _pauses() -> Iterator[float | None]:
@@ -229,6 +260,14 @@ def _pauses() -> Iterator[float | None]:
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:
     return {name: described[name] for name in ("e_tag", "version") if described[name] is not None}
+
+
+def _described(error: Exception) -> str:
+    reason = _REASON.search(str(error))
+    if reason is None:
+        return _first_line(error)
+    status, code, message = reason.groups()
+    return f"{status} {code}: {message:.300}"
 
 
 def _first_line(error: Exception) -> str:

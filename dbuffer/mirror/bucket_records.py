@@ -76,6 +76,13 @@ def _without_times(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
     return [replace(record, updated_at=0.0) for record in records]
 
 
+def read_records(bucket: Bucket, name: str) -> list[ReceiverRecord]:
+    """Read the records of a mirror's object."""
+    read = bucket.read(BucketReceivers, name)
+    assert read is not None  # noqa: S101 - without a tag it is read
+    return [made_of(ReceiverRecord, fields) for fields in read[0].records]
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """An object with records, as it was seen last."""
@@ -99,11 +106,12 @@ class ReceiversOfBucket:
         listed = self._bucket.list(RECEIVERS_PREFIX)
         changed = [
             name
-            for name, e_tag in listed.items()
-            if is_of_receivers(name) and (name not in self._seen or self._seen[name].e_tag != e_tag)
+            for name, each in listed.items()
+            if is_of_receivers(name)
+            and (name not in self._seen or self._seen[name].e_tag != each.e_tag)
         ]
         self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
-        self._bucket.in_parallel(lambda name: self._read(name, listed[name]), changed)
+        self._bucket.in_parallel(lambda name: self._read(name, listed[name].e_tag), changed)
         self._forget()
         self._changed_at = {
             (record.receiver, record.token): seen.changed_at
@@ -136,15 +144,13 @@ class ReceiversOfBucket:
         return time.monotonic() - changed_at < TIMING.bucket_presumed_dead_after_s
 
     def _read(self, name: str, e_tag: str | None) -> None:
-        records: list[ReceiverRecord] = []
         try:
-            read = self._bucket.read(BucketReceivers, name)
-            if read is not None:
-                records = [made_of(ReceiverRecord, fields) for fields in read[0].records]
+            records = read_records(self._bucket, name)
         except StoreNotFoundError:  # it was removed just now
             return
         except UNDECODABLE as error:
             log_once(logger, "ignoring unusable records, remove them: %s", str(error))
+            records = []
         # By this host's clock, which the sender compares with its own start: what has changed since
         # it was first seen, has changed now.
         now, is_known = time.time(), name in self._seen

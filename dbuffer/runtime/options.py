@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import threading
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from dbuffer.errors import OptionError
 
 MAX_SECONDS = threading.TIMEOUT_MAX
 """The longest that a thread can wait. Where a wait may be unbounded, None says so."""
 
-_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|file):/")
+_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|memory|file):/")
 """Beginning of URLs of object storages, whose second slash a `Path` lacks."""
 
 T = TypeVar("T")
@@ -67,16 +68,16 @@ def flag(name: str, value: Any) -> bool:
 def directory(name: str, value: Any) -> Path:
     """A directory's path, made absolute: it stays where it is when the process changes its own.
 
-    Refused if empty, as the value of an unset variable is.
+    Refused if empty, as the value of an unset variable is. A ``file://`` URL is a path, too.
     """
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
         refuse(name, value, "the path of a directory, not empty and without NUL")
     if _URL.match(os.fspath(value)):
-        raise OptionError(
-            f"invalid {name} {os.fspath(value)!r:.200}: use a directory, and a mirror between it "
-            "and a bucket (dbuffer mirror)"
-        )
+        parts = urlsplit(os.fspath(value))
+        if parts.scheme == "file":
+            return directory(name, unquote(parts.path))
+        refuse(name, value, _mirror_between(parts))
     return Path(value).absolute()
 
 
@@ -85,11 +86,24 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
     if isinstance(value, str) and _URL.match(value):
         parts = urlsplit(value)
         if parts.scheme == "file":
-            return directory(name, unquote(parts.path))
-        if not parts.netloc:
+            return directory(name, value)
+        if not parts.netloc and parts.scheme != "memory":
             refuse(name, value, "a directory, or a URL such as s3://bucket/policy")
-        return value.rstrip("/")
+        return value if parts.scheme == "memory" else value.rstrip("/")
     return directory(name, value)
+
+
+def _mirror_between(url: SplitResult) -> str:
+    """Say how to use a bucket where a directory is needed."""
+    # A `Path` of it has one slash.
+    bucket = f"{url.scheme}://{url.netloc}{url.path if url.netloc else url.path.lstrip('/')}"
+    local = f"/dev/shm/{PurePosixPath(url.path).name or 'policy'}"  # noqa: S108 - an example
+    command = ("dbuffer", "mirror")
+    return (
+        f"a directory such as {local}, and a mirror between it and the bucket: "
+        f"`{shlex.join((*command, bucket, local))}` where versions are read, "
+        f"`{shlex.join((*command, local, bucket))}` where they are published"
+    )
 
 
 def server_url(name: str, value: Any) -> str:

@@ -516,7 +516,7 @@ def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url, timing
 def test_a_url_is_for_mirrors(tmp_path, bucket_url):
     for make in (dbuffer.WeightReceiver, dbuffer.WeightSender):
         for url in (bucket_url, Path(bucket_url)):
-            with pytest.raises(dbuffer.OptionError, match="a mirror between it and a bucket"):
+            with pytest.raises(dbuffer.OptionError, match="a mirror between it and the bucket"):
                 make(url)
     with pytest.raises(dbuffer.OptionError, match="both buckets"):
         Mirror(bucket_url, bucket_url)
@@ -560,3 +560,17 @@ def test_receivers_of_a_node_start_a_mirror_of_a_bucket(remote, local, bucket_ur
 def test_a_bucket_that_is_not_there_is_said(bucket_url):
     with pytest.raises(dbuffer.StoreAccessError, match="cannot list s3://no-such-bucket/policy"):
         Bucket("s3://no-such-bucket/policy").list("")
+
+
+def test_a_refusal_is_not_retried_and_its_reason_is_said(bucket_url, monkeypatch):
+    with Bucket("s3://no-such-bucket/policy") as bucket:
+        with pytest.raises(dbuffer.StoreAccessError, match="NoSuchBucket: The specified bucket"):
+            bucket.list("")
+        with pytest.raises(dbuffer.StoreAccessError, match="NoSuchBucket"):
+            newest_pointer(bucket)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with Bucket(bucket_url) as bucket:
+        for request in (lambda: bucket.list(""), lambda: bucket.get("one", 1)):
+            with pytest.raises(dbuffer.StoreAccessError, match="403 SignatureDoesNotMatch"):
+                request()
+        assert bucket.requests == {"list": 1, "get": 1}
