@@ -40,8 +40,8 @@ from tests.support.soak import is_soak
 from tests.support.waiting import error_of
 
 NUM_STREAMS = 6
-PUBLISHES = 200 if is_soak() else 60
-MIN_SWITCHES = 200 if is_soak() else 20
+PUBLISHES = 200 if is_soak() else 40
+MIN_SWITCHES = 200 if is_soak() else 12
 MIN_SWITCHES_OF_TWO = 200 if is_soak() else 4
 MAX_ROUNDS = 1000 if is_soak() else 10
 # Short, so that drained engines switch often; long, so that kept ones are switched on the way.

@@ -37,7 +37,7 @@ from tests.support.waiting import until
 ENGINE_TIMEOUT_S = 10
 LONG_TIMEOUT_S = 120
 """Of a server that ends: had it waited so long for anything, that would show on any machine."""
-FULL_SPEED = (150, 300) if is_soak() else (40, 80)
+FULL_SPEED = (150, 300) if is_soak() else (25, 50)
 """Versions that two trainers come to, one after the other."""
 
 

@@ -191,6 +191,23 @@ def test_a_first_version_whose_writer_died_is_never_read(store, step):
         assert newest(store) == 1
 
 
+def at_look(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> list[str]:
+    """Call ``action`` after the ``number``-th look at a manifest; return the looks so far."""
+    read_manifest, looks = DoubleBuffer.manifest, []
+
+    def look(self: DoubleBuffer, buffer: str) -> Manifest | None:
+        found = read_manifest(self, buffer)
+        looks.append(buffer)
+        if len(looks) == number:
+            with monkeypatch.context() as patch:
+                patch.setattr(DoubleBuffer, "manifest", read_manifest)
+                action()
+        return found
+
+    monkeypatch.setattr(DoubleBuffer, "manifest", look)
+    return looks
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("look", [1, 2])
 def test_writer_that_comes_round_between_the_looks_at_two_manifests(
@@ -202,26 +219,17 @@ def test_writer_that_comes_round_between_the_looks_at_two_manifests(
     publish(sender, 3)
     assert load(receiver) == 3
     take_away(store)
-    read_manifest = DoubleBuffer.manifest
-    looks = 0
 
-    def look_and_publish(self: DoubleBuffer, buffer: str) -> Manifest | None:
-        nonlocal looks
-        found = read_manifest(self, buffer)
-        looks += 1
-        if looks == look:
-            with monkeypatch.context() as patch:
-                patch.setattr(DoubleBuffer, "manifest", read_manifest)
-                publish(sender, *range(4, 4 + times))
-                # And the next one has begun, and got as far as its mark.
-                with contextlib.suppress(KeyError):
-                    sender.send(broken())
-            take_away(store)
-        return found
+    def come_round() -> None:
+        publish(sender, *range(4, 4 + times))
+        # And the next one has begun, and got as far as its mark.
+        with contextlib.suppress(KeyError):
+            sender.send(broken())
+        take_away(store)
 
-    monkeypatch.setattr(DoubleBuffer, "manifest", look_and_publish)
+    looks = at_look(monkeypatch, look, come_round)
     version = load(receiver)
-    assert looks >= 2
+    assert len(looks) >= 2
     assert version is None or 3 < version <= 3 + times
     monkeypatch.undo()
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
@@ -241,22 +249,14 @@ def test_unpublished_version_is_not_put_together_of_two_moments(
     publish(sender, 1, 2, 3)
     assert load(receiver) == 3
     take_away(store)
-    read_manifest = DoubleBuffer.manifest
-    looks = 0
 
-    def look_and_publish(self: DoubleBuffer, buffer: str) -> Manifest | None:
-        nonlocal looks
-        found = read_manifest(self, buffer)
-        looks += 1
-        if looks == 1:
-            with monkeypatch.context() as patch:
-                patch.setattr(DoubleBuffer, "manifest", read_manifest)
-                publish(sender, 4)
-                patch.setattr(dbuffer.store.filesystem, "replace_file", all_but_the_pointer)
-                with pytest.raises(KeyError):
-                    publish(sender, 5)
-            take_away(store)
-        return found
+    def publish_and_die() -> None:
+        publish(sender, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(dbuffer.store.filesystem, "replace_file", all_but_the_pointer)
+            with pytest.raises(KeyError):
+                publish(sender, 5)
+        take_away(store)
 
     replace_file = dbuffer.store.filesystem.replace_file
 
@@ -265,9 +265,9 @@ def test_unpublished_version_is_not_put_together_of_two_moments(
             raise KeyError("dies here")
         replace_file(path, data, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DoubleBuffer, "manifest", look_and_publish)
+    looks = at_look(monkeypatch, 1, publish_and_die)
     assert load(receiver) in (None, 4)
-    assert looks >= 2
+    assert len(looks) >= 2
 
 
 def test_commands_go_by_the_manifests_too(store, sender, capsys):
