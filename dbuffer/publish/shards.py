@@ -24,7 +24,7 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align, digest
 from dbuffer.io.tensors import as_bytes
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor, View
+from dbuffer.weights.checkpoint import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
 
 if TYPE_CHECKING:  # its import takes half as long as torch's
@@ -127,10 +127,12 @@ def take_inventory(
             way: Any = None
         elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all of them hold parts
             way = "zero"
+        elif isinstance(sharded, HeldRows):
+            way = sharded.ranks
         else:
             way = sharded.device_mesh, sharded.placements
         if way not in known:
-            known[way] = _part_ranks(way, group_rank, source.specs[index].name)
+            known[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
         holding, is_held = known[way]
         ranks.append(holding)
         if is_held:
@@ -188,25 +190,35 @@ def require_alike(samples: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _part_ranks(way: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
-    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it."""
-    if way is None:
+def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
+    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it.
+
+    ``sharded``: the tensor as this rank has it; None: it is no sharded one.
+    """
+    if sharded is None:
         return (), True
-    if way == "zero":
+    if hasattr(sharded, "ds_shape"):
         return tuple(group_rank.values()), True
-    mesh, placements = way
-    here = mesh.get_coordinate()
-    # Of replicas, only the one that this rank is in: the others hold the same.
-    pairs = zip(here or [0] * mesh.ndim, placements, strict=True)
-    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
-    of_job = mesh.mesh[index].flatten().tolist()
+    of_job, is_held = _holders(sharded)
     if outside := [rank for rank in of_job if rank not in group_rank]:
         raise InvalidWeightsError(
             f"ranks {listed(outside)} of the job hold parts of {name!r}, and are not in this "
             "sender's group: make the sender on all ranks that hold the weights"
         )
     is_whole = len(of_job) == 1
-    return () if is_whole else tuple(group_rank[rank] for rank in of_job), here is not None
+    return () if is_whole else tuple(group_rank[rank] for rank in of_job), is_held
+
+
+def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
+    """Return the ranks of the job that hold a tensor, and whether this rank is one of them."""
+    if isinstance(sharded, HeldRows):
+        return list(sharded.ranks), True
+    mesh = sharded.device_mesh
+    here = mesh.get_coordinate()
+    # Of replicas, only the one that this rank is in: the others hold the same.
+    pairs = zip(here or [0] * mesh.ndim, sharded.placements, strict=True)
+    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
+    return mesh.mesh[index].flatten().tolist(), here is not None
 
 
 def encode_boxes(boxes: Boxes) -> list[Any]:
@@ -371,6 +383,8 @@ class HeldParts:
 
         if (known := self._boxes.get(id(sharded))) is None:
             known = None, False
+            if isinstance(sharded, HeldRows):
+                known = _box_of_rows(sharded), False
             if isinstance(sharded, DTensor):
                 is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
                 known = _box_of_dtensor(0, sharded), is_strided
@@ -404,6 +418,11 @@ def _overlap(box: Box, view: View) -> tuple[Box, View]:
     return part, View(tuple(index), view.order, part.shape)
 
 
+def _box_of_rows(rows: HeldRows) -> Box:
+    start = (rows.first, *[0] * (rows.local.ndim - 1))
+    return Box(0, start, tuple(rows.local.shape))
+
+
 def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -424,7 +443,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
         with deepspeed.zero.GatheredParameters([tensor.sharded]):
             yield tensor.sharded.data
         return
-    if isinstance(tensor, LazyTensor) and tensor.sharded is not None:
+    if isinstance(tensor, LazyTensor) and not isinstance(tensor.sharded, HeldRows | None):
         yield tensor.sharded.detach().full_tensor()
         return
     yield fetch(tensor)

@@ -107,9 +107,24 @@ class LazyTensor:
     identity: int = 0
     """A negative number shared by all names of one tensor; 0 if unknown."""
     sharded: Any = None
-    """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it."""
+    """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it, or
+    this rank's rows of it."""
     view: View | None = None
     """Place of the tensor in ``sharded``; None: it is all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """Rows of a tensor that this rank holds, where the ranks' shares are not those of a DTensor."""
+
+    local: torch.Tensor
+    first: int
+    """Number of the first row in the tensor."""
+    ranks: tuple[int, ...]
+    """Ranks of the job that hold rows of the tensor; together, all of them."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.local
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:

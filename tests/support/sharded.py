@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dbuffer import LazyTensor, ShardedWeightSender
 from dbuffer.store import filesystem
+from dbuffer.weights.checkpoint import HeldRows
 from tests.support.patterns import SMALL, SPARSE, Pattern
 
 Case = tuple[Any, dict[str, torch.Tensor]]
@@ -137,6 +138,18 @@ def made_when_sent(size: int) -> Case:
     return full | {"made": lazy, "tied": lazy}, full
 
 
+def uneven_rows(size: int) -> Case:
+    """Rows that are not cut as torch cuts them, of all ranks and of all but the first."""
+    full = {"large": whole(size * (size + 1) // 2, 900), "small": whole(size * (size + 1) // 2 - 1)}
+    rank, held = distributed.get_rank(), {}
+    for name, ranks in (("large", range(size)), ("small", range(1, size))):
+        if rank in ranks:
+            first = sum(number + 1 for number in ranks if number < rank)
+            rows = HeldRows(full[name][first : first + rank + 1], first, tuple(ranks))
+            held[name] = LazyTensor(torch.float32, full[name].shape, torch.Tensor, sharded=rows)
+    return held, full
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -175,6 +188,7 @@ def strided_experts(size: int) -> Case:
 
 ROWS = [
     made_when_sent,
+    uneven_rows,
     fsdp,
     partly_fsdp,
     state_dict,

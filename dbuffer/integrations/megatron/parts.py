@@ -6,7 +6,7 @@ strided view of a parameter: rows of q in a fused projection, one half of a gate
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dbuffer.weights.checkpoint import LazyTensor, View
+from dbuffer.errors import UnsupportedError
+from dbuffer.weights.checkpoint import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
 """Number by which those of two ranks' parameters, as owners of elements, are apart. 31 bits are
@@ -22,16 +23,13 @@ enough for 32768 ranks."""
 
 
 class Cut(NamedTuple):
-    """Cut of a tensor along one dimension into parts of different owners.
-
-    All parts have the same extent, but for the last: Megatron pads the vocabulary.
-    """
+    """Cut of a tensor along one dimension into parts of different owners."""
 
     dimension: int
     owners: tuple[int, ...]
     """Numbers of the owners, in the order of their parts."""
-    extent: int
-    """Extent of each part along the dimension."""
+    extents: tuple[int, ...]
+    """Extents of the parts along the dimension."""
 
     @classmethod
     def find(cls, owners: torch.Tensor) -> Self | None:
@@ -45,18 +43,24 @@ class Cut(NamedTuple):
         lines = [_first_line(owners, dimension) for dimension in range(owners.ndim)]
         runs = [torch.unique_consecutive(line, return_counts=True) for line in lines]
         dimension = max(range(owners.ndim), key=lambda dimension: len(runs[dimension][0]))
-        in_order, extents = (column.tolist() for column in runs[dimension])
-        is_even = {*extents[:-1]} <= {extents[0]} and extents[-1] <= extents[0]
+        in_order, extents = (tuple(column.tolist()) for column in runs[dimension])
         line = lines[dimension].view(-1, *[1] * (owners.ndim - dimension - 1))
-        if len({*in_order}) < len(in_order) or not is_even or not bool((owners == line).all()):
+        if len({*in_order}) < len(in_order) or not bool((owners == line).all()):
             return None
-        return cls(dimension, tuple(in_order), extents[0])
+        return cls(dimension, in_order, extents)
+
+    def first_of(self, owner: int) -> int:
+        """Return the first index of an owner's part along the dimension."""
+        return sum(self.extents[: self.owners.index(owner)])
 
     def part_of(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         """Return an owner's part of the tensor that is cut."""
-        start = self.owners.index(owner) * self.extent
-        length = min(self.extent, tensor.shape[self.dimension] - start)
-        return tensor.narrow(self.dimension, start, length)
+        extent = self.extents[self.owners.index(owner)]
+        return tensor.narrow(self.dimension, self.first_of(owner), extent)
+
+    def is_published(self, groups: Collection[tuple[int, ...]]) -> bool:
+        """Whether ranks can publish the parts: by rows, or evenly over one of the groups."""
+        return not self.dimension or (len({*self.extents}) == 1 and self.ranks in groups)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -128,22 +132,24 @@ class Part:
         """Return the part: a view, or a copy where rows of several key-value heads are joined."""
         return self.elements.of(parameter).reshape(self.shape)
 
-    def in_whole(self, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor | LazyTensor:
-        """Return the tensor of which the ranks of a mesh hold the parts."""
-        dimension, local = self.cut.dimension, self.of(parameter)
-        padded, missing = list(self.whole_shape), list(self.shape)
-        padded[dimension] = self.cut.extent * len(self.cut.owners)
-        missing[dimension] = self.cut.extent - self.shape[dimension]
-        if missing[dimension]:
-            local = torch.cat([local, local.new_zeros(missing)], dimension)
-        stride = tuple(math.prod(padded[number:]) for number in range(1, len(padded) + 1))
-        shards = [Shard(dimension)]
-        whole = DTensor.from_local(local, mesh, shards, shape=torch.Size(padded), stride=stride)
-        if whole.shape == self.whole_shape:
-            return whole
-        index = tuple(slice(0, extent) for extent in self.whole_shape)
-        view = View(index, tuple(range(len(index))), self.whole_shape)
-        return LazyTensor(local.dtype, view.shape, whole.full_tensor, sharded=whole, view=view)
+    def in_whole(
+        self, parameter: torch.Tensor, meshes: Mapping[tuple[int, ...], DeviceMesh]
+    ) -> torch.Tensor | LazyTensor:
+        """Return the tensor of which the ranks hold the parts; ``meshes`` are by their ranks."""
+        local, ranks = self.of(parameter), self.cut.ranks
+        if len(ranks) == 1:
+            return local
+        if self.cut.dimension:
+            return DTensor.from_local(local, meshes[ranks], [Shard(self.cut.dimension)])
+        rows = HeldRows(local, self.cut.first_of(self.owner), ranks)
+        return LazyTensor(local.dtype, self.whole_shape, _refuse_gather, sharded=rows)
+
+
+def _refuse_gather() -> torch.Tensor:
+    raise UnsupportedError(
+        "on a network mount, rename cannot cut or transpose tensors of which Megatron's ranks hold "
+        "rows: rename whole tensors"
+    )
 
 
 def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Tracer:
                 continue
             cut = Cut.find(owners)
             mine = [] if cut is None else [one for one in cut.owners if one in self._names]
-            if cut is None or len(mine) != 1 or cut.ranks not in self._groups:
+            if cut is None or len(mine) != 1 or not cut.is_published(self._groups):
                 self.refused[name] = None
             else:
                 cuts[place] = cut, mine[0]

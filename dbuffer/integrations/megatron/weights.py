@@ -70,9 +70,7 @@ class MegatronWeights:
                 "first published: make new MegatronWeights on all ranks"
             )
         for name, part in self._parts.items():
-            parameter = held[part.parameter]
-            mesh = self._meshes.get(part.cut.ranks)
-            yield name, part.of(parameter) if mesh is None else part.in_whole(parameter, mesh)
+            yield name, part.in_whole(held[part.parameter], self._meshes)
 
     def _trace(self) -> dict[str, Part]:
         mpu = self._bridge.mpu
@@ -80,13 +78,12 @@ class MegatronWeights:
             tuple(distributed.get_process_group_ranks(group)): group
             for group in (mpu.tp_group, mpu.etp_group)
         }
-        tracer = Tracer(self._bridge, self._models, {(distributed.get_rank(),), *groups})
+        tracer = Tracer(self._bridge, self._models, groups)
         parts = tracer.find_parts()
         self._refused = list(tracer.refused)
         for ranks, group in groups.items():
-            if len(ranks) > 1:
-                device = next(self._models[0].parameters()).device
-                self._meshes[ranks] = DeviceMesh.from_group(group, device.type)
+            device = next(self._models[0].parameters()).device
+            self._meshes[ranks] = DeviceMesh.from_group(group, device.type)
         return parts
 
 

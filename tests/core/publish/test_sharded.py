@@ -59,6 +59,7 @@ from tests.support.sharded import (
     sums,
     tied,
     two_dimensions,
+    uneven_rows,
 )
 from tests.support.soak import in_soaks_alone, is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
@@ -164,7 +165,7 @@ def test_what_is_no_box_is_gathered_tensor_by_tensor(four, store, case):
     assert {gathers for _, gathers in published} == {GATHERED[case]}
 
 
-IN_ROWS = {fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp, experts}
+IN_ROWS = {uneven_rows, fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp, experts}
 
 
 @pytest.mark.parametrize(

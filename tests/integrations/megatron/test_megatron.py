@@ -58,6 +58,8 @@ def model_of(family: str) -> Any:
             config = transformers.LlamaConfig(**sizes, head_dim=16)
         case "llama, one key-value head":
             config = transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16)
+        case "llama, two key-value heads":
+            config = transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 2}, head_dim=16)
         case "qwen2, tied":
             sizes = {"vocab_size": 128, "num_key_value_heads": 2, "tie_word_embeddings": True}
             config = transformers.Qwen2Config(**SIZES | sizes)
@@ -89,6 +91,7 @@ def world(tmp_path_factory: Any) -> Iterator[World]:
         ("llama", {"tensor": 2, "pipeline": 2}, "network"),
         ("llama", {"tensor": 2, "pipeline": 2, "virtual": 2}, "local"),
         ("llama, one key-value head", {"tensor": 2, "pipeline": 2}, "local"),
+        ("llama, two key-value heads", {"tensor": 4}, "network"),
         ("qwen2, tied", {"tensor": 2, "pipeline": 2}, "local"),
         ("qwen3-moe", {"pipeline": 2, "expert": 2}, "local"),
         ("mixtral", {"expert": 2}, "local"),
