@@ -158,9 +158,11 @@ def counted(seen: dict[str, int]) -> Iterator[None]:
     gather, collect = Agreement._gather, Agreement.collect
 
     def counting(owner: Any) -> Callable[..., None]:
-        def counted_write(self: Any, box: Box, source: torch.Tensor) -> None:
-            seen["written"] += source.nbytes
-            write[owner](self, box, source)
+        def counted_write(
+            self: Any, boxes: list[Box], sources: list[torch.Tensor], *how: Any
+        ) -> None:
+            seen["written"] += sum(source.nbytes for source in sources)
+            write[owner](self, boxes, sources, *how)
 
         return counted_write
 
