@@ -151,7 +151,7 @@ def copy_with_pauses(rng: random.Random, longest_s: float) -> None:
     in_parallel = Copier.in_parallel
 
     def in_parallel_with_pauses(self: Copier, work: Any, slices: Any) -> None:
-        end = max(last for _, last in slices)
+        end = max((last for _, last in slices), default=0)
         pauses = {}
         if rng.random() < 0.5:
             pauses = {at: rng.uniform(0, longest_s) for at in rng.sample(range(end), min(3, end))}
