@@ -150,6 +150,11 @@ class Mirror(Closing, ProcessBound):
         """Versions and bytes copied, seconds that took, failures."""
         return dict(_NO_STATS if self._receiver is None else self._receiver.record.current.stats)
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """Number of requests that it has made to a bucket, by kind: get, put, list, delete."""
+        return dict(self._buckets[0].requests) if self._buckets else {}
+
     def start(self) -> Self:
         """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
 
