@@ -159,7 +159,7 @@ def _size_check(spread: float, share: float, num_bytes: float) -> Check:
 def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Times]:
     """Bytes of a delta where 1 % changed, of all bytes; and seconds, in turns."""
     before = [torch.randn(shape).mul_(_SPREAD).bfloat16() for shape in shapes.values()]
-    versions = _versions(before, [_nudged(tensor) for tensor in before])
+    versions = _versions(before, [models.nudged(tensor) for tensor in before])
     encoded = _encode(versions, copier)
     prefix_bytes = delta.PREFIX_BYTES
     _, xxh3 = delta.decode_prefix(encoded.header[:prefix_bytes])
@@ -216,14 +216,6 @@ def _places(found: Diff) -> tuple[Integers, Words]:
         ),
         np.concatenate([change.values for change in changes]),
     )
-
-
-def _nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, with 1 % of the elements up or down by one in the last place."""
-    bits = tensor.clone().view(torch.int16)
-    chance = torch.rand(bits.shape)
-    bits += (chance < 0.005).short() - (chance > 0.995).short()
-    return bits.view(torch.bfloat16)
 
 
 def _versions(before: list[torch.Tensor], after: list[torch.Tensor]) -> _Versions:

@@ -96,6 +96,14 @@ def random_weights(shapes: Shapes) -> Weights:
     }
 
 
+def nudged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with 1 % of the elements moved up or down by one in the last place."""
+    bits = tensor.clone().view(torch.int16)
+    chance = torch.rand(bits.shape)
+    bits += (chance < 0.005).short() - (chance > 0.995).short()
+    return bits.view(torch.bfloat16)
+
+
 def warm_destination(shapes: Shapes) -> Weights:
     """Tensors to receive into, every page of them touched."""
     return {name: torch.zeros(shape, dtype=DTYPE).fill_(0) for name, shape in shapes.items()}

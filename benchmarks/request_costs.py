@@ -1,0 +1,60 @@
+"""Requests to an object storage, by kind, and what they cost at list prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dbuffer.format.objects import PART_BYTES
+
+Requests = Mapping[str, float]
+"""Number of requests by kind."""
+
+KINDS = ("put", "get", "list", "delete")
+
+DOLLARS_PER_1000 = {"put": 0.005, "list": 0.005, "get": 0.0004, "delete": 0.0}
+PRICES = (
+    "S3 Standard, us-east-1: $0.005 for 1,000 put or list requests, $0.0004 for 1,000 get requests "
+    "(304 answers count), deletes and traffic within the region free; "
+    "aws.amazon.com/s3/pricing, as of March 2026, without storage"
+)
+
+_LISTED_AT_ONCE = 1000
+"""Objects in an answer to a list request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Requests of the trainer's mirror, and of a mirror that reads the bucket, for one thing."""
+
+    trainer: Requests
+    reader: Requests
+    num_parts: int = 0
+    """Parts that were put, and got: a request each."""
+
+    def of_size(self, num_bytes: float) -> Ends:
+        """Return the requests if there are more bytes, and so more parts."""
+        more = math.ceil(num_bytes / PART_BYTES) - self.num_parts
+        return Ends(_with(self.trainer, put=more), _with(self.reader, get=more))
+
+    def dollars(self, num_readers: int) -> float:
+        """Return their price, with so many mirrors that read.
+
+        The trainer's mirror gets the receivers' records of each one.
+        """
+        pages = math.ceil(num_readers / _LISTED_AT_ONCE)
+        trainer = {
+            **self.trainer,
+            "get": self.trainer.get("get", 0) * num_readers,
+            "list": self.trainer.get("list", 0) * pages,
+        }
+        return _dollars(trainer) + num_readers * _dollars(self.reader)
+
+
+def _with(requests: Requests, **more: int) -> Requests:
+    return {**requests, **{kind: requests.get(kind, 0) + count for kind, count in more.items()}}
+
+
+def _dollars(requests: Requests) -> float:
+    return sum(DOLLARS_PER_1000[kind] * count / 1000 for kind, count in requests.items())
