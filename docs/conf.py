@@ -16,6 +16,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "dbuffer"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["pictures.css"]
 
 myst_heading_anchors = 3
 

@@ -476,6 +476,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     shutil.copy(DOCS / "conf.py", docs)
+    shutil.copytree(DOCS / "static", docs / "static")
     (docs / "index.md").touch()
     broken = "[a page](docs/nowhere.md) and [a section](#no-such-section)"
     (tmp_path / "README.md").write_text(f"# A title\n\n{broken}\n")

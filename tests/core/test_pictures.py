@@ -1,0 +1,105 @@
+"""docs/pictures/: drawn by docs/make_pictures.py, well formed, with the figures of the results."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.documents import DOCS, PAGES
+
+MADE = runpy.run_path(str(DOCS / "make_pictures.py"))
+PICTURES = DOCS / "pictures"
+NAMES = sorted(MADE["pictures"]())
+SVG = "{http://www.w3.org/2000/svg}"
+WIDEST = {"code": 0.62, "strong": 0.62, "": 0.55}
+"""Mean width of a character, of its font's size, in the widest of usual fonts."""
+
+
+def texts(name: str) -> list[str]:
+    root = ElementTree.parse(PICTURES / name).getroot()
+    return [text.text or "" for text in root.iter(f"{SVG}text")]
+
+
+def table(results: str, title: str, header: str) -> dict[str, list[str]]:
+    """Rows of a kept table, by their first cell: the first with this header behind this title."""
+    text = (ROOT / "benchmarks" / "results" / results).read_text(encoding="utf-8")
+    lines = text.partition(title)[2].partition(f"| {header} ")[2].partition("\n\n")[0]
+    cells = [[each.strip() for each in line.strip("| ").split("|")] for line in lines.splitlines()]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_pictures_are_current() -> None:
+    kept = {path.name: path.read_text(encoding="utf-8") for path in PICTURES.iterdir()}
+    assert kept == MADE["pictures"](), (
+        "the program or the results have changed: run python3 docs/make_pictures.py"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_is_shown_by_a_page(name: str) -> None:
+    shown = re.compile(rf"!\[[^\]]{{20,}}\]\([\w/.]*pictures/{re.escape(name)}\)")
+    assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_explains_itself(name: str) -> None:
+    root = ElementTree.parse(PICTURES / name).getroot()
+    named = root.get("aria-labelledby", "").split()
+    said = {each.get("id"): each.text or "" for each in root}
+    assert all(len(said[each].split()) >= 2 for each in named)
+    assert len(named) == 2
+    assert root.get("role") == "img"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_has_colors_for_both_modes(name: str) -> None:
+    root = ElementTree.parse(PICTURES / name).getroot()
+    (style,) = (each.text or "" for each in root.iter(f"{SVG}style"))
+    light, dark = style.split("@media(prefers-color-scheme:dark)")
+    used = {each for node in root.iter() for each in (node.get("class") or "").split()}
+    defined = set(re.findall(r"\.([a-z]+)\{", light))
+    assert used <= defined
+    for each in re.findall(r"([.#]?\w+)\{[^}]*(?:fill|stroke):#", light):
+        assert f"{each}{{" in dark
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_in_the_picture_and_legible(name: str) -> None:
+    root = ElementTree.parse(PICTURES / name).getroot()
+    *_, width, height = map(float, root.get("viewBox", "").split())
+    for text in root.iter(f"{SVG}text"):
+        classes = (text.get("class") or "").split()
+        size = 13 if "small" in classes else 14
+        kind = next((each for each in classes if each in WIDEST), "")
+        length = WIDEST[kind] * size * len(text.text or "")
+        before = {"middle": length / 2, "end": length}.get(text.get("text-anchor", ""), 0)
+        start = float(text.get("x", "")) - before
+        assert start >= 0, text.text
+        assert start + length <= width, text.text
+        assert size <= float(text.get("y", "")) <= height - 4, text.text
+    assert "font:14px" in (PICTURES / name).read_text(encoding="utf-8")
+
+
+def test_the_figures_of_the_switch_are_measured() -> None:
+    drawn = " ".join(texts("switch.svg"))
+    ways = table("pause.txt", "290 tensors, live parameters", " ")
+    published, staged, paused, *_, samples = ways["dbuffer"]
+    assert f"publish {published} ms" in drawn
+    assert f"stage {staged}" in drawn
+    assert f"pause {paused} ms" in drawn
+    assert f"Medians of {samples} " in drawn
+    steps = table("pause.txt", "290 tensors, live parameters", "median ms of the pause")
+    for step in ("pause, reset caches", "agree between ranks", "copy by plan", "acknowledge"):
+        assert f"{step.replace(', ', ' and ')} {steps[step][0]} ms" in drawn
+
+
+def test_the_figures_of_the_mirrors_are_measured() -> None:
+    drawn = " ".join(texts("mirrors.svg"))
+    ways = table("fleet.txt", "140 GB to 1,000 nodes.", "way")
+    assert "140 GB to 1,000 nodes" in drawn
+    assert f"{ways['NFS server, a mirror a node'][2]} if all read from one" in drawn
+    assert f"{ways['NFS server, tree of mirrors, 3 each'][2]} in a tree of three each" in drawn
