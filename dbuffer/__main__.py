@@ -13,6 +13,12 @@ def main() -> None:
         from dbuffer.tools import cli
 
         code = cli.run(sys.argv[1:])
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        sys.exit(
+            "dbuffer: the command line needs typer: pip install '.[cli]' in a clone of dbuffer"
+        )
     except KeyboardInterrupt:  # before the command ran
         code = 128 + signal.SIGINT
     if code in _SIGNALED:

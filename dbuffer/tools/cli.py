@@ -6,20 +6,24 @@ commands that need it.
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import inspect
 import io
 import logging
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError
-from dbuffer.tools.arguments import Command, Parser, parser_of, run_command, summary_of
 from dbuffer.tools.commands.shared import EXIT_FAILED, EXIT_SIGNAL, EXIT_TIMEOUT, EXIT_USAGE
-from dbuffer.tools.terminal import LogHandler, print_error, status_line
+from dbuffer.tools.terminal import LogHandler, print_error, print_line, status_line
 
 COMMANDS = {
     "publish": "publish:publish",
@@ -57,6 +61,32 @@ _WAITING = ("dbuffer.mirror.mirror", "dbuffer.store.weights_files")
 """Loggers that say at the level INFO for whom a command waits."""
 
 
+class _LazyGroup(typer.core.TyperGroup):
+    """Group that imports a command's module when the command is needed."""
+
+    def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002
+        """Return the commands' names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command. For a wrong name all are imported: typer suggests a similar one."""
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
+            if name not in self.commands:
+                self.add_command(_command(name))
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    rich_markup_mode=None,  # plain text: a narrow terminal wraps it, and cuts no column of a table
+    pretty_exceptions_enable=False,
+    help=_DESCRIPTION,
+    epilog=_EPILOG,
+)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
@@ -70,11 +100,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     _begin_logging(debug=debug)
     try:
-        return _run(arguments)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_SIGNAL + signal.SIGINT
+        code = _run(arguments)
+        sys.stdout.flush()  # here, so that a broken pipe is noticed
     except BrokenPipeError:  # `dbuffer ls STORE | head`
         return EXIT_SIGNAL + signal.SIGPIPE
     except (DBufferError, OSError) as error:
@@ -82,59 +109,53 @@ def run(arguments: Sequence[str]) -> int:
         return _exit_code(error)
     finally:
         status_line.clear()
+    return code
 
 
-def command_named(name: str) -> Command:
-    """Import a command."""
+def command_named(name: str) -> Callable[..., None]:
+    """Import a command's function."""
     module, _, function = COMMANDS[name].partition(":")
     return getattr(importlib.import_module(f"dbuffer.tools.commands.{module}"), function)  # type: ignore[no-any-return]
 
 
-def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """Read a command's name and its arguments.
-
-    Raises:
-        OptionError: they are wrong.
-        SystemExit: help or the version was printed instead.
-    """
-    name, *rest = arguments or [""]
-    if name not in COMMANDS:
-        raise _refusal(arguments)
-    command = command_named(name)
-    return command, parser_of(command, f"dbuffer {name}").parse_args(rest)
+def _command(name: str) -> Any:
+    """Return a command as typer parses and runs it."""
+    function = command_named(name)
+    one = typer.Typer(add_completion=False, rich_markup_mode=None)
+    # Its first line, whole: typer would cut it to the width.
+    one.command(name, short_help=inspect.getdoc(function).partition("\n")[0])(function)  # type: ignore[union-attr]
+    return typer.main.get_command(one)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    command, parsed = parse(arguments)
-    code = run_command(command, parsed)
-    sys.stdout.flush()  # here, so that a broken pipe is noticed
-    return code or 0
+    try:
+        app(arguments, prog_name="dbuffer")
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # for typer a failure
+            raise stop.__context__ from None
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    return 0
 
 
-def _overview() -> Parser:
-    """Return the parser of a command line that begins with no command."""
-    parser = Parser(prog="dbuffer", description=_DESCRIPTION, epilog=_EPILOG)
-    version = dbuffer.__version__
-    parser.add_argument("--version", action="version", version=version, help="Print the version.")
-    text = "Show tracebacks and debug logs; accepted in any place."
-    parser.add_argument("--debug", action="store_true", help=text)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        commands.add_parser(name, help=summary_of(command_named(name)))
-    return parser
+def _print_version(value: bool) -> None:
+    if value:
+        print_line(dbuffer.__version__)
+        raise typer.Exit
 
 
-def _refusal(arguments: Sequence[str]) -> OptionError | SystemExit:
-    """Return the error of a command line that begins with no command.
-
-    Help or the version is shown instead, if it asks for that.
-    """
-    parser = _overview()
-    if not arguments:
-        parser.print_help(sys.stderr)
-        return SystemExit(EXIT_USAGE)
-    parser.parse_args(arguments)
-    return OptionError(f"a command is needed before {arguments[0]!r}; see `dbuffer --help`")
+@app.callback()
+def _options(
+    _debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show tracebacks and debug logs; accepted in any place."),
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...
 
 
 def _begin_logging(*, debug: bool) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,7 +26,7 @@ import dbuffer
 from dbuffer.format import manifest as records
 from dbuffer.format import objects
 from dbuffer.format.layout import Layout
-from dbuffer.tools.cli import COMMANDS, parse, run
+from dbuffer.tools.cli import COMMANDS, app, run
 from tests.support import ROOT
 from tests.support.children import Child, Command
 from tests.support.documents import (
@@ -149,11 +150,13 @@ def dbuffer_commands_in(code: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "console"], ids=str)
 def test_commands_are_understood(block: CodeBlock) -> None:
+    group = typer.main.get_command(app)
     tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
     for command in commands_in(block.code):
         match command:
-            case ["dbuffer", *arguments]:
-                parse(arguments)  # and not carried out
+            case ["dbuffer", name, *arguments]:
+                subcommand = group.get_command(None, name)  # type: ignore[attr-defined]
+                subcommand.make_context(name, arguments)  # parsed, and not carried out
             case ["python3", "dev.py", task, *_]:
                 assert task in tasks
             case _:

@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.doctor import examine
 from dbuffer.tools.doctor.peer import wait_for_host
@@ -16,23 +17,21 @@ from dbuffer.tools.terminal import print_line, status_line
 
 
 def doctor(
-    directory: Annotated[
-        Path, shared.path_argument("Store directory (may not exist yet).", metavar="DIR")
-    ],
+    directory: Annotated[Path, shared.path_argument("Store directory (may not exist yet).", "DIR")],
     peer: Annotated[
         bool,
-        Argument("Be the second host: wait for a `doctor DIR` on another host."),
+        typer.Option("--peer", help="Be the second host: wait for a `doctor DIR` on another host."),
     ] = False,
     timeout_s: Annotated[
         float | None,
-        Argument(
-            "Stop with exit code 3 if no other host joins within this many seconds. Default: 600 "
-            "with --peer; without it, measure only with peers that already wait."
+        typer.Option(
+            help="Stop with exit code 3 if no other host joins within this many seconds.",
+            show_default="600 with --peer; without it, measure only with peers that already wait",
         ),
     ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> int:
+) -> None:
     """Probe a mount: show what works on it, and how dbuffer adapts.
 
     The probes run in a directory inside DIR that is removed afterwards; a store in DIR is not
@@ -43,7 +42,7 @@ def doctor(
         if allow_shared_store:
             raise OptionError("--allow-shared-store has no effect with --peer")
         _be_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
-        return 0
+        return
     with shared.exit_on_sigterm():
         examination = examine(
             directory,
@@ -56,8 +55,9 @@ def doctor(
     else:
         print_parts(doctor_parts(examination))
     if examination.broken:
-        return shared.EXIT_FAILED
-    return shared.EXIT_TIMEOUT if timeout_s and not examination.peers else 0
+        raise typer.Exit(shared.EXIT_FAILED)
+    if timeout_s and not examination.peers:
+        raise typer.Exit(shared.EXIT_TIMEOUT)
 
 
 def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:

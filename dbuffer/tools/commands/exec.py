@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from dbuffer.errors import DBufferError
 from dbuffer.store.filesystem import path_of
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.commands.follow import follow_versions
 
@@ -26,9 +27,10 @@ _MAX_VARIABLE_BYTES = 128 << 10
 """Linux's limit for one variable of an environment, with its name and the zero at its end."""
 
 
+@shared.with_follow_options
 def run_for_each(
     store: shared.StoreArgument,
-    command: Annotated[str, Argument("The shell command.")],
+    command: Annotated[str, typer.Argument(help="The shell command.", metavar="COMMAND")],
     newer_than: shared.NewerThanOption = None,
     *,
     follow_options: shared.FollowOptions,

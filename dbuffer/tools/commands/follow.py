@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@shared.with_follow_options
 def follow(
     store: shared.StoreArgument,
     newer_than: shared.NewerThanOption = None,

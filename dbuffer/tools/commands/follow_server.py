@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
@@ -17,49 +18,59 @@ if TYPE_CHECKING:
     from dbuffer.integrations.engine.server import EngineServer
 
 
+@shared.with_follow_options
 def follow_server(
     store: shared.StoreArgument,
-    url: Annotated[str, Argument("The server's address, such as http://localhost:8000.")],
+    url: Annotated[
+        str,
+        typer.Argument(help="The server's address, such as http://localhost:8000.", metavar="URL"),
+    ],
     engine: Annotated[
         Literal["vllm", "sglang"],
-        Argument(
-            "A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
+        typer.Option(
+            help="A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
             "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
         ),
     ] = "vllm",
     rename: Annotated[
         Path | None,
-        shared.path_argument(
-            "Rename the store's tensors for the server by the rules in this JSON or TOML file "
+        typer.Option(
+            help="Rename the store's tensors for the server by the rules in this JSON or TOML file "
             "(SGLang only; for vLLM, rename where you publish).",
-            "FILE",
+            metavar="FILE",
+            parser=shared.parse_path,
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        Argument(
-            "The server's API key. Default for a vLLM server: the variable VLLM_API_KEY.",
+        typer.Option(
+            help="The server's API key.",
             metavar="KEY",
+            show_default="for a vLLM server: the variable VLLM_API_KEY",
         ),
     ] = None,
     pause: Annotated[
         Literal["keep", "abort", "wait"],
-        Argument(
-            "Requests in flight during a switch: keep them, abort them, or wait for their end "
+        typer.Option(
+            help="Requests in flight during a switch: keep them, abort them, or wait for their end "
             "(vLLM only)."
         ),
     ] = "keep",
     version: Annotated[
-        int | None, Argument("Serve this version and stay on it, instead of each newest one.")
+        int | None,
+        typer.Option(help="Serve this version and stay on it, instead of each newest one."),
     ] = None,
     partial: Annotated[
-        bool, Argument("Accept versions that hold a part of the model (vLLM only).")
+        bool,
+        typer.Option(
+            "--partial", help="Accept versions that hold a part of the model (vLLM only)."
+        ),
     ] = False,
     unused_tensors: Annotated[
         Literal["refuse", "warn"],
-        Argument(
-            "Versions with tensors that the server's model has no place for: refuse them, or warn "
-            "once and leave those tensors out."
+        typer.Option(
+            help="Versions with tensors that the server's model has no place for: refuse them, or "
+            "warn once and leave those tensors out."
         ),
     ] = "refuse",
     *,

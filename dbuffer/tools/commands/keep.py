@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 import dbuffer
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.arguments import Argument
+from dbuffer.store.hold import hold_version
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import print_line, status_line
 
-VersionArgument = Annotated[int, Argument("One that `dbuffer status` lists.")]
+VersionArgument = Annotated[
+    int, typer.Argument(help="One that `dbuffer status` lists.", metavar="VERSION")
+]
 
 
 def pin(
@@ -50,18 +54,17 @@ def rollback(
     open calls `sender.republish(VERSION)` instead.
     """
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    view.check()
-    manifests = [*map(view.manifest, BUFFERS), *view.kept().values()]
-    has_checksums = any(
-        manifest.checksums_xxh3 is not None
-        for manifest in manifests
-        if manifest is not None and manifest.version == version
-    )
+    # Refuse a version that cannot be read before the sender takes the store over.
+    held = hold_version(view, version, history=None)
+    if held is None:
+        raise kept.missing(view, version)
+    with held:
+        has_checksums = held.manifest.checksums_xxh3 is not None
     status_line.show(f"publishing version {version} of {store} again")
     sender = dbuffer.WeightSender(
         store,
         checksum=has_checksums,
-        keep=len(manifests),  # this drops none
+        keep=len(BUFFERS) + len(view.kept()),  # this drops none
         allow_shared_store=allow_shared_store,
     )
     with sender:

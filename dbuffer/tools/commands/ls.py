@@ -6,6 +6,8 @@ from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
@@ -21,17 +23,18 @@ def ls(
     store: shared.StoreArgument,
     against: Annotated[
         Path | None,
-        shared.path_argument(
-            "Compare with the tensors of this HuggingFace checkpoint: list those that differ, are "
-            "missing or left over. Exit code 1 if it does not fit. A tensor with another dtype "
-            "fits, because engines cast, and is listed.",
-            "MODEL_DIR",
+        typer.Option(
+            help="Compare with the tensors of this HuggingFace checkpoint: list those that differ, "
+            "are missing or left over. Exit code 1 if it does not fit. A tensor with another "
+            "dtype fits, because engines cast, and is listed.",
+            metavar="MODEL_DIR",
+            parser=shared.parse_path,
         ),
     ] = None,
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> int:
+) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
     if rename is not None and against is None:
         raise OptionError("--rename has no effect without --against")
@@ -44,18 +47,17 @@ def ls(
     with held:
         version, layout = held.manifest.version, held.read_layout()
     if against is not None:
-        return _compare(version, layout, against, rename, as_json=as_json)
-    if as_json:
+        _compare(version, layout, against, rename, as_json=as_json)
+    elif as_json:
         tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
         shared.print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
     else:
         print_parts([layout_table(layout)])
-    return 0
 
 
 def _compare(
     version: int, layout: Layout, model: Path, rename: Path | None, *, as_json: bool
-) -> int:
+) -> None:
     status_line.show(f"reading {model}")
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import spec_of
@@ -70,7 +72,8 @@ def _compare(
     else:
         title = f"version {version} against {model}"
         print_parts(comparison_parts(comparison, title, suggestion))
-    return 0 if comparison.fits else shared.EXIT_FAILED
+    if not comparison.fits:
+        raise typer.Exit(shared.EXIT_FAILED)
 
 
 def _json_of(comparison: Comparison) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 import dbuffer
 from dbuffer.errors import DBufferError
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 
@@ -18,30 +18,22 @@ if TYPE_CHECKING:
     from dbuffer.publish.publication import Publication
 
 
-_MAX_PORT = 65535
-
-
-def _parse_port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to {_MAX_PORT}")
-    return int(text)
-
-
 def mirror(
     source: Annotated[
-        Path | str,
-        Argument("Store to copy from, or URL of a bucket.", parse=shared.parse_place),
+        str, typer.Argument(help="Store to copy from, or URL of a bucket.", metavar="SOURCE")
     ],
     target: Annotated[
-        Path | str, Argument("Store to copy to, or URL of a bucket.", parse=shared.parse_place)
+        str, typer.Argument(help="Store to copy to, or URL of a bucket.", metavar="TARGET")
     ],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
-        float, Argument("Seconds between checks of the remote store.")
+        float, typer.Option(help="Seconds between checks of the remote store.")
     ] = 1.0,
     metrics_port: Annotated[
         int | None,
-        Argument("Serve Prometheus metrics on this port.", metavar="PORT", parse=_parse_port),
+        typer.Option(
+            help="Serve Prometheus metrics on this port.", metavar="PORT", min=1, max=65535
+        ),
     ] = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
@@ -55,32 +47,33 @@ def mirror(
     Start one per node, or several: one of them copies, the others stand by. A mirror can be stopped
     and started at any time, and can follow another mirror.
     """
+    remote, local = shared.parse_place(source), shared.parse_place(target)
     num_copied = 0
 
     def report(copied: Publication) -> None:
         nonlocal num_copied
         shared.report(copied, shared.describe_copy(copied), as_json=as_json)
-        shared.show_wait(source, copied.version)
+        shared.show_wait(remote, copied.version)
         num_copied += 1
         if num_copied == count:
             stop.set()
 
     with shared.stopped_by_signals() as stop:
         copying = dbuffer.Mirror(
-            source,
-            target,
+            remote,
+            local,
             poll_interval_s=poll_interval_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
             on_copied=report,
-            progress=functools.partial(status_line.show_bytes, f"copying {source}"),
+            progress=functools.partial(status_line.show_bytes, f"copying {remote}"),
         )
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
-            if isinstance(source, Path):
-                shared.explain_wait(source)
-            shared.show_wait(source, None)
+            if isinstance(remote, Path):
+                shared.explain_wait(remote)
+            shared.show_wait(remote, None)
             copying.run(stop)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 import dbuffer
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
@@ -27,40 +27,49 @@ def _parse_metadata(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise typer.BadParameter(str(error)) from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
+        raise typer.BadParameter("not a JSON object")
     return value
 
 
 def publish(
     checkpoint: Annotated[
-        Path, shared.path_argument("Directory of a HuggingFace checkpoint, or a .safetensors file.")
+        Path,
+        shared.path_argument(
+            "Directory of a HuggingFace checkpoint, or a .safetensors file.", "CHECKPOINT"
+        ),
     ],
     store: shared.StoreArgument,
     version: Annotated[
-        int | None, Argument("Version, above the last one. Default: the last one + 1.")
+        int | None,
+        typer.Option(help="Version, above the last one.", show_default="the last one + 1"),
     ] = None,
     metadata: Annotated[
         dict[str, Any] | None,
-        Argument(
-            """JSON object to publish with the version, such as '{"step": 80}'.""",
+        typer.Option(
+            help="""JSON object to publish with the version, such as '{"step": 80}'.""",
             metavar="JSON",
-            parse=_parse_metadata,
+            parser=_parse_metadata,
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        Argument(
-            "Cast floating-point tensors to this dtype: bf16, fp16, fp32, or torch's name of one.",
+        typer.Option(
+            help="Cast floating-point tensors to this dtype: bf16, fp16, fp32, or torch's name "
+            "of one.",
             metavar="DTYPE",
         ),
     ] = None,
     checksum: Annotated[
-        bool, Argument("Write checksums, so that `dbuffer verify` can check every byte.")
+        bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
     ] = True,
-    delta: Annotated[bool, Argument("Publish only what changed since the last version.")] = False,
-    durable: Annotated[bool, Argument("Flush to stable storage before publishing.")] = False,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Publish only what changed since the last version.")
+    ] = False,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
+    ] = False,
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,

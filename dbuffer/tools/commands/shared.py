@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from dbuffer.errors import DBufferError
 from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.terminal import print_error, print_line, status_line
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ EXIT_SIGNAL = 128
 def parse_path(text: str) -> Path:
     """Parse a path; an empty one, from a variable that is not set, is wrong usage."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty path; is a variable not set?")
+        raise typer.BadParameter("an empty path; is a variable not set?")
     return Path(text)
 
 
@@ -44,63 +46,66 @@ def parse_place(text: str) -> Path | str:
     return options.directory_or_bucket("place", text) if is_url else parse_path(text)
 
 
-def path_argument(text: str, metavar: str | None = None) -> Argument:
+def path_argument(text: str, metavar: str) -> Any:
     """Return an argument for a path, with this help."""
-    return Argument(text, metavar=metavar, parse=parse_path)
+    return typer.Argument(help=text, metavar=metavar, parser=parse_path)
 
 
-def at_least_1(text: str) -> int:
-    """Parse a whole number above 0."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return number
-
-
-StoreArgument = Annotated[Path, path_argument("Store directory.")]
+StoreArgument = Annotated[Path, path_argument("Store directory.", "STORE")]
 SharedOption = Annotated[
     bool,
-    Argument("Accept a directory that belongs to another user, or that others can write to."),
+    typer.Option(
+        "--allow-shared-store",
+        help="Accept a directory that belongs to another user, or that others can write to.",
+    ),
 ]
 AsideOption = Annotated[
     bool,
-    Argument(
-        "If the directory holds weights of TorchRL's own double buffer, move them into "
-        "`before-dbuffer` below it. Default: refuse such a directory."
+    typer.Option(
+        "--move-torchrl-aside",
+        help="If the directory holds weights of TorchRL's own double buffer, move them into "
+        "`before-dbuffer` below it. Default: refuse such a directory.",
     ),
 ]
 RenameOption = Annotated[
-    Path | None, path_argument("Rename tensors by the rules in this JSON or TOML file.", "FILE")
+    Path | None,
+    typer.Option(
+        help="Rename tensors by the rules in this JSON or TOML file.",
+        metavar="FILE",
+        parser=parse_path,
+    ),
 ]
-JsonOption = Annotated[bool, Argument("Print one JSON object.", name="json")]
-JsonLinesOption = Annotated[bool, Argument("Print one JSON object per line.", name="json")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 CountOption = Annotated[
-    int | None, Argument("Stop after N versions. Default: never.", parse=at_least_1)
+    int | None,
+    typer.Option(help="Stop after N versions.", metavar="N", min=1, show_default="never"),
 ]
 NewerThanOption = Annotated[
     int | None,
-    Argument("Start above this version. Default: with the newest one in the store."),
+    typer.Option(help="Start above this version.", show_default="with the newest one in the store"),
 ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOptions:
-    """Options of all commands that follow a store."""
+    """Options of all commands that follow a store; see :func:`with_follow_options`."""
 
     count: CountOption = None
     timeout_s: Annotated[
         float | None,
-        Argument("Stop with exit code 3 if no version comes for this many seconds."),
+        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
     ] = None
     receiver_id: Annotated[
-        str | None, Argument("Name under which versions are acknowledged.", metavar="ID")
+        str | None,
+        typer.Option(help="Name under which versions are acknowledged.", metavar="ID"),
     ] = None
-    verify: Annotated[bool, Argument("Check every tensor's checksum.")] = False
+    verify: Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")] = False
     new_history: Annotated[
         NewHistory,
-        Argument(
-            "If the store was emptied or replaced by another run: follow the new versions, with a "
-            "warning, or refuse them and stop."
+        typer.Option(
+            help="If the store was emptied or replaced by another run: follow the new versions, "
+            "with a warning, or refuse them and stop."
         ),
     ] = "follow"
     as_json: JsonLinesOption = False
@@ -109,6 +114,20 @@ class FollowOptions:
     def __post_init__(self) -> None:
         if self.timeout_s is not None:
             options.seconds("timeout_s", self.timeout_s)
+
+
+def with_follow_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's last parameter by options of the command line, a `FollowOptions`."""
+    fields = inspect.signature(FollowOptions, eval_str=True).parameters
+    *own, last = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def parsed(**arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in fields}
+        command(**arguments, **{last.name: FollowOptions(**values)})
+
+    parsed.__signature__ = inspect.Signature([*own, *fields.values()])  # type: ignore[attr-defined]  # typer reads it
+    return parsed
 
 
 def print_json(value: Any) -> None:

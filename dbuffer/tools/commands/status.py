@@ -7,12 +7,13 @@ import sys
 import time
 from typing import Annotated, Any
 
+import typer
+
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE, Pointer, ReceiverRecord
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.kept import is_pinned
-from dbuffer.tools.arguments import Argument
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import print_parts, status_parts, watch_screen
 
@@ -25,9 +26,10 @@ def status(
     store: shared.StoreArgument,
     watch: Annotated[
         bool,
-        Argument(
-            "Refresh twice a second, until Ctrl-C: problems first, then the receivers with the "
-            "longest lag."
+        typer.Option(
+            "--watch",
+            help="Refresh twice a second, until Ctrl-C: problems first, then the receivers with "
+            "the longest lag.",
         ),
     ] = False,
     as_json: shared.JsonOption = False,

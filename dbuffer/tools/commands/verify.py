@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import typer
+
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import describe_check
@@ -14,7 +16,7 @@ def verify(
     store: shared.StoreArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-) -> int:
+) -> None:
     """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
 
     Exit code 1 if something is damaged; damaged tensors are named.
@@ -29,4 +31,5 @@ def verify(
     else:
         for check in checks:
             print_line(describe_check(check))
-    return shared.EXIT_FAILED if any(check.problems for check in checks) else 0
+    if any(check.problems for check in checks):
+        raise typer.Exit(shared.EXIT_FAILED)

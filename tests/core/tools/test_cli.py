@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,7 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("mirror", "x", "y", "--count", "0"),
         ("mirror", "x", "y", "--metrics-port", "65536"),
         ("ls", ""),
+        ("mirror", "", "y"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):
@@ -159,7 +161,27 @@ def test_an_option_that_has_no_effect_is_refused_by_name(
 def test_commands_without_a_command(capsys):
     code, out, err = call(capsys)
     assert (code, out) == (2, "")
-    assert err.startswith("usage: dbuffer ")
+    assert err.startswith("Usage: dbuffer ")
+
+
+def test_without_typer_it_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from dbuffer.__main__ import main; main()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"dbuffer: .*typer: pip install '.\[cli\]'.*\n", done.stderr)
+
+
+def test_a_command_that_is_mistyped_is_told_a_similar_one(capsys):
+    assert "'status'" in call(capsys, "statu", "x")[2]
+
+
+def test_completion(monkeypatch, capsys):
+    """The shell asks for it in this way after `--install-completion`."""
+    monkeypatch.setenv("_DBUFFER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "dbuffer fol")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert call(capsys)[1].split() == ["follow", "follow-server"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -210,6 +232,30 @@ def test_a_publish_that_is_refused_touches_nothing(
     code, out, err = call(capsys, "publish", *arguments)
     assert (code in (1, 2), out) == (True, "")
     assert err.startswith(("dbuffer: ", "Usage: "))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("rollback", "store", 9), "version 9 is not in"),
+        (("rollback", "store", 2), "bytes"),  # damaged
+        (("rollback", "none", 1), "no store"),
+        (("pin", "store", 9), "version 9 is not in"),
+        (("unpin", "store", 1), "not pinned"),
+    ],
+)
+def test_a_version_that_is_refused_leaves_the_store_as_it_was(
+    monkeypatch, capsys, tmp_path, store, arguments, named
+):
+    file = newest_file(store)
+    file.write_bytes(file.read_bytes()[:-100])
+    monkeypatch.chdir(tmp_path)
+    store.rename("store")
+    before = contents(tmp_path)
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (1, "")
+    assert named in err
     assert contents(tmp_path) == before
 
 

@@ -58,7 +58,7 @@ def test_help_is_whole(command):
 
 def test_help_of_all_commands():
     text = "\n".join(shown_by("--help"))
-    assert all(f"\n    {command}" in text for command in COMMANDS)
+    assert all(f"\n  {command} " in text for command in COMMANDS)
 
 
 def test_names_of_tensors_are_folded(store):
