@@ -44,7 +44,7 @@ class Output:
     """Place in its only source; None: it is computed."""
     stride: tuple[int, ...]
     offset: int
-    """Stride and storage offset of the view of a contiguous source at the start of its storage."""
+    """Stride and storage offset of the view, where its source is contiguous and has no offset."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,10 @@ def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
 def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
     """Return the parameters that a ``ModuleSource`` of vLLM's gathers one by one.
 
-    None: the source is none, or of a class that may do something else.
+    None: this is no such source. A class derived from it may yield something else.
     """
     library = sys.modules.get("vllm.distributed.weight_transfer.base")
-    if library is None or type(source) is not library.ModuleSource:
+    if type(source) is not getattr(library, "ModuleSource", None):
         return None
     module = getattr(source, "_module", None)
     return dict(module.named_parameters()) if isinstance(module, nn.Module) else None
