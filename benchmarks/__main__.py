@@ -81,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = targets.check(results)
     note = ", sizes too small to judge by" if options.quick else ""
     print(f"\nTargets{note}\n\n{report.targets_table(checks)}")
+    found = report.as_json(environment, results, checks)
     if options.json:
-        options.json.write_text(json.dumps(report.as_json(environment, results, checks), indent=1))
+        options.json.write_text(json.dumps(found, indent=1))
     if options.plot:
-        caption = f"{environment['cpu']}, {environment['kernel']}, torch {environment['torch']}"
-        plot.save(list(results.transfers.values()), options.plot, caption)
+        plot.save(found["transfers"], options.plot, plot.caption(environment))
     print(f"\n{time.monotonic() - start_s:.0f} s in all")
     return 0
 

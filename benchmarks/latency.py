@@ -44,6 +44,12 @@ class Seen:
     gaps_s: list[float] = field(default_factory=list)
     """Between two tokens of an answer."""
 
+    def shares_ms(self) -> dict[str, float]:
+        """Return the milliseconds that so large a share of the gaps took at most."""
+        gaps_ms = sorted(1e3 * gap_s for gap_s in self.gaps_s)
+        shares = {f"{share:.1%}": gaps_ms[int(share * len(gaps_ms))] for share in _SHARES}
+        return shares | {"most": gaps_ms[-1]}
+
     def buckets(self) -> Counter[int]:
         """How many gaps were below 1 ms, from there to 2 ms, to 4 ms, and so on."""
         return Counter(int(1e3 * gap_s).bit_length() for gap_s in self.gaps_s)
@@ -72,9 +78,9 @@ def main(options: Namespace) -> int:
         found = {way: asdict(seen) for way, seen in results.items()}
         options.json.write_text(json.dumps({"environment": environment} | found, indent=1))
     if options.plot:
-        plot.save_latencies(
-            {way: seen.gaps_s for way, seen in results.items()}, options.plot, title
-        )
+        shares_ms = {way: seen.shares_ms() for way, seen in results.items()}
+        caption = f"{title}\n{plot.caption(environment)}"
+        plot.save_latencies(shares_ms, options.plot, caption)
     return 0
 
 
@@ -183,12 +189,11 @@ async def _ask_until(deadline: float, engine: Any, number: int, seen: Seen) -> N
 def _shares_table(results: dict[str, Seen]) -> str:
     rows = []
     for way, seen in results.items():
-        gaps_ms = sorted(1e3 * gap_s for gap_s in seen.gaps_s)
-        shares = [f"{gaps_ms[int(share * len(gaps_ms))]:.1f}" for share in _SHARES]
-        rate = f"{len(gaps_ms) / seen.lasted_s:.0f}"
-        rows.append((way, str(seen.versions), rate, *shares, f"{gaps_ms[-1]:.1f}"))
-    header = ("ms to the next token", "versions", "tokens/s")
-    return report.table((*header, *(f"{share:.1%}" for share in _SHARES), "most"), rows)
+        shares = seen.shares_ms()
+        rate = f"{len(seen.gaps_s) / seen.lasted_s:.0f}"
+        rows.append((way, str(seen.versions), rate, *(f"{ms:.1f}" for ms in shares.values())))
+    header = ("ms to the next token", "versions", "tokens/s", *shares)
+    return report.table(header, rows)
 
 
 def _histogram_table(results: dict[str, Seen]) -> str:

@@ -30,8 +30,6 @@ def main(options: Namespace) -> int:
     readings = tensor_parallel.run(options.dir[0])
     print(f"\n{report.readings_table(readings)}", flush=True)
     checks = [*targets.check_pauses(results), *targets.check_readings(readings)]
-    if options.plot:
-        plot.save_pauses(results, options.plot, _caption(environment))
     title = f"Targets{', sizes too small to judge by' if options.quick else ''}"
     found = {
         "engines": [
@@ -40,6 +38,8 @@ def main(options: Namespace) -> int:
         ],
         "ranks": [asdict(reading) for reading in readings],
     }
+    if options.plot:
+        plot.save_pauses(found["engines"], options.plot, plot.caption(environment))
     report.conclude(
         environment, checks, found, options.json, start_s, title=title, reference=report.MEMCPY
     )
@@ -50,9 +50,3 @@ def _engines(*, quick: bool) -> Sequence[str]:
     if torch.cuda.is_available():
         return (GPU,)
     return (PACKED, EXPERTS) if quick else (PACKED, LIVE, EXPERTS)
-
-
-def _caption(environment: dict[str, str]) -> str:
-    machine = environment.get("GPU", environment["cpu"])
-    vllm = next(f"{name} {at}" for name, at in environment.items() if name.startswith("vllm"))
-    return f"{machine}, {environment['kernel']}, torch {environment['torch']}, {vllm}"

