@@ -510,6 +510,23 @@ def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url, timing
         assert {each.status for each in polls} <= {304, None}  # the last one is in flight
 
 
+def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
+    proxy.inject(FAULTS["503"], nth=3)  # and is made again
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(LONG.weights(1))
+        with mirror(remote, bucket_url) as up:
+            up.wait_until_current(20)
+        with mirror(bucket_url, local) as down:
+            down.wait_until_current(20)
+        with mirror(remote, local.with_name("other")) as beside:
+            beside.wait_until_current(20)
+    assert sum(up.requests.values()) + sum(down.requests.values()) == len(proxy.requests)
+    assert up.requests["put"] == sum(
+        each.method == "PUT" and "receivers" not in each.path for each in proxy.requests
+    )
+    assert beside.requests == {}
+
+
 # Options
 
 
