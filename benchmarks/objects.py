@@ -92,7 +92,10 @@ class _Results:
     put_s: list[float] = field(default_factory=list)
     get_s: list[float] = field(default_factory=list)
     anchors: list[_Passage] = field(default_factory=list)
+    first_deltas: list[_Passage] = field(default_factory=list)
+    """Of deltas right after an anchor: each store's idle buffer has to be copied anew."""
     deltas: list[_Passage] = field(default_factory=list)
+    """Of deltas after a delta, as most are."""
     idle_s: float = 0.0
     idle: tuple[_Count, _Count] | None = None
 
@@ -166,8 +169,18 @@ def main(options: Namespace) -> int:
     print(f"\n{_FLEET_BYTES / 1e9:.0f} GB to 1,000 nodes. {PRICES}\n\n{_costs_table(dollars)}")
     checks = [
         at_most("anchor, publish to applied", "of put and get", results.of_plain, _MAX_ANCHOR),
-        at_most("delta of 1 %, bytes", "of the anchor's", results.delta_bytes, _MAX_DELTA_BYTES),
-        at_most("delta of 1 %, time", "of the anchor's", results.delta_time, _MAX_DELTA_TIME),
+        at_most(
+            "delta of 1 % after a delta, bytes",
+            "of the anchor's",
+            results.delta_bytes,
+            _MAX_DELTA_BYTES,
+        ),
+        at_most(
+            "delta of 1 % after a delta, time",
+            "of the anchor's",
+            results.delta_time,
+            _MAX_DELTA_TIME,
+        ),
     ]
     found = {
         "bytes": models.num_bytes(shapes),
@@ -198,14 +211,15 @@ def _measure(
             is_measured = turn >= _WARM_UPS
             put_s, get_s = _plain(weights)
             passages = []
-            for change in (torch.neg, models.nudged):
+            for change in (torch.neg, models.nudged, models.nudged):
                 weights = {name: change(tensor) for name, tensor in weights.items()}
                 passages.append(way.send(weights, settle_s=_SETTLE_S if is_measured else 0))
             if is_measured:
                 results.put_s.append(put_s)
                 results.get_s.append(get_s)
-                results.anchors.append(passages[0])
-                results.deltas.append(passages[1])
+                lists = (results.anchors, results.first_deltas, results.deltas)
+                for passage, measured in zip(passages, lists, strict=True):
+                    measured.append(passage)
         if way.far_digest() != _digest(weights):
             raise AssertionError("the worker has other weights than the trainer")
         before = way.counts()
@@ -361,7 +375,11 @@ def _times_table(results: _Results) -> str:
         "plain get": results.get_s,
         "plain put and get": plain,
     }
-    for name, passages in (("anchor", results.anchors), ("delta of 1 %", results.deltas)):
+    for name, passages in (
+        ("anchor", results.anchors),
+        ("delta of 1 % after an anchor", results.first_deltas),
+        ("delta of 1 % after a delta", results.deltas),
+    ):
         times_s |= {
             f"{name}: publish into the trainer's store": [one.send_s for one in passages],
             f"{name}: mirror into the bucket": [one.trainer.copy_s for one in passages],
