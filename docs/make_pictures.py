@@ -482,6 +482,53 @@ def mirrors() -> Picture:
     return picture
 
 
+def bucket() -> Picture:
+    """Draw the objects of a bucket, and the requests of the mirrors at its two ends."""
+    picture = Picture(
+        324,
+        "Versions and acknowledgements through a bucket",
+        "The mirror of the trainer's store puts a version's parts into the bucket, then its "
+        "record, and last the pointer CURRENT. The mirror of a node polls the pointer, gets the "
+        "record and the parts, and publishes the version in its local store. It puts its "
+        "receivers' records into the bucket, which the trainer's mirror lists and gets.",
+    )
+    picture.box(5, 10, 170, 262, "panel")
+    picture.text(90, 34, "Trainer's cluster", "strong", MIDDLE)
+    picture.box(285, 10, 210, 262, "panel")
+    picture.text(390, 34, "Bucket", "strong", MIDDLE)
+    picture.box(585, 10, 170, 262, "panel")
+    picture.text(670, 34, "Each node", "strong", MIDDLE)
+    for x, first, second in ((17, "sender", "store"), (677, "store", "engine")):
+        for y, name in ((76, first), (150, second)):
+            picture.box(x, y, 66, 36, "ours" if name == "store" else "soft", name)
+        picture.arrow((x + 33, 112), (x + 33, 148))
+    for x in (101, 597):
+        picture.box(x, 48, 62, 212, "soft", "mirror")
+    picture.arrow((83, 168), (99, 168))
+    picture.arrow((659, 94), (675, 94))
+    for y, name, text, put, get in BUCKET_ROWS:
+        picture.box(300, y, 180, 36, name, text, text_classes="code small")
+        ends = ((298, 165), (595, 482)) if name == "empty" else ((163, 298), (480, 595))
+        for (since, until), label in zip(ends, (put, get), strict=True):
+            picture.arrow((since, y + 18), (until, y + 18))
+            picture.text((since + until) / 2, y + 11, label, "small", MIDDLE)
+    picture.note(
+        294,
+        "Parts and versions never change. The pointer is put on condition that no other mirror has "
+        "put it meanwhile, and a get of it is answered in full only if it has changed.",
+    )
+    return picture
+
+
+BUCKET_ROWS = (
+    (48, "soft", "weights/, deltas/", "1. puts", "6. gets"),
+    (100, "soft", "versions/", "2. puts", "5. gets"),
+    (152, "ours", "CURRENT", "3. puts last", "4. polls"),
+    (224, "empty", "receivers/", "8. lists, gets", "7. puts"),
+)
+"""Place, classes, objects, and the requests of the trainer's mirror and of the node's."""
+
+
 def _trainer(picture: Picture, y: float) -> None:
     picture.box(EDGE, y, 130, 96, "panel")
     picture.text(70, y + 24, "Trainer", "strong", MIDDLE)
@@ -498,7 +545,7 @@ def _node(picture: Picture, x: float, y: float) -> None:
 
 def pictures() -> dict[str, str]:
     """Return each file's content by its name."""
-    drawn = (architecture, switch, buffers, deltas, mirrors)
+    drawn = (architecture, switch, buffers, deltas, mirrors, bucket)
     return {f"{draw.__name__}.svg": draw().svg() for draw in drawn}
 
 

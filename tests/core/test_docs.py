@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dbuffer
+from benchmarks.request_costs import PRICES
 from dbuffer.format import manifest as records
 from dbuffer.format import objects
 from dbuffer.format.layout import Layout
@@ -51,13 +52,18 @@ TAKE_A_VERSION = ("pin", "unpin", "rollback")
 NEED_AN_ENGINE = ("demo", "follow-server")
 
 
-def follow(page: Path, home: Path) -> dict[str, Any]:
+BUCKET = "s3://my-bucket/policy"
+"""Stands for a bucket of the reader's."""
+
+
+def follow(page: Path, home: Path, bucket: str = BUCKET) -> dict[str, Any]:
     """Do what a page shows, from top to bottom; the namespace that its Python ends with."""
     namespace: dict[str, Any] = {}
     for block in BLOCKS:
         if block.page != page or block.mark is not None:
             continue
         code = block.code.replace("/dev/shm/", f"{home}/").replace("/mnt/shared", f"{home}/shared")
+        code = code.replace(BUCKET, bucket)
         assert "/mnt/" not in code
         if block.language == "python":
             assert code != block.code or "Weight" not in code  # no store but in the directory
@@ -101,12 +107,16 @@ def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "page", sorted({b.page for b in blocks("python") + blocks("console")}), ids=relative
 )
-def test_a_page_is_followed_and_followed_again(page: Path, home: Path) -> None:
+def test_a_page_is_followed_and_followed_again(
+    page: Path, home: Path, request: pytest.FixtureRequest
+) -> None:
     """In one directory, as by a reader who goes through it a second time."""
+    needs_bucket = BUCKET in page.read_text(encoding="utf-8")
+    bucket = request.getfixturevalue("bucket_url") if needs_bucket else BUCKET
     with dbuffer.WeightSender(home / "shared" / "policy") as sender:  # on another host
         for _ in range(2):
             sender.send({"weight": torch.ones(8)})
-            follow(page, home)
+            follow(page, home, bucket)
 
 
 @in_soaks_alone
@@ -392,6 +402,7 @@ def rows_of(text: str) -> list[list[str]]:
         ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## Deltas"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),
+        ("object-storage.md", "objects.txt", "## Speed", "## Troubleshooting"),
     ],
 )
 def test_figures_are_those_of_the_results(
@@ -404,6 +415,13 @@ def test_figures_are_those_of_the_results(
     assert shown
     for row in shown:
         assert [re.sub(r"missed.", "FAIL", cell) for cell in row] in measured
+
+
+def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
+    text = " ".join((DOCS / "object-storage.md").read_text(encoding="utf-8").split())
+    results = (ROOT / "benchmarks" / "results" / "objects.txt").read_text(encoding="utf-8")
+    assert PRICES in text
+    assert PRICES in results
 
 
 def test_the_readmes_first_figure_is_in_its_table() -> None:
