@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from dbuffer.format.delta import words_per_element
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec
 from dbuffer.io.changes import Diff, TensorDiff, cut_work, find_changes, narrowed
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -30,6 +31,10 @@ Positions: TypeAlias = npt.NDArray[np.integer[Any]]
 
 GetElements: TypeAlias = Callable[[int], torch.Tensor]
 """Function that returns the elements in the box of this number."""
+
+
+_WRITTEN_BYTES = 256 << 20
+"""Boxes of about so many bytes are written at a time."""
 
 
 class BoxShare(Share):
@@ -182,8 +187,17 @@ class BoxShare(Share):
         self._write_boxes(range(len(self._boxes)), self._contents.views.__getitem__)
 
     def _write_boxes(self, numbers: range, elements_in: GetElements) -> None:
-        boxes = self._boxes[numbers.start : numbers.stop]
-        self._writer.write(boxes, list(map(elements_in, numbers)), self._copier)
+        """Write boxes, a few at a time: elements may be made only when they are read."""
+        some: list[int] = []
+        num_bytes = 0
+        for number in numbers:
+            some.append(number)
+            box = self._boxes[number]
+            num_bytes += math.prod(box.shape) * ITEM_BYTES[self._layout.specs[box.tensor].dtype]
+            if num_bytes >= _WRITTEN_BYTES or number == numbers[-1]:
+                boxes = [self._boxes[each] for each in some]
+                self._writer.write(boxes, list(map(elements_in, some)), self._copier)
+                some, num_bytes = [], 0
 
     def write_diff(self, info: ClaimInfo) -> list[int] | None:
         world = self._world

@@ -29,6 +29,7 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.places import is_part_of
+from dbuffer.publish import box_share
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import Box, assign_writes
 from dbuffer.ranks import agreement
@@ -516,6 +517,38 @@ def test_weights_that_do_not_fit_together_are_refused_on_all_ranks(world, store,
         for problem, (kind, message) in failures.items():
             assert kind == "InvalidWeightsError"
             assert re.search(PROBLEMS[problem][0], message)
+
+
+def send_lazy(rank: int, store: Path) -> int:
+    """Return how many tensors were there at a time that are made as they are published."""
+    alive = most = 0
+
+    def make() -> torch.Tensor:
+        nonlocal alive, most
+        made, alive = torch.ones(1000), alive + 1
+        most = max(most, alive)
+
+        def gone() -> None:
+            nonlocal alive
+            alive -= 1
+
+        weakref.finalize(made, gone)
+        return made
+
+    weights = [
+        (str(number), dbuffer.LazyTensor(torch.float32, (1000,), make)) for number in range(50)
+    ]
+    written_bytes, box_share._WRITTEN_BYTES = box_share._WRITTEN_BYTES, 4000
+    try:
+        with ShardedWeightSender(store) as sender:
+            sender.send(weights)
+    finally:
+        box_share._WRITTEN_BYTES = written_bytes
+    return most
+
+
+def test_tensors_that_are_made_are_not_all_there_at_once(world, store):
+    assert 1 <= max(world.run(send_lazy, store)) < 5
 
 
 def send_where_one_cannot(rank: int, store: Path, function: str, on_rank: int) -> list[str]:
