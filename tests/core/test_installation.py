@@ -1,0 +1,151 @@
+"""What docs/installation.md says, and the commands of the image of vLLM, in new environments.
+
+They need no package index: what dbuffer depends on comes from the tests' environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ROOT
+from tests.support.documents import DOCS, CodeBlock, blocks_of
+from tests.support.soak import in_soaks_alone
+
+PAGE = DOCS / "installation.md"
+IMAGE = ROOT / "examples" / "vllm.Dockerfile"
+IGNORED = shutil.ignore_patterns("__pycache__")
+
+
+class Environment:
+    """A new environment that sees all packages of the tests' but dbuffer, and no index."""
+
+    def __init__(self, place: Path) -> None:
+        packages = place / "packages"
+        packages.mkdir(parents=True)
+        for entry in Path(distribution("torch").locate_file("")).iterdir():
+            if "dbuffer" not in entry.name and entry.suffix != ".pth":
+                (packages / entry.name).symlink_to(entry)
+        venv.create(place / "venv", symlinks=True)
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        site = place / "venv" / "lib" / version / "site-packages"
+        (site / "packages.pth").write_text(f"{packages}\n")
+        self.bin = place / "venv" / "bin"
+        self.variables = os.environ | {
+            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip takes 0 here for "no isolation"
+            "PIP_NO_CACHE_DIR": "1",
+            "PIP_NO_INDEX": "1",
+        }
+        for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+            self.variables.pop(name, None)
+
+    def run(self, command: str, cwd: Path) -> str:
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=cwd,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr}"
+        return done.stdout
+
+    def check(self, cwd: Path) -> None:
+        """See that dbuffer is installed here, vLLM would load it, and torch is the same."""
+        program = (
+            "import dbuffer, json, torch\n"
+            "from importlib.metadata import entry_points\n"
+            "points = entry_points(group='vllm.general_plugins', name='dbuffer')\n"
+            "print(json.dumps([dbuffer.__file__, torch.__version__, [p.value for p in points]]))\n"
+        )
+        found = json.loads(self.run(f"python3 -c {shlex.quote(program)}", cwd))
+        assert found[0].startswith(str(self.bin.parent))
+        assert found[1:] == [torch.__version__, ["dbuffer.integrations.vllm.plugin:register"]]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A directory with what dbuffer is built from."""
+    place = tmp_path / "clone"
+    place.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place)
+    shutil.copytree(ROOT / "dbuffer", place / "dbuffer", ignore=IGNORED)
+    return place
+
+
+def console_blocks(*, with_an_index: bool) -> list[CodeBlock]:
+    all_blocks = [block for block in blocks_of(PAGE) if block.language == "console"]
+    return [b for b in all_blocks if ("needs" in b.reason) is with_an_index]
+
+
+@in_soaks_alone
+@pytest.mark.slow
+def test_the_commands_of_the_page_install_dbuffer(environment: Environment, clone: Path) -> None:
+    (offline,) = (b for b in console_blocks(with_an_index=True) if "wheel" in b.code)
+    collect = offline.code.removeprefix("$ ").replace(" wheel ", " wheel --no-deps ")
+    shown = console_blocks(with_an_index=False)
+    assert len(shown) == 3
+    for block in shown:
+        if "--no-index" in block.code:
+            environment.run(collect, clone)
+        for command in block.code.splitlines():
+            environment.run(command.removeprefix("$ "), clone)
+        environment.check(clone.parent)
+        environment.run("python3 -m pip uninstall --yes dbuffer", clone)
+
+
+def test_the_commands_of_the_image_add_dbuffer_to_vllm(
+    environment: Environment, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+
+    def inside(text: str) -> str:
+        return re.sub(r"(?<![\w:.])/(?=(?:src|wheels|tmp)\b)", f"{root}/", text)
+
+    (root / "tmp").mkdir(parents=True)
+    steps = IMAGE.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    for step in steps:
+        instruction, _, rest = step.partition(" ")
+        if instruction == "COPY" and not rest.startswith("--from="):
+            *sources, target = inside(rest).split()
+            for name in sources:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, target, ignore=IGNORED)
+                else:
+                    Path(target).mkdir(exist_ok=True)
+                    shutil.copy(ROOT / name, target)
+        elif instruction == "RUN":
+            environment.run(inside(rest), root)
+        else:
+            assert not step or instruction in ("#", "ARG", "COPY", "FROM")
+    environment.check(tmp_path)
+
+
+def test_the_page_has_all_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table = PAGE.read_text(encoding="utf-8").partition("## Extras")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert shown == set(project["optional-dependencies"])
