@@ -393,6 +393,10 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def result(name: str) -> str:
+    return (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("page", "results", "since", "until"),
     [
@@ -411,10 +415,25 @@ def test_figures_are_those_of_the_results(
     text = (DOCS / page).read_text(encoding="utf-8").partition(until or "\0")[0]
     text = text.partition(since)[2]
     shown = [row for row in rows_of(text) if re.search(r"\d\.\d", "".join(row))]
-    measured = rows_of((ROOT / "benchmarks" / "results" / results).read_text(encoding="utf-8"))
+    measured = rows_of(result(results))
     assert shown
     for row in shown:
-        assert [re.sub(r"missed.", "FAIL", cell) for cell in row] in measured
+        assert [re.sub(r"missed.", "FAIL", cell.replace("`", "")) for cell in row] in measured
+
+
+def test_torchrls_figures_are_those_of_the_results() -> None:
+    measured = []
+    for table in result("torchrl.txt").split("\n\n"):
+        rows = {name: cells for name, *cells in rows_of(table)}
+        if (ratios := rows.get("TorchRL / dbuffer")) is not None:
+            found = zip(rows["dbuffer"], rows["TorchRL"], ratios, strict=True)
+            measured += [[f"{float(a):.0f} ms", f"{float(b):.0f} ms", c] for a, b, c in found if c]
+    text = (DOCS / "integrations" / "torchrl.md").read_text(encoding="utf-8")
+    section = text.partition("## Performance")[2].partition("\n## ")[0]
+    shown = [row[1:] for row in rows_of(section) if row[1].endswith(" ms")]
+    assert len(shown) == 6
+    for row in shown:
+        assert row in measured
 
 
 def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
