@@ -337,20 +337,21 @@ class ReceiverRecord(Record):
         applied = self.applied_version if history in (None, self.history) else None
         return (applied or 0) >= version
 
-    def lag_behind(self, newest: Pointer, metadata: Mapping[str, Any]) -> Lag | None:
+    def lag_behind(self, newest: int, history: str, metadata: Mapping[str, Any]) -> Lag | None:
         """Return its lag behind the newest version; None: it has no version, or stays on one.
 
         A version of another history counts as version 0.
 
         Args:
-            newest: the pointer to that version.
-            metadata: metadata of that version.
+            newest: number of that version.
+            history: its history.
+            metadata: its metadata.
         """
         if self.applied_version is None or self.only_version is not None:
             return None
-        if self.history != newest.history:
-            return Lag(newest.version, None)
-        versions = max(0, newest.version - self.applied_version)
+        if self.history != history:
+            return Lag(newest, None)
+        versions = max(0, newest - self.applied_version)
         return Lag(versions, steps_between(self.metadata, metadata))
 
     def has_staged(self, version: int, history: str | None) -> bool:

@@ -97,7 +97,12 @@ class Bucket(Closing):
                 retry_config={"max_retries": 0},
             )
         except (self._errors.BaseError, ValueError) as error:
-            raise OptionError(f"{self.url} is no bucket's URL: {_first_line(error)}") from error
+            raise OptionError(f"cannot use {self.url}: {_first_line(error)}") from error
+
+    @property
+    def description(self) -> str:
+        """The client's description of the service, the bucket and the prefix."""
+        return repr(self._objects)
 
     def end_retries(self) -> None:
         """Let requests that fail from now on be given up at once."""

@@ -50,15 +50,18 @@ class BucketRecords:
         return self._bucket.url
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
-        own = replace(self._own.current, is_relayed=True)
-        self._current = [own, *records]
+        self._current = [self._relayed_own(), *records]
         limit_s = TIMING.bucket_records_s if self._has_changed else TIMING.bucket_heartbeat_s
         if time.monotonic() - self._put_at >= limit_s:
             self._put_object()
 
     def close(self) -> None:
+        self._current[:1] = [self._relayed_own()]  # which may have ended
         if self._has_changed:
             self._put_object()
+
+    def _relayed_own(self) -> ReceiverRecord:
+        return replace(self._own.current, is_relayed=True)
 
     @property
     def _has_changed(self) -> bool:

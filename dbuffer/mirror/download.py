@@ -15,6 +15,7 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreNotFoundError,
     VersionRegressedError,
+    WaitTimeoutError,
 )
 from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.objects import (
@@ -49,7 +50,7 @@ class HeldObjects(HeldVersion):
     def __init__(self, bucket: Bucket, version: BucketVersion, layouts: KeptLayouts) -> None:
         self.manifest = version.described
         self._bucket = bucket
-        self._version = version
+        self.record = version
         self._layouts = layouts
         self._prefix = self.manifest.history
         self._weights = f"{self._prefix}/weights/{version.anchor}"
@@ -76,7 +77,7 @@ class HeldObjects(HeldVersion):
         return pointer is not None and pointer.identity == self.manifest.identity
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        parts, part_bytes = self._version.weights_parts, self._version.part_bytes
+        parts, part_bytes = self.record.weights_parts, self.record.part_bytes
         data = b""
         while len(data) < num_bytes:
             index, start = divmod(offset + len(data), part_bytes)
@@ -92,7 +93,7 @@ class HeldObjects(HeldVersion):
             if on_bytes is not None:
                 on_bytes(data.nbytes)
 
-        self._fetch([(self._weights, self._version.weights_parts, place)])
+        self._fetch([(self._weights, self.record.weights_parts, place)])
 
     def open_delta(self, identity: str) -> tuple[str, Descriptor]:
         if identity not in self._deltas:
@@ -110,7 +111,7 @@ class HeldObjects(HeldVersion):
             name = f"{self._prefix}/deltas/{identity}"
             file = files[identity] = Descriptor(os.memfd_create(identity))
             place = functools.partial(_write_at, file)
-            wholes.append((name, self._version.delta_parts(identity), place))
+            wholes.append((name, self.record.delta_parts(identity), place))
         with filesystem.os_errors("keep deltas in memory", self.name):
             self._fetch(wholes)
         self._deltas |= files
@@ -120,8 +121,8 @@ class HeldObjects(HeldVersion):
 
         def fetch(item: tuple[_Whole, int]) -> None:
             (directory, parts, place), index = item
-            offset = index * self._version.part_bytes
-            num_bytes = min(self._version.part_bytes, parts.num_bytes - offset)
+            offset = index * self.record.part_bytes
+            num_bytes = min(self.record.part_bytes, parts.num_bytes - offset)
             name = part_object(directory, index, parts.digests[index])
             data = self._bucket.get(name, num_bytes)
             if digest(data) != parts.digests[index]:
@@ -149,6 +150,18 @@ def newest_pointer(bucket: Bucket) -> BucketPointer | None:
     except StoreNotFoundError:
         return None
     return None if read is None else read[0]
+
+
+def require_newest(bucket: Bucket) -> BucketPointer:
+    """Read a bucket's pointer.
+
+    Raises:
+        WaitTimeoutError: nothing was published there.
+    """
+    pointer = newest_pointer(bucket)
+    if pointer is None:
+        raise WaitTimeoutError(f"nothing was published in {bucket.url} yet")
+    return pointer
 
 
 def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -> HeldObjects:

@@ -259,26 +259,26 @@ class Mirror(Closing, ProcessBound):
     # Following
 
     def _follow(self, stop: threading.Event) -> None:
-        with contextlib.closing(self._open_receiver()) as receiver:
+        # The receiver is closed first: the last records that are relayed say that it has ended.
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._close_copy)
+            receiver = opened.enter_context(contextlib.closing(self._open_receiver()))
             loop = FollowLoop(
                 receiver, "mirroring", logger, new_history="follow", final=_FINAL, stop=stop
             )
-            try:
-                while not stop.is_set():
-                    copied = None
-                    with loop.attempt():
-                        if loop.wait(self._published) is not None:
-                            copied = self._copy_newest(receiver)
-                            loop.used()
-                    if copied is not None:
-                        if self._on_copied is not None:
-                            self._on_copied(copied)
-                        self._announced = copied.version
-                    elif loop.has_started_over:
-                        self._close_copy()
-                        self._published = self._announced = None
-            finally:
-                self._close_copy()
+            while not stop.is_set():
+                copied = None
+                with loop.attempt():
+                    if loop.wait(self._published) is not None:
+                        copied = self._copy_newest(receiver)
+                        loop.used()
+                if copied is not None:
+                    if self._on_copied is not None:
+                        self._on_copied(copied)
+                    self._announced = copied.version
+                elif loop.has_started_over:
+                    self._close_copy()
+                    self._published = self._announced = None
 
     def _open_receiver(self) -> SourceReceiver:
         # The same name when it is started again: one record a node and target.

@@ -250,9 +250,16 @@ def _map(held: Held, access: int) -> MappedTensors:
 
 
 def read_whole(
-    held: HeldVersion, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
+    held: HeldVersion,
+    copier: Copier,
+    memory: torch.Tensor | None = None,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
 ) -> tuple[FileTensors, list[int] | None]:
     """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
+
+    ``on_bytes`` is called with the bytes that were read, from several threads.
 
     Raises:
         As :class:`ChainReader`: its file, too, may be gone or damaged.
@@ -262,7 +269,8 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
-    return tensors, ChainReader(held, layout).read(tensors, copier, hashed=hashed)
+    chain = ChainReader(held, layout)
+    return tensors, chain.read(tensors, copier, on_bytes=on_bytes, hashed=hashed)
 
 
 def wrong_tensors(

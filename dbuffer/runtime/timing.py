@@ -144,6 +144,11 @@ class Timing:
     """Time for which Atropos' mapping may be unreadable: its server does not write it
     atomically."""
 
+    # tools
+    bucket_watch_s: float = 15.0
+    """Interval at which `dbuffer status --watch` reads a bucket. A list of up to 1,000 objects is
+    priced as 12 gets; so this costs what a mirror's poll does, which is a get a second."""
+
     # tools.doctor
     doctor_stale_s: float = 24 * 3600.0
     """Age of directories that killed doctors left behind; no living doctor waits that long."""

@@ -101,7 +101,7 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
     metadata = {} if newest is None else newest.metadata
     lags: dict[str, Lag] = {}
     for record in store.receivers():
-        lag = record.lag_behind(pointer, metadata)
+        lag = record.lag_behind(pointer.version, pointer.history, metadata)
         if lag is None or record.part_of is not None or not store.may_live(record):
             continue
         lags[record.receiver] = max(lags.get(record.receiver, lag), lag, key=lambda one: one[0])

@@ -120,14 +120,17 @@ def _one_line(text: object) -> str:
 
 
 def status_parts(status: dict[str, Any]) -> list[Part]:
-    """Return a store's status: the store, its buffers, its receivers, and their problems."""
+    """Return the status of a store or a bucket: its versions, its receivers, and problems."""
     receivers = status["receivers"]
     table = _receiver_table(receivers) if receivers else "no receiver yet"
-    return [_describe_store(status), _buffer_table(status), table, *_problems_of(status)]
+    tables = [_buffer_table(status), *_objects_of(status), table]
+    if _is_bucket(status):
+        return [_describe_store(status), *_problems_of(status), *tables]
+    return [_describe_store(status), *tables, *_problems_of(status)]
 
 
 def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
-    """Return a store's status as lines that fit on a screen, with what needs attention first.
+    """Return a status as lines that fit on a screen, with what needs attention first.
 
     Problems come before all else. Receivers that have ended are left out; of the others, those
     with the longest lag come first. What does not fit is counted in the last line.
@@ -142,7 +145,7 @@ def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
     lines = [
         *terminal_lines([_describe_store(status)], columns),
         *problems,
-        *terminal_lines([_buffer_table(status, brief=True)], columns),
+        *terminal_lines([_buffer_table(status, brief=True), *_objects_of(status)], columns),
     ]
     shown = _longest_lag_first(live)
     while True:
@@ -157,12 +160,18 @@ def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
 
 def describe_check(check: BufferCheck) -> str:
     """Return the result of `verify` for one buffer."""
-    which = "kept" if is_kept(check.buffer) else "newest" if check.is_newest else "previous"
-    head = f"buffer {check.buffer}, version {check.version} ({which}): "
+    which = "newest" if check.is_newest else "previous"
+    if check.buffer is not None and is_kept(check.buffer):
+        which = "kept"
+    head = f"version {check.version} ({which}): "
+    if check.buffer is not None:
+        head = f"buffer {check.buffer}, {head}"
     if check.problems:
         return printable(head + "\n  ".join(["damaged", *check.problems]))
     if check.has_checksums:
         return head + "every byte matches its checksum"
+    if check.buffer is None:
+        return head + "every part matches its digest; no checksums of tensors"
     return head + "records, layout and size are correct; no checksums, so bytes are not verified"
 
 
@@ -256,13 +265,51 @@ def _problems_of(status: dict[str, Any]) -> list[Part]:
         for receiver in status["receivers"]
         if receiver["problem"] is not None
     ]
-    return [*damaged, *reported]
+    return [*status.get("problems", []), *damaged, *reported]
+
+
+def _is_bucket(status: dict[str, Any]) -> bool:
+    return "objects" in status
+
+
+def _objects_of(status: dict[str, Any]) -> list[Part]:
+    """Return what a bucket's newest version consists of, and what else is there."""
+    if not _is_bucket(status):
+        return []
+    parts: list[Part] = []
+    if status["files"]:
+        anchor, deltas = status["files"]["anchor"], status["files"]["deltas"]
+        rows = [(f"anchor, version {anchor['version']}", *_sum_of([anchor]))]
+        if deltas:
+            rows.append(("deltas", *_sum_of(deltas)))
+        parts.append(Table(("consists of", "files", "size", "parts"), rows))
+    there = status["objects"]
+    others = f"{there['num_others']}, {format_bytes(there['num_other_bytes'])}"
+    row = (
+        there["num_versions"],
+        there["num_anchors"],
+        there["num_objects"],
+        format_bytes(there["num_bytes"]),
+        others if there["num_others"] else "",
+    )
+    columns = ("versions kept", "anchors", "objects", "size", "other objects")
+    return [*parts, Table(columns, [row])]
+
+
+def _sum_of(files: list[dict[str, Any]]) -> tuple[int, str, int]:
+    num_bytes = sum(file["num_bytes"] for file in files)
+    return len(files), format_bytes(num_bytes), sum(file["num_parts"] for file in files)
 
 
 def _describe_writer(status: dict[str, Any]) -> str:
     writer = status["writer"]
     if writer is None:
         return "never opened by a sender"
+    if _is_bucket(status):
+        return (
+            f"{status['identity']} of history {status['history']}, put "
+            f"{format_age(writer['put_age_s'])} ago by mirror {writer['mirror']}"
+        )
     state = "sender" if writer["is_alive"] else "last sender (ended):"
     return f"{state} process {writer['pid']} on {writer['host']}, epoch {writer['epoch']}"
 

@@ -1,14 +1,24 @@
-"""`verify_store`: check a store's records, layouts, sizes and checksums."""
+"""`verify_store` and `verify_bucket`: check records, layouts, sizes and checksums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
+from dbuffer.errors import (
+    SnapshotEvictedError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    WaitTimeoutError,
+)
+from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.manifest import UNDECODABLE
+from dbuffer.format.objects import BucketVersion
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
+from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.download import HeldObjects, hold_version, require_newest
+from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
@@ -16,14 +26,94 @@ from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferCheck:
-    """Result of checking a buffer."""
+    """Result of checking a buffer, or a bucket."""
 
-    buffer: str
+    buffer: str | None
+    """Name of the buffer; None: a bucket, which has no buffers."""
     version: int | None
     is_newest: bool
     has_checksums: bool
     problems: list[str]
     """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
+
+
+def verify_bucket(bucket: Bucket, progress: Progress | None = None) -> BufferCheck:
+    """Fetch the newest version of a bucket, and check its parts and its tensors.
+
+    All weights are in memory then. ``progress`` is called with the bytes fetched, and in all.
+
+    Raises:
+        StoreAccessError: the bucket does not exist, or cannot be read.
+        StoreCorruptError: the pointer is damaged.
+        WaitTimeoutError: nothing was published yet.
+    """
+    while True:
+        pointer, has_checksums = require_newest(bucket), False
+        try:
+            with hold_version(bucket, pointer, KeptLayouts()) as held:
+                has_checksums = held.manifest.checksums_xxh3 is not None
+                problems = _find_damage_in_bucket(bucket, held, progress)
+                if problems and not held.is_still_named():  # they may be removed parts
+                    continue
+        except SnapshotEvictedError:  # a newer version has come
+            continue
+        except UNDECODABLE as error:
+            problems = [str(error)]
+        return BufferCheck(
+            buffer=None,
+            version=pointer.version,
+            is_newest=True,
+            has_checksums=has_checksums,
+            problems=problems,
+        )
+
+
+def _find_damage_in_bucket(
+    bucket: Bucket, held: HeldObjects, progress: Progress | None
+) -> list[str]:
+    problems: list[str] = []
+    for _ in range(2):  # a range has no digest, and the network may have damaged it
+        problems = _find_damage_in_tensors(held, progress)
+        if not problems:
+            return []
+        if damaged := _damaged_parts(bucket, held.record):
+            return damaged
+    return problems
+
+
+def _find_damage_in_tensors(held: HeldObjects, progress: Progress | None) -> list[str]:
+    """Fetch a version and compare its tensors with their checksums; each part has a digest."""
+    copier, manifest = Copier(), held.manifest
+    try:
+        layout = held.read_layout()
+        for identity in manifest.chain[1:2]:  # the later ones are fetched with it
+            held.open_delta(identity)[1].close()
+        since_anchor = manifest.deltas_after(held.record.anchor)
+        delta_bytes = sum(held.record.delta_parts(each).num_bytes for each in since_anchor)
+        on_bytes = counter(progress, layout.checksums_offset + delta_bytes)
+        hashed = manifest.checksums_xxh3 is not None
+        _, checksums = read_whole(held, copier, hashed=hashed, on_bytes=on_bytes)
+        return [] if checksums is None else wrong_tensors(held, layout, checksums)
+    except (*UNDECODABLE, StoreNotFoundError) as error:
+        return [str(error)]
+    finally:
+        copier.close()
+
+
+def _damaged_parts(bucket: Bucket, version: BucketVersion) -> list[str]:
+    """Fetch all parts of a version; return a description of each damaged one, by name."""
+    problems: dict[str, str] = {}
+
+    def check(part: tuple[str, int]) -> None:
+        name, num_bytes = part
+        try:
+            if not name.endswith(digest(bucket.get(name, num_bytes))):
+                problems[name] = f"{bucket.name_of(name)} is not what was published"
+        except (StoreNotFoundError, StoreCorruptError) as error:
+            problems[name] = str(error)
+
+    bucket.in_parallel(check, list(version.part_sizes.items()))
+    return [problems[name] for name in version.part_sizes if name in problems]
 
 
 def verify_store(

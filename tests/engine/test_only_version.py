@@ -22,7 +22,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.commands.status import read_status
+from dbuffer.tools.status import read_status
 from tests.support import waiting
 from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.layout import KeptLayouts, Layout, TensorSpec
+from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.download import hold_version, require_newest
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_newest
+from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import comparison_parts, layout_table, print_parts
 from dbuffer.tools.terminal import status_line
@@ -20,7 +24,7 @@ from dbuffer.weights.names import NameMap
 
 
 def ls(
-    store: shared.StoreArgument,
+    store: shared.PlaceArgument,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -38,13 +42,7 @@ def ls(
     """List the newest version's tensors: name, dtype, shape, bytes."""
     if rename is not None and against is None:
         raise OptionError("--rename has no effect without --against")
-    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    held = hold_newest(view, newer_than=None)
-    if held is None:
-        raise WaitTimeoutError(
-            f"nothing was published in {store} yet{view.state_without_version()}"
-        )
-    with held:
+    with _hold(shared.parse_place(store), allow_shared_store=allow_shared_store) as held:
         version, layout = held.manifest.version, held.read_layout()
     if against is not None:
         _compare(version, layout, against, rename, as_json=as_json)
@@ -53,6 +51,27 @@ def ls(
         shared.print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
     else:
         print_parts([layout_table(layout)])
+
+
+@contextlib.contextmanager
+def _hold(place: Path | str, *, allow_shared_store: bool) -> Iterator[HeldVersion]:
+    """Hold the newest version of a store, or of a bucket."""
+    if isinstance(place, str):
+        shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
+        with (
+            Bucket(place) as bucket,
+            hold_version(bucket, require_newest(bucket), KeptLayouts()) as objects,
+        ):
+            yield objects
+        return
+    view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
+    held = hold_newest(view, newer_than=None)
+    if held is None:
+        raise WaitTimeoutError(
+            f"nothing was published in {place} yet{view.state_without_version()}"
+        )
+    with held:
+        yield held
 
 
 def _compare(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dbuffer.errors import DBufferError
+from dbuffer.errors import DBufferError, OptionError
 from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
@@ -46,12 +46,36 @@ def parse_place(text: str) -> Path | str:
     return options.directory_or_bucket("place", text) if is_url else parse_path(text)
 
 
+def parse_store(text: str) -> Path:
+    """Parse a store's directory; for a bucket's URL the mirrors are named."""
+    try:
+        return options.directory("store", text) if "://" in text else parse_path(text)
+    except OptionError as error:  # whose message typer would drop
+        raise typer.BadParameter(str(error)) from None
+
+
+def refuse_for_bucket(**given: object) -> None:
+    """Refuse options that were given and have no effect on a bucket."""
+    for name, value in given.items():
+        if value:
+            raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
+
+
 def path_argument(text: str, metavar: str) -> Any:
     """Return an argument for a path, with this help."""
     return typer.Argument(help=text, metavar=metavar, parser=parse_path)
 
 
-StoreArgument = Annotated[Path, path_argument("Store directory.", "STORE")]
+StoreArgument = Annotated[
+    Path, typer.Argument(help="Store directory.", metavar="STORE", parser=parse_store)
+]
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Store directory, or URL of a bucket (s3://BUCKET/PREFIX).", metavar="STORE"
+    ),
+]
+"""Argument that a command parses by :func:`parse_place`: typer knows no union of types."""
 SharedOption = Annotated[
     bool,
     typer.Option(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import typer
 
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import describe_check
@@ -13,19 +15,29 @@ from dbuffer.tools.terminal import print_line, status_line
 
 
 def verify(
-    store: shared.StoreArgument,
+    store: shared.PlaceArgument,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.
 
-    Exit code 1 if something is damaged; damaged tensors are named.
-    """
-    status_line.show(f"reading {store}")
-    from dbuffer.tools.verification import verify_store
+    Of a bucket the newest version is fetched, and each of its parts checked.
 
-    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    checks = verify_store(view, progress=status_line.show)
+    Exit code 1 if something is damaged; damaged tensors and parts are named.
+    """
+    place = shared.parse_place(store)
+    if isinstance(place, str):
+        shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
+    status_line.show(f"reading {store}")
+    from dbuffer.tools.verification import verify_bucket, verify_store
+
+    if isinstance(place, str):
+        progress = functools.partial(status_line.show_bytes, f"verifying {store}")
+        with Bucket(place) as bucket:
+            checks = [verify_bucket(bucket, progress)]
+    else:
+        view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
+        checks = verify_store(view, progress=status_line.show)
     if as_json:
         shared.print_json([dataclasses.asdict(check) for check in checks])
     else:

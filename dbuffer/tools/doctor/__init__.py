@@ -1,4 +1,4 @@
-"""`examine`: probe a mount, and say which guarantees hold on it and how dbuffer adapts."""
+"""`examine` and `examine_bucket`: say which guarantees hold in a place, and how dbuffer adapts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import socket
 from dataclasses import dataclass
 
 from dbuffer.errors import DBufferError
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime import options
 from dbuffer.store import mounts
+from dbuffer.tools.doctor import bucket as of_bucket
 from dbuffer.tools.doctor import peer
 from dbuffer.tools.doctor.probes import (
     PROBES,
@@ -17,6 +19,7 @@ from dbuffer.tools.doctor.probes import (
     Finding,
     OnStep,
     Site,
+    not_tried,
 )
 from dbuffer.tools.doctor.scratch import remove_stale
 
@@ -26,12 +29,13 @@ class Examination:
     """Findings about a place for a store."""
 
     path: str
+    """Directory, or a bucket's URL."""
     probed_in: str
     """The path, or the nearest existing directory above it."""
     host: str
     filesystem: str
     source: str
-    """Device, or ``server:/export``."""
+    """Device, or ``server:/export``; of a bucket, the client's description of it."""
     options: tuple[str, ...]
     is_network: bool
     findings: tuple[Finding, ...]
@@ -72,9 +76,7 @@ def examine(
     findings = [probe.try_on(site, say) for probe in (*READING, WRITING)]
     meetings: tuple[peer.Meeting, ...] = ()
     if findings[-1].verdict == "broken":
-        untried = ", ".join(probe.title for probe in PROBES)
-        consequence = "nothing can be written"
-        findings.append(Finding("the rest", "unknown", f"not tried: {untried}", consequence))
+        findings.append(not_tried(PROBES, "nothing can be written"))
     else:
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
@@ -91,6 +93,31 @@ def examine(
         findings=tuple(findings),
         peers=meetings,
     )
+
+
+def examine_bucket(url: str, *, progress: OnStep | None = None) -> Examination:
+    """Probe a bucket, on objects of its own below the prefix, which it removes.
+
+    Args:
+        url: the bucket and a prefix in it.
+        progress: called with the name of the next probe.
+
+    Raises:
+        OptionError: it is no bucket's URL.
+        DBufferError: the client for it is not installed.
+    """
+    with Bucket(url) as bucket:
+        return Examination(
+            path=url,
+            probed_in=url,
+            host=socket.gethostname(),
+            filesystem="bucket",
+            source=bucket.description,
+            options=(),
+            is_network=True,
+            findings=of_bucket.findings(bucket, progress or (lambda _: None)),
+            peers=(),
+        )
 
 
 def _meet(

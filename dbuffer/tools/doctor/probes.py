@@ -10,10 +10,10 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from dbuffer.errors import DBufferError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
@@ -106,17 +106,20 @@ class Site:
         return cls(path, base, medium_of(base), allow_shared_store)
 
 
-class Probe(NamedTuple):
-    """Row of the table of probes."""
+SiteT = TypeVar("SiteT")
+
+
+class Probe(NamedTuple, Generic[SiteT]):
+    """Row of a table of probes."""
 
     title: str
-    run: Callable[[Site], Outcome]
+    run: Callable[[SiteT], Outcome]
     guarantee: int
     """Guarantee that cannot hold if the probe fails."""
     cure: str
     """Consequence if the probe raises an error."""
 
-    def try_on(self, site: Site, progress: OnStep) -> Finding:
+    def try_on(self, site: SiteT, progress: OnStep) -> Finding:
         """Run the probe; an error is a finding too."""
         progress(self.title)
         try:
@@ -124,6 +127,12 @@ class Probe(NamedTuple):
         except (DBufferError, OSError) as error:
             outcome = "broken", str(error), self.cure
         return make_finding(self.title, outcome, self.guarantee)
+
+
+def not_tried(probes: Sequence[Probe[SiteT]], consequence: str) -> Finding:
+    """Return the finding of probes that need what another one has found broken."""
+    titles = ", ".join(probe.title for probe in probes)
+    return Finding("the rest", "unknown", f"not tried: {titles}", consequence)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.commands.status import read_status
+from dbuffer.tools.status import read_status
 from tests.support.children import in_a_fork, open_files
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL

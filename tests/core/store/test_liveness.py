@@ -29,7 +29,7 @@ from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.listing import _file_state
 from dbuffer.store.liveness import Process, owner_fields
 from dbuffer.store.records import RecordFile
-from dbuffer.tools.commands.status import read_status
+from dbuffer.tools.status import read_status
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
 from tests.support.namespaces import Boxed

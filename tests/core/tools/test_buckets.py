@@ -1,0 +1,614 @@
+"""Commands on a bucket's URL, on a real S3 server and through a proxy that makes requests fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dbuffer
+from dbuffer.format.layout import digest
+from dbuffer.format.manifest import encode
+from dbuffer.format.objects import (
+    POINTER_OBJECT,
+    BucketPointer,
+    BucketVersion,
+    is_of_receivers,
+    part_object,
+)
+from dbuffer.mirror import upload
+from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.download import newest_pointer
+from dbuffer.runtime.timing import Timing
+from dbuffer.tools.doctor import bucket as doctor
+from dbuffer.tools.doctor import examine_bucket
+from dbuffer.tools.verification import verify_bucket
+from tests.support.commands import call
+from tests.support.object_store import Request, corrupt_answer, drop, status
+from tests.support.patterns import Sparse
+from tests.support.terminals import Terminal
+from tests.support.waiting import TIMEOUT_S, until
+
+pytestmark = pytest.mark.timing(
+    bucket_list_s=0.05,
+    bucket_records_s=0.05,
+    bucket_watch_s=0.1,
+    request_retry_s=0.01,
+    retry_min_s=0.05,
+    retry_max_s=0.1,
+    retry_short_max_s=0.1,
+)
+
+LONG = Sparse(num_tensors=9, numel=1 << 14)
+PART_BYTES = 1 << 18  # LONG has 1.2 MB
+COMMANDS = ("status", "ls", "verify")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(doctor, "PART_BYTES", PART_BYTES)
+
+
+@contextlib.contextmanager
+def mirrored(remote: Path, url: str, *, checksum: bool = True) -> Iterator[dbuffer.WeightSender]:
+    """A sender, whose three versions are in a bucket: an anchor and two deltas."""
+    with (
+        dbuffer.WeightSender(remote, checksum=checksum, delta=True) as sender,
+        dbuffer.Mirror(remote, url, poll_interval_s=0.05) as up,
+    ):
+        up.start()
+        for version in (1, 2, 3):
+            sender.send(LONG.weights(version), metadata={"step": 10 * version})
+            up.wait_until_current(TIMEOUT_S)
+        yield sender
+
+
+@pytest.fixture
+def url(remote: Path, bucket_url: str) -> str:
+    """URL of a bucket with three versions."""
+    with mirrored(remote, bucket_url):
+        return bucket_url
+
+
+@pytest.fixture
+def bucket(url: str) -> Iterator[Bucket]:
+    with Bucket(url) as bucket:
+        yield bucket
+
+
+def status_of(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
+    code, out, err = call(capsys, "status", url, "--json")
+    assert (code, err) == (0, "")
+    return dict(json.loads(out))
+
+
+def record_of(bucket: Bucket) -> BucketVersion:
+    """The record of the newest version."""
+    pointer = newest_pointer(bucket)
+    assert pointer is not None
+    read = bucket.read(BucketVersion, pointer.version_name)
+    assert read is not None
+    return read[0]
+
+
+def parts_of(bucket: Bucket, kind: str) -> list[str]:
+    """Names of the parts of the newest version's weights, or deltas."""
+    return [name for name in record_of(bucket).part_sizes if f"/{kind}/" in name]
+
+
+def damage(bucket: Bucket, name: str) -> None:
+    """Flip a bit of an object."""
+    data = bytearray(bucket.get(name, bucket.list("")[name].num_bytes))
+    data[len(data) // 2] ^= 1
+    bucket.put(name, bytes(data))
+
+
+# status
+
+
+def test_status_of_a_bucket(capsys, remote, local, bucket_url):
+    with (
+        mirrored(remote, bucket_url) as sender,
+        dbuffer.Mirror(bucket_url, local, poll_interval_s=0.05) as down,
+        Bucket(bucket_url) as bucket,
+    ):
+        down.start().wait_until_current(TIMEOUT_S)
+        with dbuffer.WeightReceiver(local, receiver_id="engine-1") as receiver:
+            receiver.load_into(LONG.empty())
+            sender.send(LONG.weights(4), version=5, metadata={"step": 50})
+            down.wait_until_current(TIMEOUT_S)
+
+            def engine() -> dict[str, Any] | None:
+                found = status_of(capsys, bucket_url)["receivers"]
+                return next((each for each in found if each["applied_version"] == 3), None)
+
+            until("the mirror relays", engine)
+            until("version 5 is in the bucket", lambda: newest_pointer(bucket).version == 5)
+            lag = engine()
+        bucket.put("notes/mine.txt", b"not a mirror's")
+        seen = status_of(capsys, bucket_url)
+        _, out, _ = call(capsys, "status", bucket_url)
+        pointer, record = newest_pointer(bucket), record_of(bucket)
+    assert (lag["receiver"], lag["lag_versions"], lag["lag_steps"]) == ("engine-1", 2, 20)
+    assert lag["is_alive"] is True
+    assert (seen["store"], seen["version"], seen["problems"]) == (bucket_url, 5, [])
+    assert (seen["identity"], seen["history"]) == (pointer.identity, pointer.history)
+    assert seen["writer"]["mirror"] == pointer.writer
+    assert 0 <= seen["writer"]["put_age_s"] < 600
+    [version] = seen["buffers"]
+    assert (version["version"], version["num_tensors"], version["has_checksums"]) == (5, 9, True)
+    assert (version["num_deltas"], version["is_whole"]) == (3, False)
+    anchor, deltas = seen["files"]["anchor"], seen["files"]["deltas"]
+    assert anchor == {
+        "version": 1,
+        "num_bytes": record.manifest["file_bytes"],
+        "num_parts": len(record.weights),
+    }
+    assert anchor["num_parts"] > 1
+    assert [each["num_parts"] for each in deltas] == [1, 1, 1]
+    there = seen["objects"]
+    assert (there["num_versions"], there["num_anchors"]) == (4, 1)
+    # Parts, records of versions, the pointer, and records of a mirror.
+    assert there["num_objects"] == anchor["num_parts"] + 3 + 4 + 1 + 1
+    assert (there["num_others"], there["num_other_bytes"]) == (1, 14)
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{bucket_url} (bucket): version 5; {pointer.identity} of history")
+    assert f"by mirror {pointer.writer}" in lines[0]
+    assert "consists of\tfiles\tsize\tparts" in lines
+    assert any(line.startswith("anchor, version 1\t1\t") for line in lines)
+    assert any(line.startswith("deltas\t3\t") for line in lines)
+    assert lines[lines.index("versions kept\tanchors\tobjects\tsize\tother objects") + 1].endswith(
+        "\t1, 14 B"
+    )
+
+
+def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing: Timing):
+    with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
+        down.start().wait_until_current(TIMEOUT_S)
+        with dbuffer.WeightReceiver(local, receiver_id="engine-1") as receiver:
+            receiver.load_into(LONG.empty())
+            with Bucket(bucket_url) as bucket:
+                until("records are put", lambda: any(map(is_of_receivers, bucket.list(""))))
+            until("it is relayed", lambda: len(status_of(capsys, bucket_url)["receivers"]) == 2)
+            assert all(each["is_alive"] for each in status_of(capsys, bucket_url)["receivers"])
+            timing.bucket_presumed_dead_after_s = -1.0
+            seen = status_of(capsys, bucket_url)
+            lines = call(capsys, "status", bucket_url)[1].splitlines()
+    assert not any(each["is_alive"] for each in seen["receivers"])
+    assert "looks dead, with 2 records" in lines[1], "problems come first"
+
+
+def test_a_mirror_that_was_stopped_is_not_dead(capsys, remote, local, bucket_url, timing: Timing):
+    with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
+        down.start().wait_until_current(TIMEOUT_S)
+    timing.bucket_presumed_dead_after_s = -1.0
+    seen = status_of(capsys, bucket_url)
+    assert [each["is_alive"] for each in seen["receivers"]] == [False]
+    assert seen["problems"] == []
+
+
+def test_status_names_what_is_missing(capsys, bucket, url):
+    missing, cut = parts_of(bucket, "weights")[1], parts_of(bucket, "deltas")[0]
+    bucket.delete([missing])
+    bucket.put(cut, b"cut")
+    [problem] = status_of(capsys, url)["problems"]
+    assert missing in problem
+    assert cut in problem
+    assert f"dbuffer verify {url}" in problem
+    assert call(capsys, "status", url)[1].splitlines()[1] == problem
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_status_without_a_versions_record(capsys, bucket, url, is_there):
+    name = record_of(bucket).name
+    if is_there:
+        damage(bucket, name)
+    else:
+        bucket.delete([name])
+    seen = status_of(capsys, url)
+    assert (seen["version"], seen["buffers"], seen["files"]) == (3, [], {})
+    [problem] = seen["problems"]
+    assert "version 3 cannot be read: " in problem
+    assert name in problem
+
+
+def test_unusable_records_are_a_problem(capsys, bucket, url):
+    bucket.put("receivers/mine.json", b"{}")
+    seen = status_of(capsys, url)
+    assert seen["receivers"] == []
+    [problem] = seen["problems"]
+    assert f"{url}/receivers/mine.json" in problem
+
+
+def test_a_watched_bucket_is_listed_again_and_nothing_else(proxy, remote, bucket_url):
+    with mirrored(remote, bucket_url) as sender, Terminal("status", bucket_url, "--watch") as shown:
+        shown.wait_for(lambda lines: lines and " (bucket): version 3;" in lines[0])
+        sender.send(LONG.weights(4))
+        shown.wait_for(lambda lines: lines and " (bucket): version 4;" in lines[0])
+        shown.signal(signal.SIGTERM)
+        assert shown.wait_for_end() == (-signal.SIGTERM, [])
+
+
+def test_what_a_status_costs(capsys, proxy, url):
+    before = len(proxy.requests)
+    status_of(capsys, url)
+    made = [(each.method, "list-type" in each.query) for each in proxy.requests[before:]]
+    assert made == [("GET", False), ("GET", False), ("GET", True)]
+
+
+# ls
+
+
+def test_ls_of_a_bucket_fetches_no_weights(capsys, proxy, remote, url):
+    before = len(proxy.requests)
+    code, out, err = call(capsys, "ls", url)
+    assert (code, err) == (0, "")
+    assert out == call(capsys, "ls", remote)[1]
+    made = proxy.requests[before:]
+    assert {each.method for each in made} == {"GET"}
+    assert sum(each.sent_bytes for each in made) < PART_BYTES / 4
+    listed = json.loads(call(capsys, "ls", url, "--json")[1])
+    assert (listed["version"], len(listed["tensors"])) == (3, 9)
+
+
+@pytest.mark.parametrize("is_renamed", [True, False])
+def test_a_bucket_against_a_checkpoint(capsys, tmp_path, url, is_renamed):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    weights = {f"model.{name}": each for name, each in LONG.weights(1).items()}
+    save_file(weights, checkpoint / "model.safetensors")
+    (tmp_path / "rules.json").write_text('{"rules": [{"prefix": "", "to": "model."}]}')
+    more = ["--rename", tmp_path / "rules.json"] if is_renamed else []
+    code, out, _ = call(capsys, "ls", url, "--against", checkpoint, "--json", *more)
+    assert code == (0 if is_renamed else 1)
+    assert json.loads(out)["fits"] is is_renamed
+
+
+# verify
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_bucket_that_is_whole(capsys, remote, bucket_url, checksum):
+    with mirrored(remote, bucket_url, checksum=checksum):
+        code, out, _ = call(capsys, "verify", bucket_url)
+    assert code == 0
+    expected = "every byte matches its checksum" if checksum else "every part matches its digest"
+    assert out.startswith(f"version 3 (newest): {expected}")
+
+
+def test_verify_fetches_each_part_once(proxy, bucket, url):
+    parts = parts_of(bucket, "weights") + parts_of(bucket, "deltas")
+    seen: list[tuple[int, int]] = []
+    before = len(proxy.requests)
+    with Bucket(url) as through_proxy:
+        check = verify_bucket(through_proxy, lambda done, total: seen.append((done, total)))
+    assert (check.version, check.problems) == (3, [])
+    whole = [
+        each.path
+        for each in proxy.requests[before:]
+        if each.sent_bytes == PART_BYTES or "/deltas/" in each.path
+    ]
+    assert len(whole) == len(set(whole)), "each once"
+    assert len(parts) - len(whole) <= 1, "the last part of the weights is smaller"
+    done, total = seen[-1]
+    assert 4 * PART_BYTES < done <= total
+    assert total - done < total / 100, "headers of deltas are not counted"
+
+
+def test_verify_names_each_damaged_and_missing_part(capsys, bucket, url):
+    first, second, *_ = parts_of(bucket, "weights")
+    delta = parts_of(bucket, "deltas")[1]
+    damage(bucket, first)
+    bucket.delete([second])
+    bucket.put(delta, b"cut")
+    code, out, _ = call(capsys, "verify", url)
+    assert code == 1
+    head, *lines = out.splitlines()
+    assert head == "version 3 (newest): damaged"
+    assert lines == [
+        f"  {url}/{first} is not what was published",
+        f"  there is no {url}/{second}",
+        f"  {url}/{delta} has not the size that was published",
+    ]
+    code, out, _ = call(capsys, "verify", url, "--json")
+    [check] = json.loads(out)
+    assert (code, check["version"], len(check["problems"])) == (1, 3, 3)
+
+
+def test_verify_compares_tensors_with_their_checksums(capsys, bucket, url):
+    """Parts that are as they were put do not show that the version is what was published."""
+    record = record_of(bucket)
+    name = parts_of(bucket, "weights")[0]
+    data = bytearray(bucket.get(name, PART_BYTES))
+    data[5] ^= 1
+    weights = [digest(bytes(data)), *record.weights[1:]]
+    bucket.put(part_object(name.rpartition("/")[0], 0, weights[0]), bytes(data))
+    fields = {each: getattr(record, each) for each in BucketVersion.TYPES}
+    other = BucketVersion(**fields | {"weights": weights})
+    bucket.put(other.name, encode(other))
+    bucket.put(POINTER_OBJECT, encode(BucketPointer.to(other, "0" * 16)))
+    code, out, _ = call(capsys, "verify", url)
+    assert (code, out) == (1, f"version 3 (newest): damaged\n  {LONG.names[0]}\n")
+
+
+@pytest.mark.parametrize("kind", ["record", "pointer"])
+def test_verify_of_damaged_records(capsys, bucket, url, kind):
+    damage(bucket, POINTER_OBJECT if kind == "pointer" else record_of(bucket).name)
+    code, out, err = call(capsys, "verify", url)
+    assert code == 1
+    assert url in (err if kind == "pointer" else out)
+
+
+def test_a_byte_that_the_network_damages_is_fetched_again(capsys, proxy, url):
+    proxy.inject(corrupt_answer, nth=6)
+    assert call(capsys, "verify", url)[0] == 0
+
+
+def test_versions_that_come_while_one_is_verified(remote, bucket_url):
+    with mirrored(remote, bucket_url) as sender, Bucket(bucket_url) as bucket:
+        is_removed = False
+
+        def replace(done: int, total: int) -> None:
+            nonlocal is_removed
+            if not is_removed:
+                is_removed = True
+                sender.send(LONG.weights(4))
+                until("it is there", lambda: newest_pointer(bucket).version == 4)
+                old = {name for name in bucket.list("") if "/weights/" in name}
+                for name in old - record_of(bucket).objects:
+                    bucket.delete([name])
+
+        check = verify_bucket(bucket, replace)
+    assert (check.version, check.problems) == (3, []) or check.version == 4
+
+
+# doctor
+
+
+def verdicts(url: str) -> dict[str, str]:
+    return {each.probe: each.verdict for each in examine_bucket(url).findings}
+
+
+def test_a_good_bucket(capsys, bucket_url):
+    code, out, _ = call(capsys, "doctor", bucket_url, "--json")
+    examination = json.loads(out)
+    assert (code, examination["is_sound"]) == (0, True)
+    assert {each["verdict"] for each in examination["findings"]} == {"good"}
+    assert [each["probe"] for each in examination["findings"]] == [
+        *("get", "list", "put", "delete", "get after put", "list after put", "put if absent"),
+        *("put if unchanged", "get if changed", "ranges", "latency", "throughput"),
+    ]
+    with Bucket(bucket_url) as bucket:
+        assert bucket.list("") == {}
+
+
+def test_a_bucket_with_versions_is_not_touched(bucket, url):
+    bucket.put("notes/mine.txt", b"mine")
+    before = bucket.list("")
+    assert set(verdicts(url).values()) == {"good"}
+    assert bucket.list("") == before
+
+
+def test_memory_is_a_bucket_too():
+    assert set(verdicts("memory://").values()) == {"good"}
+
+
+@pytest.mark.timing(doctor_stale_s=-10.0)
+def test_objects_of_a_killed_doctor_are_removed(bucket, url):
+    bucket.put(f"{doctor.PREFIX}/0123", b"of a doctor that was killed")
+    examine_bucket(url)
+    assert not bucket.list(doctor.PREFIX)
+
+
+def refuse(*methods: str, lists: bool = False) -> Callable[[Request], bool]:
+    """Whether a request needs a right that is not given."""
+    return lambda each: each.method in methods and ("list-type" in each.query) is lists
+
+
+@pytest.mark.parametrize(
+    ("when", "code", "broken", "adapted"),
+    [
+        (refuse("GET"), 1, {"get": 1}, []),
+        (refuse("GET", lists=True), 1, {"list": 3}, []),
+        (refuse("PUT"), 1, {"put": 3}, []),
+        (refuse("DELETE", "POST"), 0, {}, ["delete"]),
+    ],
+    ids=["get", "list", "put", "delete"],
+)
+def test_a_right_that_is_missing(capsys, caplog, proxy, url, when, code, broken, adapted):
+    proxy.inject(status(403), when=when, times=10**6)
+    done, out, _ = call(capsys, "doctor", url, "--json")
+    findings = json.loads(out)["findings"]
+    assert done == code
+    found = {each["probe"]: each["guarantee"] for each in findings if each["verdict"] == "broken"}
+    found.pop("list after put", None)  # it lists, too
+    assert found == broken
+    assert [each["probe"] for each in findings if each["verdict"] == "adapted"] == adapted
+    if "get" in broken or "put" in broken:
+        assert findings[-1]["result"].startswith("not tried: ")
+    else:
+        assert findings[-1]["probe"] == "throughput"
+    assert ("remove them by hand" in caplog.text) is ("delete" in adapted and not broken)
+
+
+class Lax(Bucket):
+    """As a service behaves that ignores conditions of puts."""
+
+    def _put(self, name: str, data: bytes, mode: Any) -> Any:
+        return super()._put(name, data, "overwrite")
+
+
+class Slow(Bucket):
+    """As a service that is consistent only in the end: a get has what was there before."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._before: dict[str, memoryview] = {}
+
+    def get(self, name: str, num_bytes: int) -> memoryview:
+        data = super().get(name, num_bytes)
+        before, self._before[name] = self._before.get(name, data), data
+        return before
+
+
+class Forgetful(Bucket):
+    """As a service whose ETags tell nothing."""
+
+    def read(self, kind: Any, name: str, tag: Any = None) -> Any:
+        return super().read(kind, name)
+
+
+@pytest.mark.parametrize(
+    ("service", "broken", "adapted"),
+    [
+        (Lax, {"put if absent": 2, "put if unchanged": 2}, set()),
+        (Slow, {"get after put": 2}, set()),
+        (Forgetful, {}, {"get if changed"}),
+    ],
+)
+def test_what_a_service_lacks(bucket_url, service, broken, adapted):
+    with service(bucket_url) as bucket:
+        findings = doctor.findings(bucket, lambda _: None)
+        assert {each.probe: each.guarantee for each in findings if each.guarantee} == broken
+        assert {each.probe for each in findings if each.verdict == "adapted"} == adapted
+        assert bucket.list("") == {}
+
+
+def test_ranges_that_are_damaged_on_the_way(proxy, bucket_url):
+    def is_range(request: Request) -> bool:
+        return request.method == "GET" and request.path.count("/") == 6 and request.status == 206
+
+    def corrupt_ranges(exchange: Any) -> None:
+        answer = exchange.forward()
+        if answer.status == 206:
+            answer = type(answer)(answer.status, answer.headers, bytes(len(answer.body)))
+        exchange.answer(answer)
+
+    proxy.inject(corrupt_ranges, times=10**6)
+    with Bucket(bucket_url) as bucket:
+        findings = doctor.findings(bucket, lambda _: None)
+    assert {each.probe: each.guarantee for each in findings if each.guarantee} == {"ranges": 1}
+
+
+def test_a_doctor_that_is_stopped_leaves_nothing(bucket_url):
+    def stop(probe: str) -> None:
+        if probe == "latency":
+            raise KeyboardInterrupt
+
+    with Bucket(bucket_url) as bucket:
+        with pytest.raises(KeyboardInterrupt):
+            doctor.findings(bucket, stop)
+        assert bucket.list("") == {}
+
+
+# Errors
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("no bucket", "NoSuchBucket"),
+        ("credentials", "SignatureDoesNotMatch"),
+        ("no answer", "error sending request"),
+        ("cut", "error sending request"),
+    ],
+)
+def test_a_bucket_that_cannot_be_reached(
+    capsys, monkeypatch, proxy, bucket_url, command, trouble, reason
+):
+    url = bucket_url
+    if trouble == "no bucket":
+        url = "s3://no-such-bucket/policy"
+    elif trouble == "credentials":
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    elif trouble == "no answer":
+        proxy.close()
+    else:
+        proxy.inject(drop, times=10**6)
+    code, out, err = call(capsys, command, url)
+    assert code == 1
+    if command == "doctor":
+        assert "guarantee 1 (No torn reads) cannot hold here: get: cannot get" in out
+        assert reason in out
+    else:
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"dbuffer: cannot get {url}/CURRENT: ")
+        assert reason in err
+
+
+@pytest.mark.parametrize("has_others", [True, False])
+def test_nothing_was_published(capsys, bucket_url, has_others):
+    with Bucket(bucket_url) as bucket:
+        if has_others:
+            for name in ("model.safetensors", "a/b/c.json"):
+                bucket.put(name, b"something else")
+        before = bucket.list("")
+        for command, code in (("status", 1), ("ls", 3), ("verify", 3), ("doctor", 0)):
+            done, _, err = call(capsys, command, bucket_url)
+            assert done == code
+            assert (f"nothing was published in {bucket_url}" in err) is (code > 0)
+        assert bucket.list("") == before
+    if has_others:
+        assert "of its 2 objects" in call(capsys, "status", bucket_url)[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((command, ("--allow-shared-store",)) for command in (*COMMANDS, "doctor")),
+        ("doctor", ("--peer",)),
+        ("doctor", ("--timeout-s", "1")),
+        ("doctor", ("--timeout-s", "0")),
+    ],
+)
+def test_an_option_without_effect_on_a_bucket_is_refused(capsys, command, option):
+    code, _, err = call(capsys, command, "s3://bucket/policy", *option)
+    assert (code, err) == (2, f"dbuffer: {option[0]} has no effect on a bucket\n")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+@pytest.mark.parametrize("url", ["s3:///policy", "gs://"])
+def test_a_url_that_names_no_bucket(capsys, command, url):
+    code, _, err = call(capsys, command, url)
+    assert code == 2
+    assert "s3://bucket/policy" in err
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+def test_a_file_url_is_a_store(capsys, remote, command):
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send({"a": torch.ones(3)})
+    code, out, err = call(capsys, command, remote.as_uri())
+    assert (code, err) == (0, "")
+    assert "bucket" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("follow", "URL"),
+        ("exec", "URL", "true"),
+        ("follow-server", "URL", "http://localhost:1"),
+        ("publish", "CHECKPOINT", "URL"),
+        ("pin", "URL", "1"),
+        ("unpin", "URL", "1"),
+        ("rollback", "URL", "1"),
+    ],
+)
+def test_commands_that_need_a_store_name_the_mirrors(capsys, tmp_path, arguments):
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    url = "s3://bucket/runs/policy"
+    places = {"URL": url, "CHECKPOINT": tmp_path}
+    code, _, err = call(capsys, *(places.get(each, each) for each in arguments))
+    assert code == 2
+    assert f"`dbuffer mirror {url} /dev/shm/policy` where versions are read" in err
+    assert f"`dbuffer mirror /dev/shm/policy {url}` where they are published" in err
