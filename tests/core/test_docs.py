@@ -42,6 +42,7 @@ from tests.support.documents import (
     relative,
 )
 from tests.support.soak import in_soaks_alone
+from tests.support.waiting import until
 from tests.support.worlds import World
 
 MARKED = [block for block in BLOCKS if block.mark == NOT_RUN]
@@ -234,6 +235,30 @@ def test_json_has_the_documented_shape(
     against = ["ls", store, "--against", str(checkpoint)]
     assert printed(*against) == documented("dbuffer ls --against MODEL_DIR --json")
     assert printed("doctor", str(tmp_path)) == documented("dbuffer doctor --json")
+
+
+@pytest.mark.timing(bucket_records_s=0.05)
+def test_json_of_a_bucket_has_the_documented_shape(
+    remote: Path, local: Path, bucket_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"weight": torch.ones(64, 64)}
+
+    def status() -> Any:
+        assert run(["status", bucket_url, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    with (
+        dbuffer.WeightSender(remote, delta=True) as sender,
+        dbuffer.Mirror(remote, bucket_url, poll_interval_s=0.05).start() as up,
+        dbuffer.Mirror(bucket_url, local, poll_interval_s=0.05).start() as down,
+    ):
+        for number in (1, 2):
+            weights["weight"][0, 0] = number
+            sender.send(weights)
+            up.wait_until_current()
+            down.wait_until_current()
+        until("a mirror has put its records", lambda: status()["receivers"])
+        assert shape_of(status()) == documented("dbuffer status s3://BUCKET/PREFIX --json")
 
 
 def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:

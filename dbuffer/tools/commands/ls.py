@@ -12,8 +12,6 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import KeptLayouts, Layout, TensorSpec
-from dbuffer.mirror.bucket import Bucket
-from dbuffer.mirror.download import hold_version, require_newest
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools.commands import shared
@@ -58,6 +56,10 @@ def _hold(place: Path | str, *, allow_shared_store: bool) -> Iterator[HeldVersio
     """Hold the newest version of a store, or of a bucket."""
     if isinstance(place, str):
         shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
+        status_line.show(f"reading {place}")
+        from dbuffer.mirror.bucket import Bucket
+        from dbuffer.mirror.download import hold_version, require_newest
+
         with (
             Bucket(place) as bucket,
             hold_version(bucket, require_newest(bucket), KeptLayouts()) as objects,

@@ -12,13 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from dbuffer.errors import OptionError, StoreNotFoundError
-from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.bucket_status import BucketStatus
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import print_parts, status_parts, watch_screen
 from dbuffer.tools.status import read_status
+from dbuffer.tools.terminal import status_line
 
 _REFRESH_S = 0.5
 _OPEN_SCREEN, _CLOSE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -52,6 +51,10 @@ def status(
     place = shared.parse_place(store)
     if isinstance(place, str):
         shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
+        status_line.show(f"reading {store}")
+        from dbuffer.mirror.bucket import Bucket
+        from dbuffer.tools.bucket_status import BucketStatus
+
         with Bucket(place) as bucket:
             read = BucketStatus(bucket).read
             _show(read(), read, TIMING.bucket_watch_s, watch=watch, as_json=as_json)

@@ -7,7 +7,6 @@ import functools
 
 import typer
 
-from dbuffer.mirror.bucket import Bucket
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import describe_check
@@ -29,6 +28,7 @@ def verify(
     if isinstance(place, str):
         shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
     status_line.show(f"reading {store}")
+    from dbuffer.mirror.bucket import Bucket
     from dbuffer.tools.verification import verify_bucket, verify_store
 
     if isinstance(place, str):

@@ -7,10 +7,8 @@ import socket
 from dataclasses import dataclass
 
 from dbuffer.errors import DBufferError
-from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime import options
 from dbuffer.store import mounts
-from dbuffer.tools.doctor import bucket as of_bucket
 from dbuffer.tools.doctor import peer
 from dbuffer.tools.doctor.probes import (
     PROBES,
@@ -106,6 +104,9 @@ def examine_bucket(url: str, *, progress: OnStep | None = None) -> Examination:
         OptionError: it is no bucket's URL.
         DBufferError: the client for it is not installed.
     """
+    from dbuffer.mirror.bucket import Bucket  # and torch, which takes seconds
+    from dbuffer.tools.doctor.bucket import findings
+
     with Bucket(url) as bucket:
         return Examination(
             path=url,
@@ -115,7 +116,7 @@ def examine_bucket(url: str, *, progress: OnStep | None = None) -> Examination:
             source=bucket.description,
             options=(),
             is_network=True,
-            findings=of_bucket.findings(bucket, progress or (lambda _: None)),
+            findings=findings(bucket, progress or (lambda _: None)),
             peers=(),
         )
 

@@ -132,11 +132,15 @@ def _introduce(place: Path) -> None:
 def _receive(receiver: WeightReceiver) -> dict[str, Any]:
     version, num_seen, is_last = None, 0, False
     while not is_last:
-        with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
-            version, first_host, num_seen = snapshot.version, snapshot.metadata, num_seen + 1
-            is_last = first_host["is_last"]
-            if is_last:
-                _try_to_send(receiver.store)
+        try:
+            with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
+                version, first_host, num_seen = snapshot.version, snapshot.metadata, num_seen + 1
+                is_last = first_host["is_last"]
+                if is_last:
+                    _try_to_send(receiver.store)
+        except errors.VersionRegressedError:
+            if not is_last:  # or the first host has its results, and has removed the store
+                raise
     return {"host": first_host["host"], "pid": first_host["pid"], "num_seen": num_seen}
 
 

@@ -15,6 +15,7 @@ import torch
 import dbuffer
 from dbuffer.format.manifest import encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
@@ -535,6 +536,8 @@ def test_a_url_is_for_mirrors(tmp_path, bucket_url):
         for url in (bucket_url, Path(bucket_url)):
             with pytest.raises(dbuffer.OptionError, match="a mirror between it and the bucket"):
                 make(url)
+    with pytest.raises(dbuffer.OptionError, match="a mirror between it and the bucket"):
+        EngineOptions(store=bucket_url)
     with pytest.raises(dbuffer.OptionError, match="both buckets"):
         Mirror(bucket_url, bucket_url)
     with pytest.raises(dbuffer.OptionError, match="s3://bucket/policy"):
