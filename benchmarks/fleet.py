@@ -456,7 +456,8 @@ def _save_plot(found: list[Arrival], path: Path, caption: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.suptitle("A publish on its way to a fleet (simulated)", fontsize=12)
-    figure.supxlabel(caption, fontsize=7.5)
+    without_delta = caption.partition("; a delta")[0]
+    figure.supxlabel(without_delta, fontsize=7.5)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -467,4 +468,4 @@ _TICKS_S = (15, 30, 60, 120, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 def _blue(index: int, count: int) -> tuple[float, float, float]:
     light = 0.75 * index / max(count - 1, 1)
-    return (0.12 + 0.6 * light, 0.44 + 0.4 * light, 0.55 + 0.4 * light)
+    return (0.04 + 0.7 * light, 0.38 + 0.47 * light, 0.77 + 0.2 * light)

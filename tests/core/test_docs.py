@@ -468,6 +468,20 @@ def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
     assert PRICES in results
 
 
+def test_the_fleets_figures_are_those_of_the_results() -> None:
+    page = (DOCS / "across-nodes.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "fleet.txt").read_text(encoding="utf-8")
+    shown = rows_of(page.partition("## A fleet")[2].partition("¹ If")[0])[2:]
+    measured = [row[2:] for row in rows_of(results)]
+    assert shown
+    for row in shown:
+        assert row[1:] in measured
+    real = results.rpartition("a mirror read ")[2]
+    least, most, seconds = re.findall(r"\d+\.\d+", real)
+    assert f"read {least} to {most} times its bytes" in page
+    assert f"the last mirror had 21 MB {seconds} s after" in page
+
+
 def test_the_readmes_first_figure_is_in_its_table() -> None:
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     row = next(row for row in rows_of(text) if row[0] == "dbuffer")
