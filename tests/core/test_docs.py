@@ -470,7 +470,7 @@ def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
 
 def test_the_fleets_figures_are_those_of_the_results() -> None:
     page = (DOCS / "across-nodes.md").read_text(encoding="utf-8")
-    results = (ROOT / "benchmarks" / "results" / "fleet.txt").read_text(encoding="utf-8")
+    results = result("fleet.txt")
     shown = rows_of(page.partition("## A fleet")[2].partition("¹ If")[0])[2:]
     measured = [row[2:] for row in rows_of(results)]
     assert shown
@@ -482,25 +482,50 @@ def test_the_fleets_figures_are_those_of_the_results() -> None:
     assert f"the last mirror had 21 MB {seconds} s after" in page
 
 
-def test_the_readmes_first_figure_is_in_its_table() -> None:
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    row = next(row for row in rows_of(text) if row[0] == "dbuffer")
-    lead = " ".join(README.read_text(encoding="utf-8").split())
-    assert f"2 GB are published in {float(row[1]):.0f} ms, {row[3]} of memcpy's speed" in lead
+def first_screen() -> list[list[str]]:
+    """Rows of the README's table of figures."""
+    lead = README.read_text(encoding="utf-8").partition("## Quickstart")[0]
+    return rows_of(lead)[2:]
 
 
-def test_the_readmes_pauses_are_those_of_the_results() -> None:
-    text = (ROOT / "benchmarks" / "results" / "pause.txt").read_text(encoding="utf-8")
-    measured = {}
-    for engine in text.split("\n\nQwen")[1:]:
-        title = engine.partition("\n")[0].rpartition(", ")[2]
-        pauses = {row[0]: row[3] for row in rows_of(engine.partition("| median ms")[0])}
-        ways = ("dbuffer", "memcpy of the same bytes", "vLLM, from memory (the floor)")
-        measured[title] = [f"{pauses[way]} ms" for way in ways]
-    readme = README.read_text(encoding="utf-8")
-    table = readme.partition("## Generation pause")[2].partition("## ")[0]
-    shown = {row[0]: row[1:] for row in rows_of(table)[2:]}
-    assert shown == measured
+def test_the_first_screen_has_the_measured_pause() -> None:
+    (engine,) = (e for e in result("pause.txt").split("\n\nQwen") if "live parameters\n" in e)
+    pauses = {row[0]: row[3] for row in rows_of(engine.partition("| median ms")[0])}
+    _, shown, beside = next(row for row in first_screen() if "pause" in row[0])
+    assert shown == f"{pauses['dbuffer']} ms"
+    assert f"memcpy of the same bytes {pauses['memcpy of the same bytes']} ms" in beside
+    assert f"reload from memory {pauses['vLLM, from memory (the floor)']} ms" in beside
+    (total,) = (row[5] for row in rows_of(engine) if row[0] == "dbuffer" and len(row) == 8)
+    assert f"From publish to served it took {float(total):.0f} ms" in README.read_text("utf-8")
+
+
+def test_the_first_screen_has_the_counted_kills() -> None:
+    text = result("torchrl.txt").partition("killed in mid-write")[2].partition("\nTargets")[0]
+    titles, _, *rows = rows_of(text)
+    ours, peer = (dict(zip(titles, row, strict=True)) for row in rows)
+    whole = [int(way["the version before"]) + int(way["the new version"]) for way in (ours, peer)]
+    what, shown, beside = next(row for row in first_screen() if "killed" in row[0])
+    assert what == f"trainer killed {ours['killed']} times in mid-write"
+    assert shown.startswith(f"{whole[0]} times")
+    assert f"{whole[1]} times; {peer['a mix']} times it loads a mix" in beside
+
+
+def test_the_first_screen_has_the_counted_bytes_of_a_delta() -> None:
+    (share,) = (
+        row[2]
+        for row in rows_of(result("delta.txt"))
+        if row[0].startswith("bytes of a publish on a network mount, 1 % changed")
+    )
+    _, shown, _ = next(row for row in first_screen() if "bytes" in row[0])
+    assert shown == f"{share.replace('%', ' %')} of the model"
+
+
+def test_the_bytes_of_deltas_are_those_of_the_results() -> None:
+    measured = [
+        row[2] for row in rows_of(result("delta.txt")) if row[0].startswith("bytes a changed")
+    ]
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
+    assert next(row for row in rows_of(text) if not row[0])[1:] == measured
 
 
 def slug(heading: str) -> str:
@@ -523,7 +548,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
 # The site.
