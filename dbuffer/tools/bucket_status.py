@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,7 +27,6 @@ from dbuffer.mirror.bucket_records import read_records
 from dbuffer.mirror.download import hold_version, newest_pointer
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
-from dbuffer.tools.render import format_age
 from dbuffer.tools.status import EMPTY_BUFFER, in_order, receiver_status, version_status
 
 
@@ -111,20 +111,28 @@ class BucketStatus:
         names = {name: each for name, each in there.items() if is_of_receivers(name)}
         self._read_records(names, problems)
         metadata = {} if version is None else version.described.metadata
-        put_at: dict[int, float] = {}
-        records: list[ReceiverRecord] = []
-        for name, each in names.items():
-            of_mirror = self._records[name, each.e_tag]
-            records += of_mirror
-            put_at |= {id(record): each.put_at for record in of_mirror}
-            problems += _signs_of_death(name, of_mirror, each.put_at)
+        records = [
+            replace(record, updated_at=each.put_at)
+            for name, each in names.items()
+            for record in self._records[name, each.e_tag]
+        ]
+        silent = [
+            PurePosixPath(name).stem
+            for name, each in names.items()
+            if _is_late(each.put_at)
+            and not all(record.has_ended for record in self._records[name, each.e_tag])
+        ]
+        if silent:
+            problems.append(
+                f"mirrors look dead, and with them their receivers: {in_words(silent)}; no record "
+                f"was put for {TIMING.bucket_presumed_dead_after_s:g} s"
+            )
         return [
             receiver_status(
                 record,
                 pointer,
                 metadata,
-                is_alive=not record.has_ended and not _is_late(put_at[id(record)]),
-                updated_at=put_at[id(record)],
+                is_alive=not record.has_ended and not _is_late(record.updated_at),
             )
             for record in in_order(records)
         ]
@@ -196,17 +204,6 @@ def _objects(there: Mapping[str, Listed]) -> dict[str, int]:
         "num_others": len(others),
         "num_other_bytes": sum(others),
     }
-
-
-def _signs_of_death(name: str, records: list[ReceiverRecord], put_at: float) -> list[str]:
-    """Describe a mirror that shows no life, if its receivers have not ended."""
-    num_live = sum(not record.has_ended for record in records)
-    if not num_live or not _is_late(put_at):
-        return []
-    return [
-        f"{PurePosixPath(name).stem} looks dead, with {num_live} records: it put them "
-        f"{format_age(_age_s(put_at))} ago, and puts them every {TIMING.bucket_heartbeat_s:g} s"
-    ]
 
 
 def _is_late(put_at: float) -> bool:

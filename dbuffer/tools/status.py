@@ -45,13 +45,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             _buffer_status(store, name, newest, receivers) for name in (*BUFFERS, *store.kept())
         ],
         "receivers": [
-            receiver_status(
-                record,
-                pointer,
-                metadata,
-                is_alive=store.may_live(record),
-                updated_at=record.updated_at,
-            )
+            receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
             for record in receivers
         ],
     }
@@ -76,7 +70,6 @@ def receiver_status(
     metadata: dict[str, Any],
     *,
     is_alive: bool,
-    updated_at: float,
 ) -> dict[str, Any]:
     """Return the status of a receiver; ``metadata`` is that of the newest version."""
     lag = None if newest is None else record.lag_behind(newest.version, newest.history, metadata)
@@ -89,7 +82,7 @@ def receiver_status(
         "metadata": record.metadata,
         "lag_versions": None if lag is None else lag.versions,
         "lag_steps": None if lag is None else lag.steps,
-        "updated_age_s": time.time() - updated_at,
+        "updated_age_s": time.time() - record.updated_at,
         "part_of": record.part_of,
         "staged_version": record.staged_version,
         "only_version": record.only_version,
