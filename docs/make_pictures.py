@@ -160,7 +160,7 @@ def architecture() -> Picture:
 
     picture.arrow((145, 79), (278, 79))
     picture.text(205, 70, "1. fills", "small", MIDDLE)
-    picture.arrow((75, 95), (75, 220), (278, 220), head=True)
+    picture.arrow((75, 95), (75, 220), (278, 220))
     picture.text(205, 211, "2. flips", "small", MIDDLE)
     picture.arrow((280, 282), (147, 282))
     picture.text(205, 273, "4. reads", "small", MIDDLE)
@@ -203,7 +203,7 @@ def switch_ms() -> dict[str, float]:
 def switch() -> Picture:
     """Draw a switch over time, and what a process group does instead."""
     picture = Picture(
-        556,
+        572,
         "One switch of an engine, with dbuffer and over NCCL",
         "With dbuffer the trainer publishes while two ranks serve version 7. Each rank notices "
         "version 8 and stages it while it serves. Then both pause, agree, copy, and resume. Over "
@@ -211,7 +211,7 @@ def switch() -> Picture:
         "until it ends. The second part is described, not measured.",
     )
     _measured_switch(picture, switch_ms())
-    _described_broadcast(picture, 402)
+    _described_broadcast(picture, 418)
     return picture
 
 
@@ -255,8 +255,8 @@ def _measured_switch(picture: Picture, ms: dict[str, float]) -> None:
     picture.note(
         328,
         f"In the pause: {steps}. Medians of 7 from benchmarks/results/pause.json: 0.99 GB, live "
-        "parameters, on a CPU. The engine had one rank and no requests. The second rank is drawn "
-        "like the first, and was not measured.",
+        "parameters, on a CPU; notice is the rest of the total. The engine had one rank and no "
+        "requests. The second rank is drawn like the first, and was not measured.",
     )
 
 
@@ -307,8 +307,8 @@ def buffers() -> Picture:
             picture.box(x, y, width, 28, classes, text, text_classes="small")
     picture.note(
         296,
-        "Readers see whole versions only, because the flip is one rename. The sender waits for a "
-        "slow reader up to reader_timeout_s; then it leaves the file to it and writes a new one.",
+        "CURRENT always names a whole version, because the flip is one rename. On a local mount "
+        "the sender waits for a slow reader, up to reader_timeout_s; then it writes a new file.",
     )
     return picture
 

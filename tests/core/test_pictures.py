@@ -7,6 +7,7 @@ import re
 import runpy
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def test_the_figures_of_the_switch_are_measured() -> None:
     assert f"stage {staged}" in drawn
     assert f"pause {paused} ms" in drawn
     assert f"Medians of {samples} " in drawn
+    kept = json.loads((plot.RESULTS / "pause.json").read_text(encoding="utf-8"))["engines"]
+    (switches,) = (
+        each["samples"]["dbuffer"] for each in kept if each["engine"] == "live parameters"
+    )
+    rest_s = [s["total_s"] - s["publish_s"] - s["stage_s"] - s["pause_s"] for s in switches]
+    assert f"notice {1e3 * median(rest_s):.1f} ms" in drawn
     steps = table("pause.txt", "290 tensors, live parameters", "median ms of the pause")
     for step in ("pause, reset caches", "agree between ranks", "copy by plan", "acknowledge"):
         assert f"{step.replace(', ', ' and ')} {steps[step][0]} ms" in drawn
