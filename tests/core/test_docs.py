@@ -488,15 +488,52 @@ def first_screen() -> list[list[str]]:
     return rows_of(lead)[2:]
 
 
-def test_the_first_screen_has_the_measured_pause() -> None:
+def live_pauses() -> dict[str, dict[str, str]]:
+    """Rows of the pauses of an engine with live parameters, by what it is done with."""
     (engine,) = (e for e in result("pause.txt").split("\n\nQwen") if "live parameters\n" in e)
-    pauses = {row[0]: row[3] for row in rows_of(engine.partition("| median ms")[0])}
+    titles, _, *rows = rows_of(engine.partition("| median ms")[0])
+    return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
+
+
+def test_the_first_screen_has_the_measured_pause() -> None:
+    ways = live_pauses()
+    ours, memcpy, floor = (
+        ways[way]["pause ms"]
+        for way in ("dbuffer", "memcpy of the same bytes", "vLLM, from memory (the floor)")
+    )
     _, shown, beside = next(row for row in first_screen() if "pause" in row[0])
-    assert shown == f"{pauses['dbuffer']} ms"
-    assert f"memcpy of the same bytes {pauses['memcpy of the same bytes']} ms" in beside
-    assert f"reload from memory {pauses['vLLM, from memory (the floor)']} ms" in beside
-    (total,) = (row[5] for row in rows_of(engine) if row[0] == "dbuffer" and len(row) == 8)
-    assert f"From publish to served it took {float(total):.0f} ms" in README.read_text("utf-8")
+    assert shown == f"{ours} ms"
+    assert f"memcpy of the same bytes {memcpy} ms" in beside
+    assert f"reload from memory {floor} ms" in beside
+    total_ms = float(ways["dbuffer"]["total ms"])
+    assert f"From publish to served it took {total_ms:.0f} ms" in README.read_text("utf-8")
+
+
+def test_the_page_on_transports_has_the_measured_figures() -> None:
+    ways = live_pauses()
+    ours, memcpy, disk = (
+        float(ways[way]["pause ms"])
+        for way in ("dbuffer", "memcpy of the same bytes", "vLLM, from safetensors")
+    )
+
+    def first(name: str, results: str) -> list[str]:
+        rows = (row for row in rows_of(result(results)) if len(row) > 2)  # not the machine's
+        return next(row for row in rows if row[0] == name)
+
+    _, _, speed, share, *_ = first("dbuffer", "cpu.txt")
+    of_torchrl = [first("TorchRL", name)[2] for name in ("cpu.txt", "torchrl.txt")]
+    large = result("gpu.txt").partition("9.72 GB")[2]
+    gpu = next(row for row in rows_of(large) if row[0] == "publish")
+    text = " ".join((DOCS / "which-transport.md").read_text(encoding="utf-8").split())
+    for phrase in (
+        f"{disk / ours:.1f} times dbuffer's for 1 GB",
+        f"{ours / memcpy:.2f} of a memcpy for live layers",
+        f"{of_torchrl[0]} and {of_torchrl[1]} GB/s on two machines",
+        f"safetensors {first('safetensors', 'cpu.txt')[2]} GB/s in memory",
+        f"{speed} GB/s, {share} of memcpy on 2 cores",
+        f"{gpu[3]} of a GPU's link, {float(gpu[2]):.0f} GB/s",
+    ):
+        assert phrase in text, phrase
 
 
 def test_the_first_screen_has_the_counted_kills() -> None:
