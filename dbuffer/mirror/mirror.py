@@ -311,7 +311,11 @@ class Mirror(Closing, ProcessBound):
 def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:
     """Open an end of a mirror: a bucket for its URL, else a directory."""
     checked = options.directory_or_bucket(name, place)
-    return checked if isinstance(checked, Path) else Bucket(checked)
+    if isinstance(checked, Path):
+        return checked
+    if checked.startswith("memory:"):
+        options.refuse(name, place, "a bucket that outlives the mirror and its process")
+    return Bucket(checked)
 
 
 def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:

@@ -54,13 +54,13 @@ class Scratch:
 def findings(bucket: Bucket, progress: OnStep) -> tuple[Finding, ...]:
     """Return the findings of all probes of a bucket."""
     with _scratch(bucket) as place:
-        found = [_GET.try_on(place, progress)]
-        if found[0].verdict == "broken":
-            return (*found, not_tried((_LIST, _PUT, *_PROBES), "nothing can be read"))
-        found += [_LIST.try_on(place, progress), _PUT.try_on(place, progress)]
-        if found[-1].verdict == "broken":
-            return (*found, not_tried(_PROBES, "nothing can be written"))
-        return (*found, *(probe.try_on(place, progress) for probe in _PROBES))
+        results = [_GET.try_on(place, progress)]
+        if results[0].verdict == "broken":
+            return (*results, not_tried((_LIST, _PUT, *_PROBES), "nothing can be read"))
+        results += [_LIST.try_on(place, progress), _PUT.try_on(place, progress)]
+        if results[-1].verdict == "broken":
+            return (*results, not_tried(_PROBES, "nothing can be written"))
+        return (*results, *(probe.try_on(place, progress) for probe in _PROBES))
 
 
 @contextlib.contextmanager

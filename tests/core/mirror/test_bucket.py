@@ -542,6 +542,8 @@ def test_a_url_is_for_mirrors(tmp_path, bucket_url):
         Mirror(bucket_url, bucket_url)
     with pytest.raises(dbuffer.OptionError, match="s3://bucket/policy"):
         Mirror("s3:///policy", tmp_path)
+    with pytest.raises(dbuffer.OptionError, match="outlives the mirror"):
+        Mirror(tmp_path, "memory://")
 
 
 def test_the_missing_extra_is_named(tmp_path, monkeypatch):

@@ -558,6 +558,17 @@ def test_a_bucket_that_cannot_be_reached(
         assert reason in err
 
 
+@pytest.mark.usefixtures("bucket_url")
+def test_a_mirror_into_a_bucket_that_is_not_there(capsys, remote):
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send({"a": torch.ones(3)})
+    code, _, err = call(capsys, "mirror", remote, "s3://no-such-bucket/policy", "--count", 1)
+    assert code == 1
+    assert err.startswith(
+        "dbuffer: cannot get s3://no-such-bucket/policy/CURRENT: 404 NoSuchBucket"
+    )
+
+
 @pytest.mark.parametrize("has_others", [True, False])
 def test_nothing_was_published(capsys, bucket_url, has_others):
     with Bucket(bucket_url) as bucket:
