@@ -27,8 +27,8 @@ server twice, over NFSv3 and NFSv4.2, with caches of their own. So that the gues
 
 Outside of soaks only those with ``both=True`` run over NFSv3 too: what rests on its protocol.
 
-`pytest tests/lab` needs Linux on x86-64, a distribution with apt-get, and on processors with AMX a C
-compiler; elsewhere the tests are skipped. Set DBUFFER_NFS_LAB=require to let them fail instead.
+`pytest tests/lab` needs Linux on x86-64, a distribution with apt-get, and on a processor with AMX a
+C compiler; elsewhere the tests are skipped. Set DBUFFER_NFS_LAB=require to let them fail instead.
 """
 
 from __future__ import annotations
