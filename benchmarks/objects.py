@@ -93,7 +93,7 @@ class _Results:
     get_s: list[float] = field(default_factory=list)
     anchors: list[_Passage] = field(default_factory=list)
     first_deltas: list[_Passage] = field(default_factory=list)
-    """Of deltas right after an anchor: each store's idle buffer has to be copied anew."""
+    """Of deltas right after an anchor, which the stores' idle buffers do not have."""
     deltas: list[_Passage] = field(default_factory=list)
     """Of deltas after a delta, as most are."""
     idle_s: float = 0.0
