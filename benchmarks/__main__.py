@@ -110,7 +110,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
         "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "
         "8 GB); or what a delta takes (a minute, 6 GB); or versions through a "
-        "bucket (8 minutes, 5 GB, and 15 GB of disk); or how a publish reaches a fleet of nodes "
+        "bucket (10 minutes, 6 GB, and 10 GB of disk); or how a publish reaches a fleet of nodes "
         "(fleet --help)",
     )
     parser.add_argument(
