@@ -605,6 +605,12 @@ def build(source: Path, target: Path) -> tuple[int, str]:
 def run_sphinx(_: Connection, arguments: list[str]) -> None:
     from sphinx.cmd.build import main
 
+    # What was imported before this process was forked would not be mocked.
+    mocked = runpy.run_path(str(DOCS / "conf.py"))["autodoc_mock_imports"]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in mocked or name.startswith("dbuffer.integrations."):
+            del sys.modules[name]
+
     sys.exit(main(arguments))
 
 
