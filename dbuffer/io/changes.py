@@ -31,8 +31,8 @@ Words = npt.NDArray[Any]
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes of words on a GPU, which compares no unsigned ones."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes of words of a tensor: torch computes with few unsigned ones."""
 
 _WHOLE_SHARE = 0.5
 """A tensor of which more than this changed goes whole: above that share, positions take more
@@ -182,7 +182,7 @@ def _sorted_by_place(
         dtype = DTYPES[spec.dtype]
         if is_plain(tensor, dtype):
             plain[index] = tensor
-        elif tensor.is_cuda and is_plain(tensor, dtype, device="cuda") and not hashed:
+        elif not hashed and is_plain(tensor, dtype, device="cuda"):
             on_gpu[index] = tensor
         else:
             others.append(index)
@@ -235,7 +235,7 @@ def _compare_on_gpu(
 
 
 def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(_INTEGERS[width])
+    return tensor.detach().reshape(-1).view(INTEGERS[width])
 
 
 def _add_changed(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,12 @@ _MOST_CHANGED = 0.25
 eight bytes each, and more time than all words."""
 
 
+def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor is on a GPU; a process that has not used one need not look at each."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and any(tensor.is_cuda for tensor in tensors)
+
+
 def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
     """Copy from main memory into tensors of one device, and wait until all bytes are there.
 
@@ -56,7 +62,7 @@ def to_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
     with _Transfer(pairs) as transfer:
         for piece in transfer.pieces():
             piece.upload(copy_in_memory)
-            _foreach_copy([part.device for part in piece.parts], piece.device_views())
+            torch._foreach_copy_([part.device for part in piece.parts], piece.device_views())
             piece.slot.record()
         for host, target in transfer.direct:
             target.copy_(host, non_blocking=True)
@@ -74,7 +80,7 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
         for piece in transfer.pieces():
             if len(under_way) == _NUM_SLOTS:
                 under_way.pop(0).take(copy_in_memory)
-            _foreach_copy(piece.device_views(), [part.device for part in piece.parts])
+            torch._foreach_copy_(piece.device_views(), [part.device for part in piece.parts])
             piece.download()
             under_way.append(piece)
         for piece in under_way:
@@ -107,7 +113,8 @@ def compare(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> Iterator[Pie
     with _Transfer(pairs, direct=False) as transfer:
         for piece in transfer.pieces():
             piece.upload(copy_in_memory)
-            old, new = piece.device_elements(), torch.cat([part.device for part in piece.parts])
+            old = torch.cat(piece.device_views())
+            new = torch.cat([part.device for part in piece.parts])
             differs = old != new
             num_changed, changed = int(differs.count_nonzero()), None
             if num_changed <= _MOST_CHANGED * len(new):
@@ -185,10 +192,6 @@ class _Piece:
 
     def device_views(self) -> list[torch.Tensor]:
         return self._views(self.slot.device)
-
-    def device_elements(self) -> torch.Tensor:
-        """All elements, one behind the other."""
-        return torch.cat(self.device_views())
 
     def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -278,10 +281,6 @@ def _cut(part: _Part, limit: int) -> Iterator[_Part]:
         for first in range(0, host.shape[dimension], rows):
             place = dimension, first, min(rows, host.shape[dimension] - first)
             yield from _cut(_Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
-
-
-def _foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(targets, sources)  # one kernel for many tensors
 
 
 class PageLock:

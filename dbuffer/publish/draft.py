@@ -16,6 +16,7 @@ from dbuffer.format.layout import Layout, TensorSpec, align
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
     DTYPES,
@@ -115,7 +116,7 @@ class Draft:
         hashed = self._hashed and self.base is None  # a delta's checksums are known
         if self.is_mapped:
             mapped = self.mapped
-            if self._writer.medium.is_in_memory and any(tensor.is_cuda for tensor in tensors):
+            if self._writer.medium.is_in_memory and any_on_gpu(tensors):
                 mapped.expect_device()
             return copier.write(mapped, tensors, hashed=hashed)
         file, path, layout = self.claim.weights, self.claim.path, self.footer.layout

@@ -26,6 +26,7 @@ from dbuffer.format.manifest import (
 )
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import any_on_gpu
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
@@ -545,7 +546,7 @@ class WeightReceiver(Closing, ProcessBound):
                 raise
             return False
         self._remember_names(held, tensors.layout.all_names, partial)
-        if any(each.is_cuda for each in match.targets):
+        if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
         # A writer that locks do not hold back may come in between: a second look shows it.
         hashed = self.reader.must_verify_copy(held)

@@ -1,4 +1,4 @@
-"""What docs/installation.md says, and the commands of the image of vLLM, in new environments.
+"""Commands of docs/installation.md, and of the image of vLLM, in new environments.
 
 They need no package index: what dbuffer depends on comes from the tests' environment.
 """

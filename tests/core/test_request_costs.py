@@ -1,4 +1,4 @@
-"""What requests to a bucket cost, as the benchmark of buckets computes it."""
+"""Costs of requests to a bucket, as the benchmark of buckets computes them."""
 
 from __future__ import annotations
 

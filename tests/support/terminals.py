@@ -78,7 +78,7 @@ class Terminal(Child):
 
 
 def lines_of(written: str) -> list[str]:
-    """What a terminal shows of this text; it knows the sequences that dbuffer uses."""
+    """Return the text as a terminal shows it that knows the sequences of dbuffer."""
     main, screen = _Screen(), _Screen()
     screen = main
     for sequence in _TOKENS.finditer(written):

@@ -31,7 +31,7 @@ from tests.support.object_store import (
     set_environment,
 )
 from tests.support.patterns import SMALL, SPARSE, Pattern, received
-from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, numbers
 from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02, retry_short_max_s=0.1)
@@ -115,12 +115,6 @@ def send(store: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         yield lambda version: sender.send(pattern.weights(version), version=version)
 
 
-def numbers(fault: str) -> Iterator[int]:
-    """Numbers of the requests that fail: all of them in soaks, else every third."""
-    every = 1 if is_soak() else 3
-    return itertools.count(1 + list(FAULTS).index(fault) % every, every)
-
-
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_request_of_an_upload_fails(
@@ -131,7 +125,7 @@ def test_each_request_of_an_upload_fails(
     send(1)
     with direct():
         copy_newest(store, bucket_url)
-    for nth in numbers(fault):
+    for nth in numbers(first=1 + list(FAULTS).index(fault) % 3):
         send(nth + 1)
         before = len(proxy.requests)
         proxy.inject(FAULTS[fault], nth=nth, times=times)
@@ -151,7 +145,7 @@ def test_each_request_of_a_download_fails(
 ) -> None:
     """The local store has the version that was published, whole."""
     pattern, _ = KINDS[kind]
-    for nth in numbers(fault):
+    for nth in numbers(first=1 + list(FAULTS).index(fault) % 3):
         send(nth)
         with direct():
             copy_newest(store, bucket_url)

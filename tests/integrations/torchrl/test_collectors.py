@@ -68,7 +68,7 @@ def collector_class(request: pytest.FixtureRequest) -> Any:
 PATIENCE_S = 1.0
 """For a scheme that is to run into its time-out."""
 ENOUGH_WEIGHTS = 300 if is_soak() else 30
-"""That each worker acts by."""
+"""Weights that each worker acts by."""
 
 
 @pytest.fixture(autouse=True)

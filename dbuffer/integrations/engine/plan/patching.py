@@ -15,6 +15,7 @@ import torch
 
 from dbuffer.format.delta import Integers
 from dbuffer.integrations.engine.plan.load_trace import Copy, CopyOp, View
+from dbuffer.io.changes import INTEGERS
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
 
@@ -35,8 +36,6 @@ _DEVICE_PIECE = 1 << 22
 
 _BLOCK_BYTES = 64 << 20
 """Bytes compared at a time: a device may have little room."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Patch(NamedTuple):
@@ -180,7 +179,7 @@ def flat(parameter: torch.Tensor) -> torch.Tensor:
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """View the bits as integers of the elements' size."""
-    return values.view(_INTEGERS[values.itemsize])
+    return values.view(INTEGERS[values.itemsize])
 
 
 def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
