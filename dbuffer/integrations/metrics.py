@@ -56,6 +56,12 @@ class _Collector(Collector):
             yield GaugeMetricFamily(
                 "dbuffer_mirror_version", "Newest version copied.", source.version or 0
             )
+            requests = CounterMetricFamily(
+                "dbuffer_mirror_requests", "Requests to a bucket.", labels=["kind"]
+            )
+            for request, number in source.requests.items():
+                requests.add_metric([request], number)
+            yield requests
         else:
             yield from _lags(source)
         for name, (key, text) in counters.items():

@@ -84,7 +84,7 @@ class Mirror(Closing, ProcessBound):
         remote: str | os.PathLike[str],
         local: str | os.PathLike[str],
         *,
-        poll_interval_s: float = 1.0,
+        poll_interval_s: float = 0.5,
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,

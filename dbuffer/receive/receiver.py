@@ -91,7 +91,7 @@ class WeightReceiver(Closing, ProcessBound):
         store: str | os.PathLike[str],
         *,
         receiver_id: str | None = None,
-        poll_interval_s: float = 1.0,
+        poll_interval_s: float = 0.5,
         verify: bool | Literal["auto"] = "auto",
         num_threads: int | None = None,
         allow_shared_store: bool = False,

@@ -147,7 +147,8 @@ class Timing:
     # tools
     bucket_watch_s: float = 15.0
     """Interval at which `dbuffer status --watch` reads a bucket. A list of up to 1,000 objects is
-    priced as 12 gets; so this costs what a mirror's poll does, which is a get a second."""
+    priced as 12 gets; so this costs half of what a mirror's poll does, which is two gets a
+    second."""
 
     # tools.doctor
     doctor_stale_s: float = 24 * 3600.0

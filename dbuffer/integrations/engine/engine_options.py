@@ -59,7 +59,7 @@ class EngineOptions:
     a GPU on a local mount only when it is known whether less than all will do."""
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
-    poll_interval_s: float = 1.0
+    poll_interval_s: float = 0.5
     """Seconds between two looks at the store when no event came."""
     timeout_s: float = 60.0
     """Seconds that an update waits for its version to be staged."""

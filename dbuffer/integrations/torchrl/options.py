@@ -42,7 +42,7 @@ class TransportOptions:
     rename: Rename | None = None
     reader_timeout_s: float = 60.0
     verify: bool | Literal["auto"] = "auto"
-    poll_interval_s: float = 1.0
+    poll_interval_s: float = 0.5
     allow_shared_store: bool = False
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Option of an engine that follows; see :class:`EngineOptions`."""

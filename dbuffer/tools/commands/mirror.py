@@ -28,7 +28,7 @@ def mirror(
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
         float, typer.Option(help="Seconds between checks of the remote store.")
-    ] = 1.0,
+    ] = 0.5,
     metrics_port: Annotated[
         int | None,
         typer.Option(

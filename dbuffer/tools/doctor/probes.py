@@ -36,7 +36,7 @@ GUARANTEES = {
 }
 """Guarantees by their numbers in the README."""
 
-POLLING = "receivers poll every poll_interval_s (1 s by default)"
+POLLING = "receivers poll every poll_interval_s (0.5 s by default)"
 
 OnStep = Callable[[str], None]
 """Function that is called with the next step."""

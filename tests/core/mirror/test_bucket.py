@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.format.manifest import encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
+from dbuffer.integrations import metrics
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
@@ -526,6 +528,10 @@ def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
         each.method == "PUT" and "receivers" not in each.path for each in proxy.requests
     )
     assert beside.requests == {}
+    registry = CollectorRegistry()
+    metrics.register(up, registry)
+    puts = registry.get_sample_value("dbuffer_mirror_requests_total", {"kind": "put"})
+    assert puts == up.requests["put"]
 
 
 # Options
