@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dbuffer.errors import DBufferError
 from dbuffer.format.manifest import step_in
 from dbuffer.format.places import is_kept
 from dbuffer.runtime.messages import format_bytes
@@ -74,20 +73,10 @@ def print_parts(parts: Iterable[Part]) -> None:
 
 
 def terminal_lines(parts: Iterable[Part], width: int) -> list[str]:
-    """Return a result as lines for a terminal, with control sequences for colors.
-
-    Raises:
-        DBufferError: rich is not installed.
-    """
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ModuleNotFoundError as error:
-        raise DBufferError(
-            f"tables in a terminal need {error.name}: pip install '.[cli]' in a clone of dbuffer, "
-            "or add `| cat`"
-        ) from error
+    """Return a result as lines for a terminal, with control sequences for colors."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:

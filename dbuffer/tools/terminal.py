@@ -7,14 +7,15 @@ them pass through :func:`printable`.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import sys
 import threading
 import time
-import unicodedata
+from typing import TYPE_CHECKING
 
 from dbuffer.runtime.messages import format_bytes
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 _REDRAW_S = 0.1
 
@@ -47,19 +48,25 @@ class StatusLine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # progress comes from several threads
+        self._live: Live | None = None
         self._text = ""
         """Text that is shown."""
         self._drawn_at = 0.0
 
     def show(self, text: str) -> None:
         """Show one line of text, as much of it as fits."""
-        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        if not sys.stderr.isatty():
             return
-        columns = shutil.get_terminal_size().columns
+        from rich.text import Text
+
+        line = Text(printable(text).replace("\n", " "), no_wrap=True, overflow="crop")
         with self._lock:
+            self._live = self._live or _new_live()
             self._text = text
             self._drawn_at = time.monotonic()
-            self._write(_fitting(printable(text).replace("\n", " "), columns - 1))
+            self._live.start()
+            self._live.console.show_cursor()  # which a killed command would leave hidden
+            self._live.update(line, refresh=True)
 
     def show_bytes(self, text: str, done: int, total: int) -> None:
         """Show how many bytes are done, and of how many (0: unknown), ten times a second."""
@@ -71,13 +78,9 @@ class StatusLine:
         """Remove the line, if it is shown, and return its text."""
         with self._lock:
             text, self._text = self._text, ""
-            if text:
-                self._write("")
+            if self._live is not None:
+                self._live.stop()
             return text
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
 
 
 status_line = StatusLine()
@@ -108,11 +111,15 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
-def _fitting(text: str, columns: int) -> str:
-    """Return the beginning of a text that fits into this many columns."""
-    width = 0
-    for index, character in enumerate(text):
-        width += 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if width > columns:
-            return text[:index]
-    return text
+def _new_live() -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    # Its redirection would move what is printed on stdout to stderr.
+    return Live(
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

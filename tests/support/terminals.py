@@ -88,7 +88,7 @@ def lines_of(written: str) -> list[str]:
         elif (parameters, letter) == ("?1049", "l"):
             screen = main
         elif letter is not None:
-            screen.obey(letter)
+            screen.obey(letter, parameters)
         else:
             screen.write(character)
     return screen.text()
@@ -115,12 +115,14 @@ class _Screen:
             self._column += 1
         self._line()
 
-    def obey(self, letter: str) -> None:
+    def obey(self, letter: str, parameters: str) -> None:
         match letter:
             case "H":
                 self._row, self._column = max(0, len(self._lines) - ROWS), 0
+            case "A":
+                self._row -= int(parameters)
             case "K":
-                del self._line()[self._column :]
+                del self._line()[0 if parameters == "2" else self._column :]
             case "J":
                 del self._line()[self._column :]
                 del self._lines[self._row + 1 :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from dbuffer.tools.status import read_status
 from dbuffer.tools.terminal import status_line
 
 _REFRESH_S = 0.5
-_OPEN_SCREEN, _CLOSE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Terminal's other screen, without a cursor: what was on the first one comes back."""
 
 _Read = Callable[[], dict[str, Any]]
 
@@ -80,17 +77,12 @@ def _show(
 
 
 def _watch(status: dict[str, Any], read: _Read, refresh_s: float) -> None:
-    with shared.exit_on_sigterm():
-        try:
-            sys.stdout.write(_OPEN_SCREEN)
-            while True:
-                columns, rows = shutil.get_terminal_size()
-                lines = watch_screen(status, columns, rows)
-                rest = "\r\n\x1b[J" if len(lines) < rows else ""
-                sys.stdout.write("\x1b[H" + "\r\n".join(f"\x1b[K{line}" for line in lines) + rest)
-                sys.stdout.flush()
-                time.sleep(refresh_s)
-                status = read()
-        finally:
-            sys.stdout.write(_CLOSE_SCREEN)
-            sys.stdout.flush()
+    from rich.live import Live
+    from rich.text import Text
+
+    with shared.exit_on_sigterm(), Live(screen=True, auto_refresh=False) as live:
+        while True:
+            lines = watch_screen(status, *live.console.size)
+            live.update(Text.from_ansi("\n".join(lines)), refresh=True)
+            time.sleep(refresh_s)
+            status = read()

@@ -7,16 +7,13 @@ import inspect
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import dbuffer
-from dbuffer.errors import DBufferError
 from dbuffer.tools.cli import COMMANDS, command_named
-from dbuffer.tools.render import terminal_lines
 from tests.support.terminals import COLUMNS, ROWS, Terminal, lines_of
 
 NUM_RECEIVERS = 20
@@ -200,12 +197,6 @@ def test_nothing_raw_reaches_a_terminal(store):
         shown = "".join(shown_by("status", odd))
     assert r"[bold]a\x1b[31m[-]" in shown
     assert r"engine-0 reports: \x9b2J\nx" in shown
-
-
-def test_a_table_in_a_terminal_names_the_package_that_it_lacks(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(DBufferError, match=r"rich.*pip install"):
-        terminal_lines(["a"], COLUMNS)
 
 
 def test_the_terminal_of_these_tests():
