@@ -29,7 +29,8 @@ class Timing:
 
     # store
     lock_retry_min_s: float = 0.0005
-    """First pause between two attempts to lock a file; it doubles with each further one."""
+    """First pause between two attempts to lock a file, or to hold a version that a writer is at; it
+    doubles with each further one."""
     lock_retry_max_s: float = 0.02
     """Upper bound of that pause."""
     quiet_wait_s: float = 1.0
@@ -47,8 +48,6 @@ class Timing:
     settle_s: float = 2.0
     """Longest time for which pointer and manifest may disagree. A writer is between the two for
     microseconds; a disagreement that lasts, while the pointer stands still, is damage."""
-    hold_retry_s: float = 0.0005
-    """Pause before a reader that met a writer at work tries again to hold the newest version."""
     forget_receivers_after_s: float = 7 * 24 * 3600.0
     """Time for which the last record of an id that the user gave is kept after its receiver
     ended."""

@@ -353,16 +353,17 @@ class Patience:
 
     def __init__(self) -> None:
         self._about: object = None
-        self._since = 0.0
+        self._since = self._pause_s = 0.0
 
     def wait(self, about: object) -> bool:
         """Wait a moment; False, if it has been about the same thing for long enough."""
         now = time.monotonic()
         if about != self._about:
-            self._about, self._since = about, now
+            self._about, self._since, self._pause_s = about, now, TIMING.lock_retry_min_s
         elif now - self._since > TIMING.settle_s:
             return False
-        time.sleep(TIMING.hold_retry_s)
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, TIMING.lock_retry_max_s)
         return True
 
 

@@ -21,10 +21,11 @@ import torch
 from tensordict import TensorDict
 
 import dbuffer
+from dbuffer.errors import StoreCorruptError
 from dbuffer.receive.stager import Stager
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import hold_version
+from dbuffer.store.hold import hold_newest, hold_version
 from dbuffer.store.medium import medium_of
 from dbuffer.tools import cli
 from tests.support.children import Child
@@ -1046,3 +1047,15 @@ def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(stor
         reader.kill()
     publish(sender, 5)
     assert not (store / "B" / old).exists()
+
+
+@pytest.mark.timing(settle_s=0.5)
+def test_a_reader_whose_file_is_gone_looks_ever_more_rarely(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    publish(sender, 1)
+    weights_file(store)[0].unlink()
+    looks: list[int] = []
+    with pytest.raises(StoreCorruptError, match="is not there"):
+        hold_newest(DoubleBuffer(store), newer_than=None, announce=looks.append)
+    assert len(looks) < 50, "every half a millisecond"
