@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import shutil
@@ -28,6 +29,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Hundreds of programs and children are started, each of which would compile all that is ours.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Of what imports and collection make, hardly anything is garbage; to look for it took as long as
+# both. `pytest_collection_finish` lets no later search begin with it either.
+gc.disable()
 
 # What a shell runs in the background ignores SIGINT, and so would all of its children; some are to
 # be stopped by it.
@@ -164,6 +169,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     children.collected()
 
 
