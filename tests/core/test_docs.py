@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.support.documents import (
     PAGES,
     PROGRAM,
     README,
+    TUTORIAL,
     CodeBlock,
     blocks,
     relative,
@@ -106,7 +108,9 @@ def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page", sorted({b.page for b in blocks("python") + blocks("console")}), ids=relative
+    "page",
+    sorted({b.page for b in blocks("python") + blocks("console")} - {TUTORIAL}),
+    ids=relative,
 )
 def test_a_page_is_followed_and_followed_again(
     page: Path, home: Path, request: pytest.FixtureRequest
@@ -152,6 +156,7 @@ def test_bash_and_yaml_are_marked() -> None:
 def commands_in(code: str) -> list[list[str]]:
     code = code.replace("\\\n", " ")
     lines = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
+    lines = [re.sub(r" > \S+ 2>&1 &$", "", line) for line in lines]  # in the background
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -171,7 +176,25 @@ def test_commands_are_understood(block: CodeBlock) -> None:
             case ["python3", "dev.py", task, *_]:
                 assert task in tasks
             case _:
-                assert block.mark == NOT_RUN, command
+                assert block.mark == NOT_RUN or block.page == TUTORIAL, command
+
+
+def test_the_tutorial_shows_its_programs() -> None:
+    """Their commands and excerpts; tests/integrations/trl/test_tutorial.py runs them."""
+    programs = {path.name: path for path in (ROOT / "examples" / "tutorial").glob("*.py")}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in programs.items()}
+    for block in (b for b in blocks("python") if b.page == TUTORIAL):
+        excerpt = textwrap.indent(block.code, "    ")
+        assert any(excerpt in text for text in texts.values()), str(block)
+    run = set()
+    for block in (b for b in blocks("console") if b.page == TUTORIAL):
+        for command in commands_in(block.code):
+            for program in (word for word in command if word.endswith(".py")):
+                run.add(Path(program).name)
+                options = {word for word in command if word.startswith("--")}
+                text = texts[Path(program).name]
+                assert all(f'"{option}"' in text for option in options), command
+    assert run == set(programs)
 
 
 def test_the_readme_shows_every_command() -> None:
@@ -364,7 +387,9 @@ def test_every_error_is_in_the_table() -> None:
             assert issubclass(getattr(dbuffer, name), base)
 
 
-def test_every_metric_is_documented(tmp_path: Path) -> None:
+@pytest.fixture
+def metric_names(tmp_path: Path) -> dict[str, set[str]]:
+    """What each metric of the exporters is called in a query, by its documented name."""
     from prometheus_client import REGISTRY, CollectorRegistry
 
     from dbuffer.integrations import metrics
@@ -376,29 +401,26 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     with dbuffer.WeightSender(tmp_path / "store") as sender:
         metrics.register(sender, others)
         families = [*REGISTRY.collect(), *others.collect()]
-    suffix = {"counter": "_total"}
-    found = {
-        f"{family.name}{suffix.get(family.type, '')}"
-        for family in families
-        if family.name.startswith("dbuffer_")
-    }
+    parts = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+    found = {}
+    for family in (each for each in families if each.name.startswith("dbuffer_")):
+        names = [family.name + part for part in parts.get(family.type, [""])]
+        found[names[0].removesuffix("_bucket")] = set(names)
+    return found
+
+
+def test_every_metric_is_documented(metric_names: dict[str, set[str]]) -> None:
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)) == found
+    documented_names = re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)
+    assert set(documented_names) == set(metric_names)
 
 
-def test_the_dashboard_shows_each_metric() -> None:
+def test_the_dashboard_shows_each_metric(metric_names: dict[str, set[str]]) -> None:
     board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
-    text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    kinds = dict(re.findall(r"^\| `(dbuffer_\w+)` \| (\w+) \|", text, flags=re.MULTILINE))
-    parts = {
-        f"{name}_{part}": name
-        for name, kind in kinds.items()
-        if kind == "histogram"
-        for part in ("bucket", "sum", "count")
-    }
-    assert {parts.get(name, name) for name in shown} == set(kinds)
+    assert shown <= set().union(*metric_names.values())
+    assert [name for name, parts in metric_names.items() if not parts & shown] == []
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(places) == len(board["panels"]), "two panels are at one place"
 

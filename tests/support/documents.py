@@ -21,6 +21,8 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
 ]
+TUTORIAL = DOCS / "tutorial.md"
+"""Followed with real engines, by `tests/integrations/trl/test_tutorial.py`."""
 CODE = {"python", "console", "bash", "yaml", "json"}
 
 NOT_RUN, PROGRAM = "not run", "run as a program"
