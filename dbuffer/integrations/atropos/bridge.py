@@ -281,15 +281,10 @@ class VLLMWeightBridge:
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
-        server, self._server = self._server, None
-        sender, self._sender = self._sender, None
-        if server is not None:
-            server.close()
-        if sender is not None:
-            sender.close()
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
+        for part in (self._server, self._sender, self._agreement):
+            if part is not None:
+                part.close()
+        self._server = self._sender = self._agreement = None
         if self._owns_group:
             distributed.destroy_process_group()
             self._owns_group = False

@@ -28,7 +28,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
-from dbuffer.integrations.engine.store_view import StoreView
+from dbuffer.integrations.engine.store_view import StoreView, engine_id_of
 from dbuffer.integrations.engine.version_id import VersionId, WeightLabel, describe_weights
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
@@ -61,10 +61,8 @@ class Follower(Closing):
         self._view: StoreView | None = None
         self._report = FollowerReport()
         self._has_started = False
-        self._applied: VersionId | None = None
-        """Version that the engine's record named last; None: none of this store."""
-        self._applied_metadata: dict[str, Any] = {}
-        """Metadata in that record."""
+        self._record: ReceiverRecord | None = None
+        """The engine's record, as it was read last; None: there was none."""
         self._is_certain = False
         """Whether the engine's ranks follow the store, and it still has what its record says."""
         self._owes_resume = False
@@ -77,9 +75,15 @@ class Follower(Closing):
         """Id by which another process recognizes this follower."""
 
     @property
+    def _applied(self) -> VersionId | None:
+        """Version that the engine's record names; None: none of this store."""
+        return VersionId.of(self._record)
+
+    @property
     def applied(self) -> int | None:
         """The version that the engine serves; None: weights that are no version of the store."""
-        return None if self._applied is None else self._applied.version
+        applied = self._applied
+        return None if applied is None else applied.version
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
@@ -87,7 +91,8 @@ class Follower(Closing):
 
         Of metadata above 1,024 bytes only the entry ``step`` is here.
         """
-        return {} if self._applied is None else self._applied_metadata
+        record = self._record
+        return {} if record is None or VersionId.of(record) is None else record.metadata
 
     @property
     def weights(self) -> str:
@@ -99,11 +104,12 @@ class Follower(Closing):
 
         An engine that is to stay on a version must serve that one.
         """
-        if self._view is None or self._applied is None or self._applied.version < version:
+        applied = self._applied
+        if self._view is None or applied is None or applied.version < version:
             return False
-        if self._view.options.version not in (None, self._applied.version):
+        if self._view.options.version not in (None, applied.version):
             return False
-        return not self._applied.is_of_another_history(self._view.history_now())
+        return not applied.is_of_another_history(self._view.history_now())
 
     @property
     def engine_id(self) -> str:
@@ -129,8 +135,7 @@ class Follower(Closing):
             options = self._options_for(facts)
             self._require_alone(facts, options)
             if options.version is not None:
-                view = StoreView(facts, options, _engine_id(facts, options))
-                with contextlib.closing(view):
+                with contextlib.closing(StoreView(facts, options)) as view:
                     view.require_version()
 
     def start(self) -> None:
@@ -157,7 +162,7 @@ class Follower(Closing):
         with self._paused_if(facts.begins_paused and not was_paused):
             self._begin(view, if_idle=if_idle)
         view.note_ranks()
-        self._applied = None
+        self._record = None
         self._adopt_record(view.engine_record())
         may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
         if may_be_left and self._is_awake():
@@ -171,7 +176,7 @@ class Follower(Closing):
     def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
         """Raise if another follower in this process has the engine follow the same store."""
         other = _followers.get(_key_of(facts), self)
-        engine_id, store = _engine_id(facts, options), _real_store(options)
+        engine_id, store = engine_id_of(facts, options), _real_store(options)
         if other is not self and other.follows(engine_id, store):
             raise errors.StoreBusyError(
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
@@ -198,9 +203,8 @@ class Follower(Closing):
     def _open_view(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = _engine_id(facts, options)
-        self._report.begin(engine_id)
-        self._view = StoreView(facts, options, engine_id)
+        self._report.begin(engine_id_of(facts, options))
+        self._view = StoreView(facts, options)
         return self._view
 
     def _begin(self, view: StoreView, *, if_idle: bool) -> None:
@@ -246,8 +250,7 @@ class Follower(Closing):
         applied = VersionId.of(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
-        self._applied = applied
-        self._applied_metadata = {} if record is None else record.metadata
+        self._record = record
 
     def has_restarted(self) -> bool:
         """Whether this is not the engine that was switched last, as only a server can be."""
@@ -560,10 +563,6 @@ class Follower(Closing):
 
 def _key_of(facts: EngineFacts) -> tuple[str, str]:
     return facts.instance_id, facts.replica
-
-
-def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
-    return (options.engine_id or facts.name) + facts.replica
 
 
 def _real_store(options: EngineOptions) -> str:

@@ -108,8 +108,8 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
-        self._record.set(token=token, is_ephemeral=instance_id in engine_id)
-        self._record.set(only_version=options.version)
+        is_ephemeral = instance_id in engine_id
+        self._record.set(token=token, is_ephemeral=is_ephemeral, only_version=options.version)
         self._write_record()
 
     # Loads that are not dbuffer's

@@ -23,9 +23,6 @@ from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.names import NameMap, renamed
 from dbuffer.weights.suggestions import advice
 
-_ALL = ""
-"""No tensor's name: marks that loaders have asked for all tensors."""
-
 _MAX_UNKNOWN = 500
 """Unknown names that are found; loading starts over after each."""
 
@@ -147,52 +144,53 @@ class ShapeCheck:
         self._meta.reset()
         rest = list(specs)
         while rest and len(unknown) < _MAX_UNKNOWN:
-            tensors: dict[str, torch.Tensor] = {}
-            try:
-                self._offer(rest, tensors)
-            # If it was about something else, `_load` says so.
-            except Exception:  # noqa: BLE001
-                if not tensors or _ALL in tensors:
-                    break
-                refused = rest[len(tensors) - 1].name
-                if self._meta.is_read(tensors[refused]):
-                    break
-                unknown.add(refused)
-                rest = rest[len(tensors) :]
-            else:
+            tensors, refused, _ = self._offer(rest)
+            # If the error was about something else, `_load` says so.
+            if refused is None or self._meta.is_read(tensors[refused.name]):
                 break
+            unknown.add(refused.name)
+            rest = rest[len(tensors) :]
         return unknown
 
     def _load(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         """Let the loaders load tensors without data, and return those by their names."""
         self._meta.reset()
-        tensors: dict[str, torch.Tensor] = {}
-        try:
-            self._offer(specs, tensors)
-        # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
-        except Exception as error:
-            is_ours = isinstance(error, WeightsMismatchError)
-            reason = str(error) if is_ours else described(error)
-            current: object = "the last tensor" if _ALL in tensors else "no tensor at all"
-            if tensors and _ALL not in tensors:
-                current = specs[len(tensors) - 1]
+        tensors, refused, error = self._offer(specs)
+        if error is not None:
+            reason = str(error) if isinstance(error, WeightsMismatchError) else described(error)
+            current = refused or ("the last tensor" if tensors else "no tensor at all")
             message = f"{current} does not fit the engine's model: {reason}"
             raise WeightsMismatchError(message) from error
         return tensors
 
-    def _offer(self, specs: Sequence[TensorSpec], tensors: dict[str, torch.Tensor]) -> None:
-        """Load these, and add each to ``tensors`` when a loader asks for it."""
+    def _offer(
+        self, specs: Sequence[TensorSpec]
+    ) -> tuple[dict[str, torch.Tensor], TensorSpec | None, Exception | None]:
+        """Load these until the loaders raise.
+
+        Returns:
+            The tensors that they asked for, the last one of these if they did not ask for more,
+            and their error.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        current: TensorSpec | None = None
 
         def shapes() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
             for spec in specs:
                 tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-                tensors[spec.name] = tensor
+                tensors[spec.name], current = tensor, spec
                 self._meta.recorder.note_source(spec.name, tensor)
                 yield renamed(spec.name, self._names), tensor
-            tensors[_ALL] = torch.empty(0, device="meta")
+            current = None
 
-        with self._meta, torch.device("meta"):
-            self._meta.model.load_weights(shapes())
+        try:
+            with self._meta, torch.device("meta"):
+                self._meta.model.load_weights(shapes())
+        # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
+        except Exception as error:  # noqa: BLE001
+            return tensors, current, error
+        return tensors, None, None
 
     def loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Load some tensors with data, and return how they fill the parameter of this name.

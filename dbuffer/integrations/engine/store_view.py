@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 class StoreView:
     """The store as the follower of one engine sees it."""
 
-    def __init__(self, facts: EngineFacts, options: EngineOptions, engine_id: str) -> None:
+    def __init__(self, facts: EngineFacts, options: EngineOptions) -> None:
         self.facts = facts
         self.options = options
-        self.engine_id = engine_id
+        self.engine_id = engine_id_of(facts, options)
         self._token = record_token(facts.instance_id)
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
@@ -43,7 +43,7 @@ class StoreView:
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=is_trusted,
         )
-        self._rank_ids = [rank_id(engine_id, rank) for rank in range(facts.num_ranks)]
+        self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         self._logged_history: str | None = None
 
@@ -273,6 +273,11 @@ class StoreView:
                 f"{self.options.store} was emptied or replaced, and started over, before version "
                 f"{goal.version} of it was ready on all ranks; {serves_on}"
             )
+
+
+def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
+    """Return the name of an engine, or of its replica, among the store's receivers."""
+    return (options.engine_id or facts.name) + facts.replica
 
 
 def _history_in(store: DoubleBuffer) -> str | None:
