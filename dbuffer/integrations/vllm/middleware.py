@@ -14,8 +14,9 @@ start. Of several API servers with one engine, one follows, and all are ready wh
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
 from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.errors import (
     DBufferError,
@@ -31,7 +32,7 @@ from dbuffer.integrations.vllm.exchanges import Outlook, observe
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
-from dbuffer.integrations.vllm.responses import App, Receive, Scope, Send, serve
+from dbuffer.integrations.vllm.responses import serve
 from dbuffer.runtime.trouble import message_of
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class FollowStore:
     See :mod:`.responses` for what it adds to requests and responses.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._outlook: Outlook | None = None
 
@@ -71,7 +72,7 @@ class FollowStore:
         observe(engine, self._outlook)
         is_following = True
 
-        async def receive_after_us() -> MutableMapping[str, Any]:
+        async def receive_after_us() -> Message:
             nonlocal is_following
             message = await receive()
             if message["type"] == "lifespan.shutdown":

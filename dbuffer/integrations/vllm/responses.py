@@ -12,9 +12,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl
+
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.version_id import WeightLabel
@@ -27,12 +30,6 @@ from dbuffer.integrations.vllm.admission import (
 )
 from dbuffer.integrations.vllm.exchanges import CURRENT, Exchange, Outlook, with_fields
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 RETRY_AFTER_S = 1
 """``Retry-After`` of a refusal that may be over by then: trainers publish every few seconds."""
 _MAX_HEADER_CHARS = 4096
@@ -40,22 +37,23 @@ _MAX_HEADER_CHARS = 4096
 _BAD_REQUEST, _CONFLICT, _OK, _UNAVAILABLE = 400, 409, 200, 503
 
 
-async def serve(app: App, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
+async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve one HTTP request of a server whose engine follows a store."""
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = dict(Headers(scope=scope).items())
     try:
         if scope["path"] == "/ready":
-            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-            await _answer_ready(send, outlook, Admission.parse_query(query) or Admission())
+            query = dict(QueryParams(scope["query_string"]).items())
+            ready = await _readiness(outlook, Admission.parse_query(query) or Admission())
+            await ready(scope, receive, send)
             return
         require_known(headers)
         admission = Admission.parse(headers)
         wants_spans = flag_of(SPANS_HEADER, headers.get(SPANS_HEADER.lower()))
     except OptionError as error:
-        await _answer_error(send, _BAD_REQUEST, "BadRequestError", str(error))
+        await _error(_BAD_REQUEST, "BadRequestError", str(error))(scope, receive, send)
         return
     if admission is not None and (refusal := await outlook.refusal(admission)) is not None:
-        await _answer_refusal(send, refusal, await outlook.labels())
+        await _refused(refusal, await outlook.labels())(scope, receive, send)
         return
     exchange = Exchange(admission, wants_spans)
     CURRENT.set(exchange)  # of this task alone, which serves no other request
@@ -65,7 +63,7 @@ async def serve(app: App, outlook: Outlook, scope: Scope, receive: Receive, send
         assert admission is not None  # noqa: S101 - else the engine ends none
         labels = await outlook.labels()
         refusal = admission.refusal_by(labels) or Refusal("another version when it came", False)
-        await _answer_refusal(send, refusal, labels)
+        await _refused(refusal, labels)(scope, receive, send)
 
 
 class _Response:
@@ -110,11 +108,13 @@ class _Response:
             message = {**message, "body": body}
         if not self._has_started:
             self._has_started = True
-            headers = list(start.get("headers", ()))
+            headers = MutableHeaders(raw=list(start.get("headers", ())))
             if self._rewrite is not None:
-                headers = _with_length(headers, message)
-            headers += _headers_of(self._exchange.admitted)
-            await self._send({**start, "headers": headers})
+                del headers["content-length"]
+                if not message.get("more_body", False):
+                    headers["content-length"] = str(len(message["body"]))
+            headers.update(_headers_of(self._exchange.admitted))
+            await self._send({**start, "headers": headers.raw})
         await self._send(message)
 
 
@@ -124,13 +124,12 @@ _Rewrite = Callable[[bytes, Exchange, bool], bytes | None]
 
 def _rewrite_of(start: Message) -> _Rewrite | None:
     """Return what adds the fields to a body of this type; None: it has no choices."""
-    for name, value in start.get("headers", ()):
-        if name.lower() == b"content-type" and start["status"] == _OK:
-            if value.startswith(b"application/json"):
-                return _JsonBody()
-            if value.startswith(b"text/event-stream"):
-                return _EventStream()
-    return None
+    kind = Headers(raw=list(start.get("headers", ()))).get("content-type", "")
+    if start["status"] != _OK:
+        return None
+    if kind.startswith("application/json"):
+        return _JsonBody()
+    return _EventStream() if kind.startswith("text/event-stream") else None
 
 
 class _JsonBody:
@@ -170,28 +169,20 @@ def _with_fields_in_event(event: bytes, exchange: Exchange) -> bytes:
     return _DATA + _encoded(with_fields(chunk, exchange, is_chunk=True))
 
 
-def _with_length(headers: Sequence[tuple[bytes, bytes]], body: Message) -> list[Any]:
-    """Correct the length of a body that is sent whole."""
-    told = [header for header in headers if header[0].lower() != b"content-length"]
-    if not body.get("more_body", False):
-        told.append((b"content-length", str(len(body["body"])).encode()))
-    return told
-
-
-def _headers_of(label: WeightLabel | None) -> list[tuple[bytes, bytes]]:
+def _headers_of(label: WeightLabel | None) -> dict[str, str]:
     """Return the headers about weights; none if nothing was generated."""
     if label is None:
-        return []
+        return {}
     metadata = json.dumps(label.metadata) if label.metadata else ""
     values = {
         "x-weight-version": label.version,
         "x-weight-history": label.history,
         "x-weight-metadata": metadata if len(metadata) <= _MAX_HEADER_CHARS else None,
     }
-    return [(name.encode(), value.encode("latin-1")) for name, value in values.items() if value]
+    return {name: value for name, value in values.items() if value}
 
 
-async def _answer_ready(send: Send, outlook: Outlook, admission: Admission) -> None:
+async def _readiness(outlook: Outlook, admission: Admission) -> JSONResponse:
     refusal = await outlook.refusal(admission)
     labels = await outlook.labels()
     body = {
@@ -199,45 +190,24 @@ async def _answer_ready(send: Send, outlook: Outlook, admission: Admission) -> N
         "reason": None if refusal is None else refusal.reason,
         "replicas": [label.as_json() for label in labels],
     }
-    await _answer(send, _OK if refusal is None else _UNAVAILABLE, body)
+    return JSONResponse(body, _OK if refusal is None else _UNAVAILABLE)
 
 
-async def _answer_refusal(send: Send, refusal: Refusal, labels: Sequence[WeightLabel]) -> None:
+def _refused(refusal: Refusal, labels: Sequence[WeightLabel]) -> JSONResponse:
     waits = {} if refusal.is_final else {"retry-after": str(RETRY_AFTER_S)}
     ahead = ", and it does not go back" if refusal.is_final else ""
     message = f"this engine has {refusal.reason}{ahead}"
     oldest = min(labels, key=lambda label: label.number or 0)
-    await _answer_error(send, _CONFLICT, "WeightVersionError", message, waits, oldest)
+    headers = waits | _headers_of(oldest)
+    return _error(_CONFLICT, "WeightVersionError", message, headers, weights=oldest.as_json())
 
 
-async def _answer_error(
-    send: Send,
-    status: int,
-    kind: str,
-    message: str,
-    headers: Mapping[str, str] | None = None,
-    label: WeightLabel | None = None,
-) -> None:
-    """Answer with an error, in the form that OpenAI's clients read."""
+def _error(
+    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> JSONResponse:
+    """Make an answer about an error, in the form that OpenAI's clients read."""
     error = {"message": message, "type": kind, "param": None, "code": status}
-    body: dict[str, Any] = {"error": error}
-    if label is not None:
-        body["weights"] = label.as_json()
-    extra = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    await _answer(send, status, body, extra + _headers_of(label))
-
-
-async def _answer(
-    send: Send, status: int, body: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
-    content = _encoded(body)
-    told = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(content)).encode()),
-        *headers,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": told})
-    await send({"type": "http.response.body", "body": content})
+    return JSONResponse({"error": error, **more}, status, headers)
 
 
 def _encoded(values: Any) -> bytes:
