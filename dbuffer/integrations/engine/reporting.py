@@ -57,19 +57,15 @@ class FollowerReport:
     def __init__(self) -> None:
         self._engine_id = ""
         self._families: dict[str, Any] = {}
-        self._metrics: dict[str, Any] = {}
+        """Metrics by name; none before :meth:`begin`."""
         self._rank_stats: dict[str, dict[str, float]] = {}
 
     def begin(self, engine_id: str) -> None:
         """Report on an engine of this name from now on; before that, nothing is reported."""
         self._engine_id = engine_id
         self._families = _registered()
-        # Gauges are added with their first value.
-        self._metrics = {
-            name: family.labels(engine=engine_id)
-            for name, family in self._families.items()
-            if name not in GAUGES
-        }
+        for name in self._families.keys() - GAUGES.keys():
+            self._metric(name)  # is there from now on; gauges are added with their first value
         self._rank_stats = {}
 
     def following(self) -> None:
@@ -149,9 +145,12 @@ class FollowerReport:
             if gained.get("staged", 0) > 0:
                 self._observe("stage_seconds", gained["stage_s"] / gained["staged"])
 
+    def _metric(self, name: str) -> Any:
+        return self._families[name].labels(engine=self._engine_id)
+
     def _set(self, name: str, value: float) -> None:
         if name in self._families:
-            self._families[name].labels(engine=self._engine_id).set(value)
+            self._metric(name).set(value)
 
     def _forget(self, *names: str) -> None:
         """Remove gauges until they are set again."""
@@ -164,12 +163,12 @@ class FollowerReport:
                 self._families[name].remove(self._engine_id)
 
     def _add(self, name: str, amount: float = 1) -> None:
-        if name in self._metrics and amount > 0:
-            self._metrics[name].inc(amount)
+        if name in self._families and amount > 0:
+            self._metric(name).inc(amount)
 
     def _observe(self, name: str, seconds: float) -> None:
-        if name in self._metrics:
-            self._metrics[name].observe(seconds)
+        if name in self._families:
+            self._metric(name).observe(seconds)
 
 
 @functools.cache
