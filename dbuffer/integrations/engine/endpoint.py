@@ -11,7 +11,7 @@ from typing import Any
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.shape_check import no_places
@@ -176,10 +176,7 @@ class RankEndpoint:
 
     def _following(self) -> RankReceiver:
         if self.receiver is None:
-            raise errors.UnsupportedError(
-                "this engine follows no store yet: name one first (vLLM's own call for that: "
-                "init_weight_transfer_engine, with init_info={'store': directory})"
-            )
+            raise errors.UnsupportedError(NO_STORE_YET)
         return self.receiver
 
     def _check(self, rank: EngineRank, tensors: Sequence[TensorSpec]) -> None:

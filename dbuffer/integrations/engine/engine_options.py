@@ -19,6 +19,11 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
 from dbuffer.runtime import options as checks
 
+NO_STORE_YET = (
+    "this engine follows no store yet: name one first (vLLM's own call for that: "
+    "init_weight_transfer_engine, with init_info={'store': directory})"
+)
+
 
 def rank_id(engine_id: str, rank: int) -> str:
     """Return the id of an engine's rank among a store's receivers."""

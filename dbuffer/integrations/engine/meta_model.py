@@ -73,7 +73,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         """All names of its parameters, those of tied ones included."""
-        self._name_of = {id(tensor): name for name, tensor in model.named_parameters()}
         self._loaded: dict[int, int] = {}
         self._read: set[int] = set()
         self._embedded: set[int] = set()
@@ -235,21 +234,13 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
-            # Some models load in threads of their own, which have modes of their own too.
-            is_here = threading.get_ident() == self._thread
             self._require_rows(param, loaded)
             before = self._num_copied
+            # Some models load in threads of their own, which have modes of their own too.
+            is_here = threading.get_ident() == self._thread
             with contextlib.nullcontext() if is_here else self:
                 result = loader(*args, **kwargs)
-            count = self._num_copied - before
-            # Each rank takes its share, or all of it, or nothing (another rank's expert).
-            is_padded = id(param) in self._padded
-            if not is_padded and 0 < count * self.num_shares(param) < loaded.numel():
-                raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
-            if is_padded and self.recorder.is_source(loaded):
-                self._embedded.add(storage_of(loaded))
-            self.note_loaded(param, count, is_part=bool(which_part))
-            self._loaded[id(param)] = self.count_of(param) + count
+            self._count(param, loaded, self._num_copied - before, is_part=bool(which_part))
             return result
 
         # Parameters of some quantizations have a property of that name, without a setter.
@@ -257,12 +248,24 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_fixed = isinstance(declared, property) and declared.fset is None
         setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
 
+    def _count(self, parameter: Any, loaded: torch.Tensor, count: int, *, is_part: bool) -> None:
+        """Add the elements that a loader has written; refuse a tensor that it took a bit of."""
+        # Each rank takes its share, or all of it, or nothing (another rank's expert).
+        is_padded = id(parameter) in self._padded
+        if not is_padded and 0 < count * self.num_shares(parameter) < loaded.numel():
+            raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
+        if is_padded and self.recorder.is_source(loaded):
+            self._embedded.add(storage_of(loaded))
+        self.note_loaded(parameter, count, is_part=is_part)
+        self._loaded[id(parameter)] = self.count_of(parameter) + count
+
     def _require_rows(self, parameter: Any, loaded: torch.Tensor) -> None:
         """Refuse a vocabulary of another size with its sizes, which loaders do not name."""
         num_rows = getattr(self._padded.get(id(parameter)), "org_vocab_size", None)
         if num_rows is None or not loaded.ndim or loaded.shape[0] == num_rows:
             return
-        name = self._name_of.get(id(parameter), "its embedding")
+        named = self.model.named_parameters()
+        name = next((name for name, tensor in named if tensor is parameter), "its embedding")
         raise WeightsMismatchError(
             f"{name} of the engine has the {num_rows} rows of its vocabulary, not {len(loaded)}: "
             f"publish {num_rows} rows, without those that a trainer pads it with, or start the "

@@ -46,7 +46,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferWeightSender,
     engine_in,
 )
-from dbuffer.integrations.vllm.vllm_engine import AsyncVllm, is_async
+from dbuffer.integrations.vllm.vllm_engine import IN_ITS_EVENT_LOOP, AsyncVllm, is_async
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store import filesystem
@@ -366,7 +366,4 @@ def _require_another_thread(engine: Any) -> None:
     except RuntimeError:
         return
     if is_async(engine) and AsyncVllm.loop_of(engine) is running:
-        raise EngineBusyError(
-            "called in the engine's event loop, which this would wait for: call it in another "
-            "thread, as with await asyncio.to_thread(...)"
-        )
+        raise EngineBusyError(IN_ITS_EVENT_LOOP)

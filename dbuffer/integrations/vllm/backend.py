@@ -130,7 +130,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         ).bind(*args, **kwargs)
         if not is_old:
             super().__init__(config, **given.arguments)
-            self._follow_in_worker(self.vllm_config, self.device)
+            self._follow_in_worker()
             return
         self.config, self.parallel_config = config, given.arguments["parallel_config"]
         self.model = given.arguments["model"]
@@ -139,12 +139,12 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._callback_loader = CallbackLoader(self.parallel_config)
         else:
             leave_layers_alone(worker)
-            self._follow_in_worker(worker.vllm_config, worker.device)
+            self.vllm_config, self.device = worker.vllm_config, worker.device
+            self._follow_in_worker()
 
-    def _follow_in_worker(self, vllm_config: Any, device: Any) -> None:
-        self._vllm_config, self._device = vllm_config, device
+    def _follow_in_worker(self) -> None:
         self._endpoint = RankEndpoint.of(self.model)
-        options = options_of(vllm_config.additional_config)
+        options = options_of(self.vllm_config.additional_config)
         if options is not None:
             self._begin(options)
             assert self._endpoint.receiver is not None  # noqa: S101 - it has begun
@@ -154,7 +154,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Check ``init_info``; None on ranks that must not raise."""
         if self._callback_loader is not None:
             return DBufferInitInfo.parse(init_dict)
-        with raising_once(self._vllm_config):
+        with raising_once(self.vllm_config):
             return DBufferInitInfo.parse(init_dict)
         return None
 
@@ -171,7 +171,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._callback_loader is not None:
             self._callback_loader.begin(init_info)
             return
-        with raising_once(self._vllm_config):
+        with raising_once(self.vllm_config):
             self._begin(init_info)
 
     def start_weight_update(self) -> None:
@@ -220,10 +220,10 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _begin(self, options: EngineOptions) -> None:
         def rank() -> WorkerRank:
-            return WorkerRank(self._vllm_config, self.model, self._device)
+            return WorkerRank(self.vllm_config, self.model, self.device)
 
         self._endpoint.begin(rank, options)
 
     def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
-        with raising_once(self._vllm_config):
+        with raising_once(self.vllm_config):
             self._endpoint.update(request)

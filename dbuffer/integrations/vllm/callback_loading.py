@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
@@ -126,10 +126,7 @@ class CallbackLoader:
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
         if self._receiver is None or self._options is None:
-            raise UnsupportedError(
-                "this engine follows no store yet: name one first (vLLM's own call for that: "
-                "init_weight_transfer_engine, with init_info={'store': directory})"
-            )
+            raise UnsupportedError(NO_STORE_YET)
         admitted = self._options.admit(request)
         if isinstance(admitted, OptionError):
             raise admitted

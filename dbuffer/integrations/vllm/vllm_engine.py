@@ -36,6 +36,11 @@ from dbuffer.runtime.translated import TranslatedErrors
 
 ResultT = TypeVar("ResultT")
 
+IN_ITS_EVENT_LOOP = (
+    "called in the engine's event loop, which this would wait for: call it in another thread, as "
+    "with await asyncio.to_thread(...)"
+)
+
 
 class OfflineVllm(Engine):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
@@ -189,10 +194,7 @@ class AsyncVllm(Engine):
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         if _is_in_loop(self._loop):
             call.close()
-            raise EngineBusyError(
-                "called in the engine's event loop, which this would wait for: call it in another "
-                "thread, as with await asyncio.to_thread(...)"
-            )
+            raise EngineBusyError(IN_ITS_EVENT_LOOP)
         if self._loop.is_closed():
             call.close()
             raise EngineEndedError("its event loop has ended")

@@ -275,14 +275,18 @@ class WeightLoader:
         self.forget()
         if switch is None or switch.plan is not self._plan:
             self._reload(tensors)
-            return
-        if self._num_verifications == _MAX_VERIFICATIONS:
+        elif self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
                 f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
                 "move, or layers change more than they load"
             )
             self._reload(tensors)
-            return
+        else:
+            self._reload_and_verify(tensors, switch, identity)
+
+    def _reload_and_verify(
+        self, tensors: Tensors, switch: PreparedSwitch, identity: str | None
+    ) -> None:
         plan, started = switch.plan, time.monotonic()
         plan.verified_for = None
         self._num_verifications += 1
