@@ -17,3 +17,5 @@ RUN python3 -c "import torch; print('torch==' + torch.__version__)" > /tmp/insta
 RUN python3 -m pip install --no-cache-dir --constraint /tmp/installed.txt \
     "$(echo /wheels/dbuffer-*.whl)[cli,delta]"
 RUN python3 -c "from dbuffer.integrations.vllm import FollowStore"
+# For the recipes (docs/recipes.md); your trainer may need another image.
+COPY examples/trainer.py /examples/

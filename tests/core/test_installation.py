@@ -122,7 +122,7 @@ def test_the_commands_of_the_image_add_dbuffer_to_vllm(
     root = tmp_path / "root"
 
     def inside(text: str) -> str:
-        return re.sub(r"(?<![\w:.])/(?=(?:src|wheels|tmp)\b)", f"{root}/", text)
+        return re.sub(r"(?<![\w:.])/(?=(?:examples|src|wheels|tmp)\b)", f"{root}/", text)
 
     (root / "tmp").mkdir(parents=True)
     steps = IMAGE.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()

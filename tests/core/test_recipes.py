@@ -1,0 +1,172 @@
+"""The recipes for clusters: their commands are understood, and their parts fit together.
+
+vLLM's own parser reads their `vllm serve` in `tests/integrations/vllm/test_recipes.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.tools.cli import app
+from tests.support import ROOT
+from tests.support.recipes import (
+    EXAMPLES,
+    SlurmJob,
+    commands,
+    compose,
+    containers,
+    kubernetes_objects,
+    option_of,
+    pods,
+)
+
+MODEL_OPTIONS = ("--tensor-parallel-size", "8")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
+    return SlurmJob(tmp_path_factory.mktemp("job"), *MODEL_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def all_commands(job: SlurmJob) -> list[list[str]]:
+    return [*commands(), *job.commands]
+
+
+# SLURM, by stand-ins for its commands.
+
+
+def test_a_job_ends_with_its_trainer_and_leaves_nothing(job: SlurmJob) -> None:
+    assert job.code == 0, job.errors
+    assert job.left == []
+
+
+def test_a_job_whose_trainer_fails_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    failed = SlurmJob(tmp_path / "job", trainer_exits_with=7)
+    assert failed.code == 7
+    assert failed.left == []
+
+
+def test_a_job_passes_options_to_vllm_and_waits_for_all_engines(job: SlurmJob) -> None:
+    server, trainer = job.commands
+    assert server[:3] == ["vllm", "serve", "/shared/checkpoint"]
+    assert tuple(server[-2:]) == MODEL_OPTIONS
+    assert trainer[-2:] == ["--receivers", "2"]
+
+
+# Commands.
+
+
+def test_dbuffers_commands_are_understood(all_commands: list[list[str]]) -> None:
+    group = typer.main.get_command(app)
+    found = [command[1:] for command in all_commands if command[0] == "dbuffer"]
+    assert found
+    for name, *arguments in found:
+        subcommand = group.get_command(None, name)  # type: ignore[attr-defined]
+        subcommand.make_context(name, arguments)  # parsed, and not carried out
+
+
+def options_of_trainer() -> set[str]:
+    """Options that `examples/trainer.py` adds to its parser, which imports for seconds."""
+    tree = ast.parse((EXAMPLES / "trainer.py").read_text(encoding="utf-8"))
+    return {
+        str(ast.literal_eval(node.args[0]))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "add_argument"
+    }
+
+
+def test_the_trainer_has_its_options(all_commands: list[list[str]]) -> None:
+    found = [command for command in all_commands if command[0] == "python3"]
+    assert len(found) == 3
+    for _, program, *arguments in found:
+        assert (ROOT / program.lstrip("/")).is_file()
+        assert {name for name in arguments if name.startswith("--")} < options_of_trainer()
+        assert len([name for name in arguments if name.startswith("/")]) == 2
+
+
+def test_engines_follow_the_store_that_the_trainer_writes(all_commands: list[list[str]]) -> None:
+    """Or, in a pod, the copy that the mirror beside them makes."""
+    stores = {command[3] for command in all_commands if command[0] == "python3"}
+    copies = {command[3]: command[2] for command in all_commands if command[0] == "dbuffer"}
+    servers = [command for command in all_commands if command[0] == "vllm"]
+    assert len(servers) == 3
+    followed = []
+    for server in servers:
+        options = EngineOptions.parse(option_of(server, "--additional-config")["dbuffer"])
+        followed.append(copies.get(options.store, options.store))
+        assert option_of(server, "--weight-transfer-config") == {"backend": "dbuffer"}
+        module, _, name = server[server.index("--middleware") + 1].rpartition(".")
+        assert getattr(importlib.import_module(module), name)
+    assert set(followed) == stores
+
+
+# Kubernetes and Compose.
+
+
+def test_mounts_of_pods_are_volumes() -> None:
+    claims = {o["metadata"]["name"] for n, o in kubernetes_objects().items() if "Claim" in n}
+    for pod in pods():
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert set(mounts.values()) <= set(volumes)
+            words = [*container["command"], *container["args"]]
+            for path in re.findall(r'(?<![\w/.])/(?:weights|dev/shm)[^" ]*', " ".join(words)):
+                assert any(path.startswith(f"{mount}/") for mount in mounts), path
+        for volume in volumes.values():
+            if (claim := volume.get("persistentVolumeClaim")) is not None:
+                assert claim["claimName"] in claims
+            else:
+                assert volume["emptyDir"].keys() == {"medium", "sizeLimit"}
+
+
+def test_pods_run_as_one_user_without_a_group_of_the_volume() -> None:
+    users = [pod["securityContext"] for pod in pods()]
+    assert users[0]["runAsNonRoot"]
+    assert all(user == users[0] for user in users)
+    assert not any("fsGroup" in user for user in users)
+    assert not any("runAsUser" in container["securityContext"] for container in containers())
+
+
+def test_memory_of_the_copy_fits_its_volume_and_its_writer() -> None:
+    (pod,) = (pod for pod in pods() if "initContainers" in pod)
+    (mirror,) = pod["initContainers"]
+    (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
+    limit, size = mirror["resources"]["limits"]["memory"], shm["sizeLimit"]
+    assert int(limit.removesuffix("Gi")) > int(size.removesuffix("Gi")) >= 3 * 16e9 / 2**30
+
+
+def test_probes_and_the_service_name_ports() -> None:
+    for container in containers():
+        ports = {port["name"] for port in container.get("ports", [])}
+        probes = [probe for name, probe in container.items() if name.endswith("Probe")]
+        for probe in probes:
+            assert probe["httpGet"]["port"] in ports
+    objects = kubernetes_objects()
+    (port,) = objects["Service/vllm"]["spec"]["ports"]
+    served = objects["Deployment/vllm"]["spec"]["template"]
+    assert objects["Service/vllm"]["spec"]["selector"] == served["metadata"]["labels"]
+    assert port["targetPort"] in {p["name"] for p in served["spec"]["containers"][0]["ports"]}
+
+
+def test_services_of_compose_share_the_store() -> None:
+    project = compose()
+    services: dict[str, Any] = project["services"]
+    for service in services.values():
+        names = {volume.split(":")[0] for volume in service["volumes"]}
+        assert set(project["volumes"]) < names
+        assert (EXAMPLES / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert {service["user"] for service in services.values()} == {"1000:1000"}
+    assert "uid=1000" in project["volumes"]["weights"]["driver_opts"]["o"]
+    assert services["vllm"]["shm_size"] != "64mb"

@@ -1,0 +1,37 @@
+"""vLLM understands the servers' commands of the recipes for clusters, and of the documentation."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from tests.support.documents import BLOCKS
+from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
+from tests.support.recipes import SlurmJob, commands
+
+pytestmark = NEEDS_VLLM
+
+
+def shown() -> list[list[str]]:
+    """Commands `vllm serve` in the README and the pages."""
+    lines = [
+        line
+        for block in BLOCKS
+        if block.language == "console"
+        for line in block.code.replace("\\\n", " ").splitlines()
+    ]
+    return [shlex.split(line[2:]) for line in lines if line.startswith("$ vllm serve")]
+
+
+def test_vllm_understands_the_commands(tmp_path: Path) -> None:
+    job = SlurmJob(tmp_path / "job", "--tensor-parallel-size", "8")
+    found = [*commands(), *job.commands, *shown()]
+    servers = [command for command in found if command[:2] == ["vllm", "serve"]]
+    assert len(servers) >= 5
+    unknown = [*servers[0], "--no-such-option"]
+    (tmp_path / "commands.json").write_text(json.dumps([*servers, unknown]))
+    *understood, refused = observe("vllm_recipes.py", tmp_path)
+    middleware = ["dbuffer.integrations.vllm.FollowStore"]
+    assert understood == [[command[2], middleware] for command in servers]
+    assert "no-such-option" in refused
