@@ -23,7 +23,7 @@ myst_heading_anchors = 3
 
 # Importing them takes longer than all the rest, or they are not there (verl); their own names are
 # documented elsewhere.
-autodoc_mock_imports = ["ray", "torchrl", "verl", "vllm"]
+autodoc_mock_imports = ["ray", "sglang", "torchrl", "verl", "vllm"]
 autodoc_class_signature = "separated"
 autodoc_default_options = {"exclude-members": "__new__"}
 autodoc_member_order = "bysource"

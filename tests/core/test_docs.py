@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 import re
 import runpy
 import shlex
@@ -25,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dbuffer
 from benchmarks.request_costs import PRICES
+from dbuffer import integrations
 from dbuffer.format import manifest as records
 from dbuffer.format import objects
 from dbuffer.format.layout import Layout
@@ -433,6 +436,34 @@ def test_every_option_of_an_engine_is_documented() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
     options = {item.name for item in dataclasses.fields(EngineOptions)}
     assert named == options - {"instance_id"} | {"pause"}  # the first is set by who follows
+
+
+def public_names() -> list[str]:
+    """Names of `dbuffer` besides its errors, which have a page, and of the integrations."""
+    names = [f"dbuffer.{name}" for name in dbuffer.__all__ if not name.endswith("Error")]
+    names.remove("dbuffer.__version__")
+    for package in pkgutil.iter_modules(integrations.__path__, "dbuffer.integrations."):
+        module = importlib.import_module(package.name)
+        names += [f"{package.name}.{name}" for name in getattr(module, "__all__", ())]
+    return names
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\bdbuffer(?:\.\w+)+", text))
+    assert {name for name in public_names() if name not in shown} == set()
+
+
+def test_every_public_name_has_an_example() -> None:
+    """That is run, or says which test shows it."""
+    code = "\n".join(
+        block.code
+        for block in BLOCKS
+        if block.language in ("python", "console")
+        and (block.mark != NOT_RUN or re.search("shown .*by tests/", block.reason))
+    )
+    words = set(re.findall(r"\w+", code))
+    assert {name for name in public_names() if name.rpartition(".")[2] not in words} == set()
 
 
 def rows_of(text: str) -> list[list[str]]:
