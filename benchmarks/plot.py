@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,6 +78,52 @@ def save_latencies(shares_ms: Mapping[str, Mapping[str, float]], path: Path, cap
     axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Inter-token latency while new weights come (lower is better)", fontsize=12)
     _finish(figure, path, caption)
+
+
+def save_board(panels: Sequence[Mapping[str, Any]], path: Path, caption: str) -> None:
+    """Draw the dashboard's panels over the seconds of a run, three in a row."""
+    pyplot = _pyplot()
+    rows = -(-len(panels) // 3)
+    figure, axes = pyplot.subplots(
+        rows, 3, figsize=(13, 2.1 * rows), sharex=True, layout="constrained"
+    )
+    for axis, panel in itertools.zip_longest(axes.flat, panels):
+        if panel is None:
+            axis.set_visible(False)
+            continue
+        for series in panel["series"]:
+            axis.plot(*_with_gaps(series["points"]), ".-", markersize=3, label=series["name"])
+        axis.set_title(f"{panel['title']} ({UNITS[panel['unit']]})", loc="left", fontsize=9)
+        axis.legend(fontsize=6, frameon=False, loc="best")
+        top = axis.get_ylim()[1]
+        axis.set_ylim(-0.03 * top, top)  # a line at 0 is to be seen
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("The board's panels, drawn by matplotlib from a run's metrics", fontsize=12)
+    _finish(figure, path, f"seconds of the run; {caption}")
+
+
+def _with_gaps(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return times and values, with a value of NaN wherever points are missing."""
+    times_s: list[float] = []
+    values: list[float] = []
+    for at_s, value in points:
+        if times_s and at_s - times_s[-1] > 3:
+            times_s.append(at_s)
+            values.append(math.nan)
+        times_s.append(at_s)
+        values.append(value)
+    return times_s, values
+
+
+UNITS = {
+    "none": "number",
+    "s": "s",
+    "ops": "per s",
+    "Bps": "bytes/s",
+    "percentunit": "share",
+}
+"""Grafana's names of units, and what a chart says."""
 
 
 def caption(environment: Mapping[str, str]) -> str:
@@ -180,6 +228,8 @@ def main() -> None:
     save_pauses(pause["engines"], RESULTS / "pause.png", caption(pause["environment"]))
     latencies = read_latencies((RESULTS / "latency.txt").read_text(encoding="utf-8"))
     save_latencies(latencies[0], RESULTS / "latency.png", latencies[1])
+    board = _read("board.json")
+    save_board(board["panels"], RESULTS / "board.png", caption(board["environment"]))
 
 
 if __name__ == "__main__":

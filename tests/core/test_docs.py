@@ -428,6 +428,21 @@ def test_the_dashboard_shows_each_metric(metric_names: dict[str, set[str]]) -> N
     assert len(places) == len(board["panels"]), "two panels are at one place"
 
 
+def test_prometheus_answered_each_query_of_the_dashboard() -> None:
+    """In the tutorial's run (`python -m benchmarks.board`), whose panels are drawn."""
+    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    panels = {each["title"]: each for each in board["panels"] if each["type"] != "row"}
+    del panels["Requests to buckets"]  # the tutorial has no bucket
+    kept = json.loads(result("board.json"))["panels"]
+    assert [panel["title"] for panel in kept] == list(panels)
+    for panel in kept:
+        targets = panels[panel["title"]]["targets"]
+        assert panel["queries"] == [target["expr"] for target in targets]
+        drawn = [series for series in panel["series"] if series["points"]]
+        assert {series["query"] for series in drawn} == set(range(len(targets))), panel["title"]
+        assert not [series["name"] for series in drawn if "{{" in series["name"]]
+
+
 def test_every_option_of_an_engine_is_documented() -> None:
     from dbuffer.integrations.engine.engine_options import EngineOptions
 
