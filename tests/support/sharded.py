@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,6 +25,23 @@ from tests.support.patterns import SMALL, SPARSE, Pattern
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""
+
+
+@functools.cache
+def grid() -> DeviceMesh:
+    """All ranks, in two rows.
+
+    One for all tests of a rank: a mesh has process groups of its own, and a thread of gloo looks at
+    each of these a hundred times a second until the process ends.
+    """
+    shape = (2, distributed.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+
+
+@functools.cache
+def mesh_of(*ranks: int) -> DeviceMesh:
+    """These ranks in a row, likewise once. All ranks make it together."""
+    return DeviceMesh("cpu", ranks)
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -103,31 +121,28 @@ def compiled(size: int) -> Case:
 
 def hsdp(size: int) -> Case:
     """Two replicas, each sharded."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
     full = state_of(model)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=grid())
     return model, full
 
 
 def two_dimensions(size: int) -> Case:
     """FSDP of what tensor parallelism has cut by rows and by columns."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
     model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3))
     full = state_of(model)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    model = parallelize_module(model, mesh["tensor"], plan)
-    fully_shard(model, mesh=mesh["data"])
+    model = parallelize_module(model, grid()["inner"], plan)
+    fully_shard(model, mesh=grid()["outer"])
     return model, full
 
 
 def placements(size: int) -> Case:
     """All ways to cut rows and columns on a mesh of two dimensions."""
-    mesh = init_device_mesh("cpu", (2, size // 2))
     ways = (Replicate(), Shard(0), Shard(1), Shard(2))
     full = {f"{one} {two}": whole(5, 7, 3) for one in ways for two in ways}
     pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
-    return dict(zip(full, (distribute_tensor(t, mesh, p) for t, p in pairs), strict=True)), full
+    return dict(zip(full, (distribute_tensor(t, grid(), p) for t, p in pairs), strict=True)), full
 
 
 def made_when_sent(size: int) -> Case:

@@ -18,7 +18,7 @@ def transformers_preloaded() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four(transformers_preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Four ranks in one process group, for all tests that need just that."""
     with World(tmp_path_factory.mktemp("world"), 4) as world:

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -49,6 +48,7 @@ from tests.support.sharded import (
     compiled,
     experts,
     fsdp,
+    grid,
     hsdp,
     mounted,
     partly_fsdp,
@@ -439,15 +439,14 @@ def test_a_local_store_cannot_be_written_from_two_machines(world, store):
 
 def send_in_groups(rank: int, store: Path) -> int:
     """Two trainers of two ranks each, in one job, each with a store of its own."""
-    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
-    mine = rank // 2
-    mesh = DeviceMesh.from_group(groups[mine], "cpu", mesh=[2 * mine, 2 * mine + 1])
+    mine, mesh = rank // 2, grid()["inner"]
     full = SMALL.weights(1 + mine)
     weights = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
-    with ShardedWeightSender(store / str(mine), group=groups[mine], checksum=True) as sender:
+    with ShardedWeightSender(store / str(mine), group=mesh.get_group(), checksum=True) as sender:
         version = sender.send(weights, version=1 + mine).version
+    others = distributed.new_group([0, 1]), distributed.new_group([2, 3])
     with pytest.raises(dbuffer.OptionError):
-        ShardedWeightSender(store / str(mine), group=groups[1 - mine])
+        ShardedWeightSender(store / str(mine), group=others[1 - mine])
     return version
 
 

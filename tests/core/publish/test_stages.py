@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dbuffer
@@ -22,7 +21,7 @@ from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
-from tests.support.sharded import mixtral, mounted, state_of, whole
+from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
 from tests.support.soak import is_soak
 from tests.support.worlds import World
 
@@ -53,20 +52,16 @@ class Layers(nn.Module):
         return states
 
 
-def mesh_of_stages() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-
-
 def pipeline(rank: int, *, is_sharded: bool = True) -> Trainer:
     """Two pipeline stages, each sharded over two ranks with FSDP2, or in two replicas."""
-    mesh = mesh_of_stages()
-    number = mesh.get_local_rank("stage")
+    mesh = grid()
+    number = mesh.get_local_rank("outer")
     model = Layers(range(2 * number, 2 * number + 2))
     if is_sharded:
         for layer in model.layers.values():
-            fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+            fully_shard(layer, mesh=mesh["inner"])
+        fully_shard(model, mesh=mesh["inner"])
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh.get_group("outer"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
     states, target = torch.rand(4, WIDTH), torch.rand(4, WIDTH)
@@ -118,13 +113,13 @@ def one_has_nothing(rank: int) -> Trainer:
 
 def columns(rank: int) -> Trainer:
     """Stages of which each rank holds columns: not in a row in the file."""
-    mesh = mesh_of_stages()
+    mesh = grid()
     torch.manual_seed(0)
     full = [whole(10, 6) for _ in range(4)]
-    number = mesh.get_local_rank("stage")
+    number = mesh.get_local_rank("outer")
     return nudged(
         {
-            f"{layer}": distribute_tensor(full[layer], mesh["shard"], [Shard(1)])
+            f"{layer}": distribute_tensor(full[layer], mesh["inner"], [Shard(1)])
             for layer in range(2 * number, 2 * number + 2)
         }
     )
@@ -294,10 +289,10 @@ def send_transformers_stages(rank: int, store: Path) -> None:
     """Mixtral in two stages of two ranks each: fused experts, published one by one."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    mesh = mesh_of_stages()
+    mesh = grid()
     model = mixtral()
     full = revert_weight_conversion(model, state_of(model))
-    number = mesh.get_local_rank("stage")
+    number = mesh.get_local_rank("outer")
     layer = model.model.layers[number]
     model.model.layers[1 - number] = nn.Identity()
     if number == 0:
@@ -305,7 +300,7 @@ def send_transformers_stages(rank: int, store: Path) -> None:
     else:
         model.model.embed_tokens = nn.Identity()
     for part in (layer, model):
-        fully_shard(part, mesh=mesh["shard"])
+        fully_shard(part, mesh=mesh["inner"])
     with ShardedWeightSender(store) as sender, CommDebugMode() as collectives:
         sender.send(model)
     assert collectives.get_total_counts() == 0
@@ -323,7 +318,7 @@ def test_stages_of_a_transformers_module_are_published_as_its_checkpoint(four, s
 
 def rows(tensor: torch.Tensor, *ranks: int) -> torch.Tensor:
     """A tensor of which each of these ranks holds rows."""
-    return distribute_tensor(tensor, DeviceMesh("cpu", list(ranks)), [Shard(0)])
+    return distribute_tensor(tensor, mesh_of(*ranks), [Shard(0)])
 
 
 def other_shape(rank: int) -> Weights:
@@ -345,10 +340,7 @@ def gap(rank: int) -> Weights:
 
 def gap_in_sum(rank: int) -> Weights:
     """As a gap, where no box says so."""
-    mesh = init_device_mesh("cpu", (4,))
-    from torch.distributed.tensor import Partial
-
-    part = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    part = DTensor.from_local(torch.ones(4), mesh_of(0, 1, 2, 3), [Partial()])
     return {f"{rank}": torch.ones(3)} | ({} if rank == 1 else {"sum": part})
 
 
@@ -370,7 +362,7 @@ def nothing(rank: int) -> Weights:
 
 def nowhere(rank: int) -> Weights:
     """A tensor of ranks that do not describe it."""
-    part = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Replicate()])
+    part = DTensor.from_local(torch.ones(2), mesh_of(0, 1), [Replicate()])
     return {f"{rank}": torch.ones(3)} | ({"away": part} if rank > 1 else {})
 
 
@@ -434,9 +426,9 @@ def test_what_does_not_fit_together_is_refused_by_name_on_all_ranks(four, store,
 
 
 def send_beyond_the_group(rank: int, store: Path) -> str:
-    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
     tensor = rows(torch.ones(8), 0, 1, 2, 3)
-    with ShardedWeightSender(store / f"{rank // 2}", group=groups[rank // 2]) as sender:
+    group = grid().get_group("inner")
+    with ShardedWeightSender(store / f"{rank // 2}", group=group) as sender:
         with pytest.raises(dbuffer.InvalidWeightsError) as caught:
             sender.send({"tensor": tensor})
     return str(caught.value)
@@ -450,11 +442,11 @@ def test_parts_on_ranks_outside_of_the_group_are_refused(four, store):
 
 def send_one_replica(rank: int, store: Path) -> None:
     """HSDP, with a sender of one replica's ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = grid()
     torch.manual_seed(0)
     full = whole(9, 3)
     tensor = distribute_tensor(full, mesh, [Replicate(), Shard(0)])
-    with ShardedWeightSender(store / f"{rank // 2}", group=mesh.get_group("shard")) as sender:
+    with ShardedWeightSender(store / f"{rank // 2}", group=mesh.get_group("inner")) as sender:
         sender.send({"tensor": tensor, f"{rank}": torch.ones(1)})
     if rank % 2 == 0:
         with WeightReceiver(store / f"{rank // 2}") as receiver, receiver.open() as snapshot:
