@@ -528,6 +528,21 @@ def test_torchrls_figures_are_those_of_the_results() -> None:
     for row in shown:
         assert row in measured
 
+    def counts(since: str, until: str) -> dict[str, list[str]]:
+        """Columns of a table of the result, of both ways."""
+        titles, _, *rows = rows_of(result("torchrl.txt").partition(since)[2].partition(until)[0])
+        return {title: list(cells) for title, *cells in zip(titles, *rows, strict=True)}
+
+    reads = counts("One process writes", "A writer is killed")
+    kills = counts("A writer is killed", "\nTargets")
+    whole = [
+        str(int(old) + int(new))
+        for old, new in zip(kills["the version before"], kills["the new version"], strict=True)
+    ]
+    torn = [", ".join(each) for each in zip(reads["torn"], reads["failed"], strict=True)]
+    expected = [reads["reads"], torn, kills["killed"], whole, kills["a mix"], kills["unreadable"]]
+    assert [row[1:3] for row in rows_of(section)[-6:]] == expected
+
 
 def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
     text = " ".join((DOCS / "object-storage.md").read_text(encoding="utf-8").split())
@@ -544,6 +559,12 @@ def test_the_fleets_figures_are_those_of_the_results() -> None:
     assert shown
     for row in shown:
         assert row[1:] in measured
+    speed = re.search(r"found at ([\d.]+) GB/s", results)
+    assert speed is not None
+    tree = "tree of mirrors, 32 each, a delta"
+    (delta,) = (row for row in rows_of(results) if row[0].endswith(tree))
+    assert f"encodes for {delta[1]} ({speed[1]} GB/s" in " ".join(page.split())
+    assert f"Of the {delta[2]}, one trainer process" in " ".join(page.split())
     real = results.rpartition("a mirror read ")[2]
     least, most, seconds = re.findall(r"\d+\.\d+", real)
     assert f"read {least} to {most} times its bytes" in page
@@ -631,6 +652,53 @@ def test_the_bytes_of_deltas_are_those_of_the_results() -> None:
     ]
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
     assert next(row for row in rows_of(text) if not row[0])[1:] == measured
+
+
+def test_the_times_of_deltas_are_those_of_the_results() -> None:
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
+    results = result("delta.txt")
+    tables = [part for part in results.split("\n\n") if "| of memcpy's time |" in part]
+    shares = [[row[2] for row in rows_of(table)[3:]] for table in tables]  # below memcpy's own row
+    assert [row[1:] for row in rows_of(text) if row[0][:4] in ("0.61", "1.09")] == shares
+
+    measured = {row[0].partition(",")[0]: row[2] for row in rows_of(results) if len(row) == 4}
+    shown = {row[0]: row[2] for row in rows_of(text) if len(row) == 3}
+    found = shown["find and encode, 290 / 18,867 tensors"]
+    applied = shown["decode and apply"]
+    for kind, place in (("dense", 0), ("experts", 1)):
+        for name, cell in (("find + encode", found), ("decode + apply", applied)):
+            (row,) = (r for r in rows_of(results) if r[0].startswith(f"{name}, {kind}"))
+            assert cell.removesuffix(", missed").split(" / ")[place] == row[2]
+    for name, cell in shown.items():
+        if (figure := measured.get(name.partition(",")[0])) and "bytes of a delta" not in name:
+            assert cell.startswith(figure.replace("%", " %")), name
+    pauses = re.search(
+        r": ([\d.]+) ms for a whole version, ([\d.]+) ms .*, ([\d.]+) ms for", results
+    )
+    assert pauses is not None
+    whole, delta, memcpy = pauses.groups()
+    assert f"{delta} ms and {whole} ms; memcpy {memcpy} ms" in text
+    alone = re.search(r"known places, and no more: ([\d.]+)", results)
+    assert alone is not None
+    assert f"writing them alone takes {alone[1]} of it" in " ".join(text.split())
+
+
+def test_the_memory_of_engines_is_that_of_the_results() -> None:
+    rows = [row for row in rows_of(result("pause.txt")) if row[0] == "memory to stage a version"]
+    packed, live, experts = (float(row[2]) for row in rows)
+    guide = " ".join((DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8").split())
+    assert f"was {packed / 1000:.1f} GB beside a model of 0.99 GB" in guide
+    assert f"{experts / 1000:.1f} GB beside 1.09 GB of experts" in guide
+    tuning = (DOCS / "tuning.md").read_text(encoding="utf-8")
+    assert f"[{live:.0f} MB measured](benchmarks.md#the-pause)" in tuning
+    (sender,) = (r for r in rows_of(result("cpu.txt")) if r[0] == "extra memory in the sender")
+    assert f"[{float(sender[2]):.1f} MB measured](benchmarks.md#targets)" in tuning
+
+
+def test_outputs_of_figures_are_kept() -> None:
+    """Those of soaks are not yet."""
+    pages = [p for p in PAGES if re.search(r"not\s+kept", p.read_text(encoding="utf-8"))]
+    assert [relative(page) for page in pages] == ["docs/guarantees.md"]
 
 
 def slug(heading: str) -> str:
