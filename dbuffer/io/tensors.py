@@ -100,7 +100,7 @@ class MappedTensors(FileTensors):
     """
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, access: int) -> None:
-        super().__init__(_map(file, file_bytes, access), layout)
+        super().__init__(map_file(file, file_bytes, access), layout)
         self.identity = filesystem.identity_of(file)
         """Identity of the mapped file, which another file of the same name may replace."""
         self._is_read_only = access == mmap.ACCESS_READ
@@ -207,23 +207,32 @@ def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
     return flat.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _map(file: int, file_bytes: int, access: int) -> torch.Tensor:
-    # A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened
-    # as; forked children keep it too. So the file is opened once more, with no lock.
+def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
+    """Map an open file; the mapping holds no lock.
+
+    A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened as;
+    forked children keep it too. So the file is opened once more.
+    """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     own = os.open(f"/proc/self/fd/{file}", mode | os.O_CLOEXEC)
+    try:
+        return map_locked(own, file_bytes, access)
+    finally:
+        os.close(own)
+
+
+def map_locked(file: int, file_bytes: int, access: int) -> torch.Tensor:
+    """Map an open file; the mapping holds the file's lock until it is dropped."""
     # A reader writes into no page of it, or few: none need be set aside for a copy of each.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        mapped = mmap.mmap(own, file_bytes, flags, protection)
+        mapped = mmap.mmap(file, file_bytes, flags, protection)
     except OSError as error:
         raise StoreAccessError(
             f"cannot map {file_bytes} bytes of a weights file: {error.strerror}; is there a limit "
             "on this process's memory (ulimit -v, vm.overcommit_memory)?"
         ) from error
-    finally:
-        os.close(own)
     if access != mmap.ACCESS_READ:
         return torch.frombuffer(mapped, dtype=torch.uint8)
     # torch warns of memory that cannot be written, which it cannot know otherwise.

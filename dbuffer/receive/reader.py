@@ -17,6 +17,7 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
 from dbuffer.io.transfer import OnBytes
+from dbuffer.receive.shared_copy import SharedCopy, SharedTensors
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, HeldVersion, Patience
@@ -133,16 +134,24 @@ class VersionReader(VersionVerifier):
         self._in_memory: tuple[Manifest, FileTensors] | None = None
         """Version that was read over a network, in memory that no other object refers to."""
         self._patience = Patience()
+        self._shared: SharedCopy | None = None
 
     @property
     def maps_files(self) -> bool:
         """Whether the store's files are mapped, and not read over a network."""
         return self._store.medium.maps_files
 
+    def share(self) -> None:
+        """Share what is read over a network with other receivers of this host that do so."""
+        if not self.maps_files:
+            self._shared = SharedCopy(self._store.root)
+
     def close(self) -> None:
         """Let go of the memory that was kept."""
         self._mappings.clear()
         self._in_memory = None
+        if self._shared is not None:
+            self._shared.close()
 
     def layout(self, held: Held) -> Layout | None:
         """Return a version's layout; None if a writer was faster."""
@@ -166,7 +175,7 @@ class VersionReader(VersionVerifier):
             return mapped
         tensors = self._read_into_memory(held)
         if keep and tensors is not None:
-            self._in_memory = held.manifest, tensors
+            self._keep(held, tensors)
         return tensors
 
     def keep_memory(self, held: Held, tensors: FileTensors) -> None:
@@ -175,6 +184,10 @@ class VersionReader(VersionVerifier):
         Its user may have written into it, which checksums show; without them it is not used.
         """
         if held.manifest.chain and not self.maps_files and self._must_verify(held):
+            self._keep(held, tensors)
+
+    def _keep(self, held: Held, tensors: FileTensors) -> None:
+        if not isinstance(tensors, SharedTensors):  # which it shares the next time, too
             self._in_memory = held.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
@@ -202,10 +215,7 @@ class VersionReader(VersionVerifier):
         before, self._in_memory = self._in_memory, None
         try:
             with self.reporting_unreadable(held):
-                tensors = None if before is None else self._apply_deltas(*before, held)
-                if tensors is None:
-                    memory = None if before is None else before[1].data
-                    tensors = self._read_from_file(held, memory)
+                tensors = self._read_shared(held) or self._read_alone(before, held)
             if tensors is None:
                 return None
         except StoreNotFoundError as error:
@@ -217,6 +227,30 @@ class VersionReader(VersionVerifier):
         self._record.write(held_version=None)
         return tensors
 
+    def _read_shared(self, held: Held) -> FileTensors | None:
+        """Map what another process has read, or read for all; None: it is to be read alone."""
+        if self._shared is None:
+            return None
+        layout, hashed = held.read_layout(), self._must_verify(held)
+        with self._shared.turn(held.manifest, layout) as turn:
+            if turn is None:
+                return None
+            if (shared := turn.map(verified=hashed)) is not None:
+                return shared
+            if (begun := turn.begin()) is None:
+                return None
+            tensors, since = begun
+            is_there = hashed and self.apply_changes(tensors, since, held, turn.on_bytes)
+            if not is_there and self._read_whole(held, tensors.data, turn.on_bytes) is None:
+                return None
+            return turn.finish(verified=hashed)
+
+    def _read_alone(
+        self, before: tuple[Manifest, FileTensors] | None, held: Held
+    ) -> FileTensors | None:
+        tensors = None if before is None else self._apply_deltas(*before, held)
+        return tensors or self._read_whole(held, None if before is None else before[1].data)
+
     def _apply_deltas(
         self, before: Manifest, tensors: FileTensors, held: Held
     ) -> FileTensors | None:
@@ -226,9 +260,14 @@ class VersionReader(VersionVerifier):
         checksums = self.apply_changes(tensors, before.identity, held)
         return None if checksums is None else tensors
 
-    def _read_from_file(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
+    def _read_whole(
+        self, held: Held, memory: torch.Tensor | None, on_bytes: OnBytes | None = None
+    ) -> FileTensors | None:
+        """Read a version from its file, and verify it; None if its bytes changed."""
         hashed = self._must_verify(held)
-        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
+        tensors, checksums = read_whole(
+            held, self._copier, memory, hashed=hashed, on_bytes=on_bytes
+        )
         if checksums is not None and not self.checksums_match(held, tensors.layout, checksums):
             return None
         return tensors

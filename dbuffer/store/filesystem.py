@@ -472,6 +472,14 @@ def size_at(path: Path) -> int:
         return 0
 
 
+def touched_at(path: Path) -> float:
+    """Time of the last change of the file at ``path``; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def identity_of(descriptor: int) -> tuple[int, int]:
     """Device and inode of an open file, which no other file has that takes its name."""
     status = os.fstat(descriptor)

@@ -19,6 +19,7 @@ from typing import Any
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import MOUNT_VARIABLE
 from tests.support.children import is_running
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy
@@ -223,6 +224,7 @@ def observe_stock_calls(engine: Engine, seen: dict[str, Any]) -> None:
     seen["halted"] = observe_eviction(engine, engine.directory / "evicted")
     seen["broken, followed anew"] = observe_broken_followed_anew(engine)
     seen["replaced"] = observe_replaced_store(engine, engine.directory / "replaced")
+    seen["network"] = observe_network(engine, engine.directory / "network")
 
 
 def observe_extension(engine: Engine, seen: dict[str, Any]) -> None:
@@ -365,6 +367,36 @@ def observe_replaced_store(engine: Engine, store: Path) -> dict[str, Any]:
     seen["refused"] = switch()
     engine.seed = 0
     engine.init()
+    return seen
+
+
+def observe_network(engine: Engine, store: Path) -> dict[str, Any]:
+    """The engine follows a store on what counts as a network mount, through three versions."""
+    take_mounts_for(engine, "network")
+    seen = follow_on_network(engine, store)
+    take_mounts_for(engine, "auto")
+    engine.init()
+    return seen
+
+
+def take_mounts_for(engine: Engine, kind: str) -> None:
+    engine.llm.collective_rpc("test_mount", args=(kind,))
+    os.environ[MOUNT_VARIABLE] = kind
+
+
+def follow_on_network(engine: Engine, store: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {"versions": []}
+    with dbuffer.WeightSender(store) as sender:
+        engine.init(store=str(store), verify="auto")
+        for _ in range(3):
+            engine.seed = 1 - engine.seed
+            engine.llm.collective_rpc("test_bytes_read")
+            published = sender.send(model(engine.seed))
+            engine.switch()
+            read = engine.llm.collective_rpc("test_bytes_read")
+            look = {"tokens": answers(engine.llm), **engine.ask()}
+            seen["versions"].append(look | {"seed": engine.seed, "read": sum(read)})
+            seen["model bytes"] = published.num_bytes
     return seen
 
 

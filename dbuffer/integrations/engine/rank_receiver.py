@@ -94,6 +94,7 @@ class RankReceiver:
             allow_shared_store=options.allow_shared_store,
         )
         receiver.record.set(part_of=self.engine_id, token=token, is_ephemeral=True)
+        receiver.reader.share()
         self._stager = Stager(
             receiver,
             check=self._model.check,
@@ -105,7 +106,6 @@ class RankReceiver:
             # The version to stay on need not be staged again, and would keep the sender waiting.
             applied=self._version if self._version == options.version else None,
         )
-        self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
         is_ephemeral = instance_id in engine_id
@@ -211,16 +211,6 @@ class RankReceiver:
         self._record.close()
         if self._mirror is not None:
             self._mirror.close()
-
-    def _advise_a_local_copy(self) -> None:
-        if self.ranks.size > 1 and self.ranks.rank == 0 and not self._stager.maps_files:
-            logger.info(
-                "%s is on a network mount, and each of %d ranks reads all of each version, which "
-                "NFS fetches once if there is memory to keep it in; with local_store=... one "
-                "process of the node reads it for all of them",
-                self.options.read_store,
-                self.ranks.size,
-            )
 
     def _take_whole(self, version: int, history: str | None) -> Staged:
         self._stager.release()

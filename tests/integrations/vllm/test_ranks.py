@@ -154,6 +154,13 @@ def test_next_run_in_the_same_store_is_refused_if_it_is_to_be(observed: Any) -> 
     assert_serves(observed, seen, 0)
 
 
+def test_ranks_read_a_version_on_a_network_once_between_them(observed: Any) -> None:
+    seen = observed["network"]
+    for version in seen["versions"]:
+        assert_serves(observed, version, version["seed"])
+        assert seen["model bytes"] <= version["read"] < 1.15 * seen["model bytes"]
+
+
 def test_broken_engine_that_is_followed_anew_is_made_whole_by_an_update(observed: Any) -> None:
     seen = observed["broken, followed anew"]
     assert "half-loaded weights" in seen["error"]
