@@ -349,7 +349,7 @@ class _Tools(threading.local):
             import zstandard
         except ImportError as error:
             raise DBufferError(
-                f"deltas need {error.name}: pip install 'dbuffer[delta]', or zstandard itself"
+                "deltas need zstandard: pip install zstandard, which dbuffer's extra delta adds"
             ) from error
         return zstandard
 

@@ -285,5 +285,5 @@ def _obstore() -> Any:
         return importlib.import_module("obstore")
     except ImportError as error:
         raise DBufferError(
-            f"buckets need {error.name}: pip install 'dbuffer[objects]', or obstore itself"
+            "buckets need obstore: pip install obstore, which dbuffer's extra objects adds"
         ) from error

@@ -695,6 +695,41 @@ def test_the_memory_of_engines_is_that_of_the_results() -> None:
     assert f"[{float(sender[2]):.1f} MB measured](benchmarks.md#targets)" in tuning
 
 
+def test_figures_in_the_text_of_pages_are_those_of_the_results() -> None:
+    def cells(name: str, row: str, since: str = "") -> list[str]:
+        """The first such row with figures, after ``since``."""
+        rows = rows_of(result(name).partition(since)[2] if since else result(name))
+        return next(each for each in rows if each[0] == row and len(each) > 2)
+
+    plain, checked = (cells("cpu.txt", row)[3] for row in ("dbuffer", "dbuffer, checksums"))
+    publish, delta, commit, commit_delta = (
+        float(cells("gpu.txt", row, "9.72 GB in 290")[1])
+        for row in ("publish", "publish, 1 % changed", "commit", "commit, 1 % changed")
+    )
+    assert (round(delta / publish), round(commit / commit_delta)) == (9, 11)  # nine; below a tenth
+    most = cells("sharded.txt", "extra memory of the rank that takes most")[2]
+    few, half = (
+        float(cells("delta.txt", f"bytes a changed element, {share} changed")[2])
+        for share in ("0.5%", "47.1%")
+    )
+    ours, theirs = (float(cells("torchrl.txt", way)[1]) for way in ("dbuffer", "TorchRL"))
+    (newest,) = (row[2] for row in rows_of(result("cpu.txt")) if "15 x TorchRL" in row[1])
+    for page, phrase in (
+        ("tuning.md", f"[{plain} of memcpy, not {checked}]"),
+        ("tuning.md", "[nine times](benchmarks.md#gpus) a publish"),
+        ("tuning.md", "a tenth of the pause [with a GPU]"),
+        ("sharded-trainers.md", f"took more than {most} MB of memory"),
+        (
+            "deltas.md",
+            f"{few:.1f} bytes per element where 0.5 % changed, {half:.1f} where half did",
+        ),
+        ("integrations/torchrl.md", f"{theirs / ours:.2f} here"),
+        ("integrations/torchrl.md", f"and {newest} in [two other"),
+    ):
+        text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+        assert phrase in text, phrase
+
+
 def test_outputs_of_figures_are_kept() -> None:
     """Those of soaks are not yet."""
     pages = [p for p in PAGES if re.search(r"not\s+kept", p.read_text(encoding="utf-8"))]
