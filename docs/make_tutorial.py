@@ -3,7 +3,8 @@
 
     .venv/bin/python docs/make_tutorial.py
 
-Needs vLLM and TRL, and takes three minutes. A test runs `follow` and compares.
+Needs vLLM and TRL, and takes three minutes. `python -m benchmarks.board` does the same beside a
+Prometheus, and draws the dashboard. A test runs `follow` and compares.
 """
 
 import os
@@ -23,7 +24,8 @@ from typing import Self
 
 HERE = Path(__file__).parent
 PAGE = HERE / "tutorial.md"
-COLUMNS, ROWS = 110, 24
+COLUMNS, ROWS = 200, 24
+"""Wide enough that no line is folded, also in a test's directory, whose name is long."""
 HOST = "vm"
 """Name of the machine in the page."""
 _TIMEOUT_S = 300.0
@@ -82,7 +84,7 @@ def follow(page: str, replaced: Mapping[str, str], show: Callable[[str], object]
     """
     names = {new: old for old, new in replaced.items()}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    more = {"PATH": path, "TERM": "dumb", "COLUMNS": str(COLUMNS)}
+    more = {"PATH": path, "TERM": "dumb", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
     with Shell(os.environ | more) as shell:
 
         def rerun(block: re.Match[str]) -> str:

@@ -40,7 +40,7 @@ def main(directory: str) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="word-0", eos_token="word-1"
     ).save_pretrained(directory)
-    print(f"{directory}: {model.num_parameters():,} parameters in {model.dtype}")
+    print(f"a Qwen3 with {model.num_parameters():,} random parameters, and {VOCABULARY} words")
 
 
 if __name__ == "__main__":
