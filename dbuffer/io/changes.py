@@ -616,12 +616,12 @@ def check_change(layout: Layout, change: TensorDiff) -> None:
 
 def gather(
     layout: Layout, group: Sequence[TensorDiff]
-) -> tuple[list[slice] | Integers, Words, Words | None]:
+) -> tuple[int, list[slice] | npt.NDArray[np.integer[Any]], Words, Words | None]:
     """Gather the words of a group.
 
     Returns:
-        The places of the words in the file, counted in words of their size: ranges, for whole
-        tensors. Then the new words; and the old ones, if all were kept.
+        The first word's place in the file, counted in words of its size. The words' places from
+        there on: ranges, for whole tensors. Then the new words; and the old ones, if all were kept.
     """
     values = join_words([change.values for change in group])
     old = [change.replaced for change in group if change.replaced is not None]
@@ -629,12 +629,16 @@ def gather(
     starts = [layout.offsets[change.tensor] // values.itemsize for change in group]
     positions = [change.positions for change in group if change.positions is not None]
     if not positions:
-        firsts = [start + change.first for start, change in zip(starts, group, strict=True)]
+        first = starts[0] + group[0].first
+        firsts = [start + change.first - first for start, change in zip(starts, group, strict=True)]
         lengths = [len(change.values) for change in group]
-        return list(map(slice, firsts, map(operator.add, firsts, lengths))), values, replaced
-    places = np.concatenate(positions, dtype=np.int64)
-    places += np.repeat(starts, [len(each) for each in positions])
-    return places, values, replaced
+        return first, list(map(slice, firsts, map(operator.add, firsts, lengths))), values, replaced
+    places = np.concatenate(positions)
+    first = starts[0] + int(places[0])
+    # Modulo 2 ** 32, if positions are narrow: a group spans fewer words.
+    shifts = np.array(starts, np.int64) - first
+    places += np.repeat(shifts.astype(places.dtype), [len(each) for each in positions])
+    return first, places, values, replaced
 
 
 def join_words(parts: Sequence[Words]) -> Words:
@@ -656,14 +660,19 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
                     part = slice(change.first, change.first + len(change.values))
                     words_of(contents, change.tensor)[part] = change.values
             else:
-                places, values, _ = gather(contents.layout, group)
-                write_words(file_words(contents, values.itemsize), places, values, is_added=False)
+                first, places, values, _ = gather(contents.layout, group)
+                words = file_words(contents, values.itemsize)[first:]
+                write_words(words, places, values, is_added=False)
 
     copier.in_parallel(work, cut_work(list(map(num_words, groups)), copier))
 
 
 def write_words(
-    words: Words, places: list[slice] | Integers, values: Words, *, is_added: bool
+    words: Words,
+    places: list[slice] | npt.NDArray[np.integer[Any]],
+    values: Words,
+    *,
+    is_added: bool,
 ) -> None:
     """Write values to places, or add them to the words there."""
     if isinstance(places, np.ndarray):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -115,17 +115,17 @@ def _require_ascending(is_ascending: object) -> None:
 
 
 def _encode_chunk(layout: Layout, group: Sequence[TensorDiff]) -> tuple[Chunk, bytes]:
-    places, words, replaced = gather(layout, group)
+    first, places, words, replaced = gather(layout, group)
     value_code = delta.NEW_WORDS
     if replaced is not None:
         differences = _zigzag(words - replaced)
         if isinstance(places, np.ndarray) or _is_shorter(differences, words):
             value_code, words = delta.DIFFERENCES, differences
     if isinstance(places, np.ndarray):
-        first, size = int(places[0]), int(places[-1] - places[0]) + 1
-        position_code, streams = _encode_positions(places - first, size)
+        size = int(places[-1]) + 1
+        position_code, streams = _encode_positions(places, size)
     else:
-        first, size = places[0].start, places[-1].stop - places[0].start
+        size = places[-1].stop
         position_code, streams = delta.WHOLE, []
     streams += delta.split_planes(words)
     stored = [delta.pack(stream) for stream in streams]
@@ -164,18 +164,22 @@ def _is_shorter(differences: Words, values: Words) -> bool:
     return size(differences) <= size(values)
 
 
-def _encode_positions(positions: Integers, size: int) -> tuple[int, list[npt.NDArray[np.uint8]]]:
+def _encode_positions(
+    positions: npt.NDArray[np.integer[Any]], size: int
+) -> tuple[int, list[npt.NDArray[np.uint8]]]:
     """Encode positions among ``size`` words, of which the first is 0; return their code, too."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    _require_ascending(gaps.min() >= 0)
+    gaps = np.zeros(len(positions), WORDS[positions.itemsize])  # unsigned: none is negative
+    gaps[1:] = positions[1:] - positions[:-1] - 1
+    longest = gaps.max()
+    _require_ascending(longest < size)
     if len(positions) > _MASK_SHARE * size:
         mask = np.zeros(size, np.bool_)
         mask[positions] = True
         return delta.MASK, [np.packbits(mask, bitorder="little")]
-    (long,) = (gaps >= delta.ESCAPE).nonzero()
-    if len(long):
+    if longest >= delta.ESCAPE:
+        (long,) = (gaps >= delta.ESCAPE).nonzero()
         times, gaps[long] = np.divmod(gaps.take(long), delta.ESCAPE)
-        gaps = np.insert(gaps, np.repeat(long, times), delta.ESCAPE)
+        gaps = np.insert(gaps, np.repeat(long, times.astype(np.int64)), delta.ESCAPE)
     return delta.GAPS, delta.split_planes(gaps.astype(np.uint16))
 
 

@@ -318,6 +318,8 @@ class TestWriteChanges:
             TensorDiff(0, np.array([-1]), np.zeros(1, np.uint16)),
             TensorDiff(0, np.array([3, 3]), np.zeros(2, np.uint16)),
             TensorDiff(0, np.array([4, 3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([3, 3], np.uint32), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([0, 9, 3, 9], np.uint32), np.zeros(4, np.uint16)),
             TensorDiff(0, np.array([3]), np.zeros(2, np.uint16)),
             TensorDiff(0, np.array([3]), np.zeros(1, np.uint8)),
             TensorDiff(0, np.array([], np.int64), np.zeros(0, np.uint16)),
