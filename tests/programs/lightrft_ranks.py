@@ -20,7 +20,7 @@ from torch import distributed
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
 from tests.support.engines import tiny_models
-from tests.support.engines.vllm_engines import PROMPTS, engine_arguments, greedy
+from tests.support.engines.vllm_engines import NUM_TOKENS, PROMPTS, engine_arguments, greedy
 from tests.support.lightrft_parts import TRAINERS, Trainer, by_rank, run_ranks
 from tests.support.stores import receiver_records
 from tests.support.waiting import error_of
@@ -254,7 +254,7 @@ def answers_with(weights: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def answers_of(model: Any) -> list[list[int]]:
-    return tiny_models.transformers_greedy(model, PROMPTS, 16)
+    return tiny_models.transformers_greedy(model, PROMPTS, NUM_TOKENS)
 
 
 def dtypes_in(store: Path) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import (
+    NUM_TOKENS,
     PROMPTS,
     engine_arguments,
     greedy,
@@ -204,7 +205,7 @@ def observe_holders(llm: Any, models: dict[int, Any], scheme: Any, sender: Any) 
         tokenizer=tiny_tokenizer(),
         input_mode="tokens",
         pad_output=True,
-        generate_kwargs={"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True},
+        generate_kwargs={"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True},
     )
     seen: dict[str, Any] = {"holders": {}}
     for seed, holder in ((2, wrapper), (1, LocalLLMWrapper(llm, 1, "model"))):
@@ -402,7 +403,7 @@ async def observe_async_llm(place: Path, models: dict[int, Any]) -> dict[str, An
         return response
 
     async def answers(name: str) -> list[list[int]]:
-        calls = (respond(prompt, 16, f"{name} {i}") for i, prompt in enumerate(PROMPTS))
+        calls = (respond(prompt, NUM_TOKENS, f"{name} {i}") for i, prompt in enumerate(PROMPTS))
         responses = await asyncio.gather(*calls)
         seen["versions reported"] += {r.weight_versions[0].version for r in responses}
         return [list(response.token_ids) for response in responses]

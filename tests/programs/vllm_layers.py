@@ -116,7 +116,12 @@ def run(directory: Path) -> dict[str, Any]:
         seen["latent attention"] = observe_latent_attention(directory / "latent", latent)
     seen[RETIED] = observe_retied(directory / "retied", retied)
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
-    _, seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], **online)
+    _, seen[ONLINE] = observe_pair(
+        directory / ONLINE,
+        pairs["qwen3 live"],
+        ask=lambda llm: greedy(llm, 2),  # a matrix takes it 15 ms
+        **online,
+    )
     # In float32, vLLM's CPU builds before 0.31 have no attention with sinks.
     seen["gpt oss"] = observe_refused(directory / "sinks", sinks, SINKS, dtype="bfloat16")
     seen["packed convolution"] = observe_packed_convolution(directory / "convolution", convolution)
@@ -360,11 +365,14 @@ def observe_latent_attention(directory: Path, checkpoint: Path) -> dict[str, Any
 
 
 def observe_scales(store: Path, scaled: Path, plain: Path) -> dict[str, Any]:
+    def ask(llm: Any) -> list[list[int]]:
+        return greedy(llm, 16)  # scales show late
+
     llm, other = (start_llm(each, kv_cache_dtype="fp8") for each in (scaled, plain))
-    found: dict[str, Any] = {SCALED: greedy(llm), PLAIN: greedy(other)}
-    with following(llm, store, partial=True) as switch:
+    found: dict[str, Any] = {SCALED: ask(llm), PLAIN: ask(other)}
+    with following(llm, store, ask, partial=True) as switch:
         found["part"] = switch(part_of(plain))
-    with following(llm, store) as switch:
+    with following(llm, store, ask) as switch:
         found["lacking"], found["brought"] = switch(plain), switch(scaled)
     return found
 

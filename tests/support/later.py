@@ -22,5 +22,4 @@ class Later:
         with warnings.catch_warnings():
             # torchrl warns of its own legacy classes, and of torch's, as it is imported.
             warnings.simplefilter("ignore", DeprecationWarning)
-            module = importlib.import_module(self._module)
-        return getattr(module, name)
+            return getattr(importlib.import_module(self._module), name)

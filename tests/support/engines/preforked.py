@@ -5,9 +5,10 @@ is forked off goes on as an interpreter would that was just started: it has the 
 descriptors, the session and the parent that it would have; and so have the processes that it
 spawns, which are forks too, of a helper that it forks before all else. So none is a fork of a
 process with engines, threads and locks. What they import, and how long that takes, is all that a
-test cannot tell from such forks. Two things of vLLM are changed, which cost processor time alone:
-its ranks sleep between messages (`let_readers_sleep`), and outside of soaks torch compiles nothing.
-A third makes engines the same on all processors (`hide_amx`).
+test cannot tell from such forks. Three things of vLLM are changed, which cost processor time alone:
+its ranks sleep between messages (`let_readers_sleep`), they find their kernels replaced
+(`replace_kernels`), and outside of soaks torch compiles nothing. A fourth makes engines the same on
+all processors (`hide_amx`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ MODULES = (
 
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 SPIN_S = 0.01
+
+KERNELS = "register_triton_kernel_overrides"
 
 REGISTRY = "vllm.model_executor.models.registry"
 
@@ -403,6 +406,17 @@ def let_readers_sleep() -> None:
     queues.SpinCondition.record_read = record_read  # type: ignore[attr-defined]
 
 
+def replace_kernels() -> None:
+    """Let vLLM replace its Triton kernels now, not for each engine.
+
+    A CPU has other kernels. To replace one, vLLM looks at all names of all modules: 0.25 s.
+    """
+    if (platforms := sys.modules.get("vllm.platforms")) is not None:
+        platform = platforms.current_platform
+        getattr(platform, KERNELS, lambda: None)()
+        setattr(type(platform), KERNELS, classmethod(lambda cls: None))
+
+
 def hide_amx() -> None:
     """Let vLLM see a processor without AMX.
 
@@ -418,6 +432,7 @@ if __name__ == "__main__":
     sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
     import_all()
     let_readers_sleep()
+    replace_kernels()
     hide_amx()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     asked = socket.socket(fileno=int(sys.argv[1]))

@@ -58,6 +58,8 @@ EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 STACKS_S = 5.0
 TOLD_CHARACTERS = 20_000
 
+NUM_TOKENS = 16 if is_soak() else 8
+"""Of an answer."""
 BLOCK_TOKENS = 32
 PROMPTS = [
     list(range(1, 6)),
@@ -176,7 +178,7 @@ def engine_arguments(
         "max_model_len": 256,
         "max_num_seqs": 4,
         "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": 64 << 20,
+        "kv_cache_memory_bytes": 16 << 20,
         "tensor_parallel_size": tp,
         **ways[how],
         **more,
@@ -245,7 +247,7 @@ def set_packing(packed: bool) -> None:
     _custom_ops._supports_onednn = packed
 
 
-def greedy_parameters(max_tokens: int = 16) -> Any:
+def greedy_parameters(max_tokens: int = NUM_TOKENS) -> Any:
     import vllm
 
     return vllm.SamplingParams(
@@ -253,13 +255,13 @@ def greedy_parameters(max_tokens: int = 16) -> Any:
     )
 
 
-def greedy(llm: Any, max_tokens: int = 16) -> list[list[int]]:
+def greedy(llm: Any, max_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Tokens that an ``LLM`` answers each of :data:`PROMPTS` with."""
     return greedy_answers(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS], max_tokens)
 
 
 def greedy_answers(
-    llm: Any, prompts: list[dict[str, Any]], max_tokens: int = 16, **more: Any
+    llm: Any, prompts: list[dict[str, Any]], max_tokens: int = NUM_TOKENS, **more: Any
 ) -> list[list[int]]:
     """Tokens that it answers any prompts with."""
     outputs = llm.generate(prompts, greedy_parameters(max_tokens), use_tqdm=False, **more)
