@@ -184,6 +184,8 @@ def make_environment() -> None:
         return
     if importlib.util.find_spec("ensurepip") is None:
         sys.exit("dev.py: this Python cannot make environments; apt install python3-venv first.")
+    if VENV.is_symlink():  # others may be at work in it
+        sys.exit(f"dev.py: {VENV} is a link to an environment made of something else; remove it.")
     say(f"making {VENV} ({'CPU vLLM, pinned' if cpu_pins else 'GPU vLLM, newest'})")
     started_s = time.monotonic()
     STAMP.unlink(missing_ok=True)
