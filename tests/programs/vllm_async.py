@@ -316,6 +316,27 @@ async def pause_as_a_user(program: Program) -> dict[str, Any]:
         return seen | {"response": request.result()}
 
 
+async def switch_noting_calls(program: Program) -> list[str]:
+    """Note when the engine's core is asked for something in a switch, and when it answers."""
+    calls: list[str] = []
+    client = program.engine.engine_core
+    call = client._call_utility_async
+
+    async def noted(method: str, *args: Any, **options: Any) -> Any:
+        calls.append(f"{method} asked")
+        try:
+            return await call(method, *args, **options)
+        finally:
+            calls.append(f"{method} answered")
+
+    async with program.following() as follower, program.answering([PROMPTS[2]], 100):
+        client._call_utility_async = noted
+        version = await program.trainer.publish("reveal")
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        del client._call_utility_async
+    return calls
+
+
 async def stay_on_a_version(program: Program) -> dict[str, Any]:
     """Wait for a version, and stay on it while others are published."""
     version = await program.trainer.publish("reveal") + 1
@@ -443,6 +464,7 @@ async def run_one_rank(directory: Path) -> dict[str, Any]:
             seen[f"failing {what}"] = await fail_in_a_pause(program, what)
         seen["closed"] = await close_in_a_switch(program, directory)
         seen["paused by the user"] = await pause_as_a_user(program)
+        seen["calls of a switch"] = await switch_noting_calls(program)
         seen["stays"] = await stay_on_a_version(program)
         seen["lost weights"] = await lose_the_weights(program)
         kept = await switch_kept_requests(program)

@@ -358,11 +358,10 @@ class Follower(Closing):
         return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
-        # dbuffer never ends a pause that it did not start.
-        self._owes_resume = self._owes_resume or not self._engine.is_paused()
         started = time.monotonic()
         try:
-            self._engine.pause(self._pause_mode)
+            # dbuffer never ends a pause that it did not start.
+            self._engine.pause_noting(self._pause_mode, self._note_pause)
             record, load_s = self._load(view, goal)
         except errors.EngineBusyError:
             # The engine went to sleep: it must not compute before it is woken.
@@ -383,6 +382,9 @@ class Follower(Closing):
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
         return switch
+
+    def _note_pause(self) -> None:
+        self._owes_resume = True
 
     def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that it took.

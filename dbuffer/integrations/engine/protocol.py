@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +75,15 @@ class Engine:
     def pause(self, mode: PauseMode) -> None:
         """Let no step begin, and drop every cache computed with the present weights."""
         raise NotImplementedError
+
+    def pause_noting(self, mode: PauseMode, note_begun: Callable[[], None]) -> None:
+        """Pause; call ``note_begun`` unless another pause is under way, which is not to be ended.
+
+        If pausing fails, a pause that was noted may have begun.
+        """
+        if not self.is_paused():
+            note_begun()
+        self.pause(mode)
 
     def resume(self) -> None:
         """Let it go on."""

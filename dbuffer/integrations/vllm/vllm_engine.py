@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
@@ -124,6 +124,7 @@ class AsyncVllm(Engine):
         self._loop = loop
         # Of several API servers that share it, another one may have followed it before.
         self.may_be_left_paused = shares_engine(engine.vllm_config)
+        self._asks_one_core = engine.vllm_config.parallel_config.data_parallel_size == 1
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -163,6 +164,31 @@ class AsyncVllm(Engine):
 
     def pause(self, mode: PauseMode) -> None:
         self._call(self._pause(mode))
+
+    def pause_noting(self, mode: PauseMode, note_begun: Callable[[], None]) -> None:
+        if not self._asks_one_core:  # several may differ, which must show before any is paused
+            super().pause_noting(mode, note_begun)
+            return
+
+        async def ask() -> None:
+            if not await self._ask_core("is_scheduler_paused"):
+                note_begun()
+
+        async def pause() -> None:
+            # The core answers calls between two steps, and both of these between the same two. They
+            # are sent in this order, as each goes straight to the core.
+            outcomes = await asyncio.gather(ask(), self._pause(mode), return_exceptions=True)
+            for error in filter(None, outcomes):
+                raise error
+
+        self._call(pause())
+
+    def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
+        """Call a method of the engine's only core."""
+        call: Coroutine[Any, Any, Any] = self._engine.engine_core.call_utility_async(
+            method, *arguments
+        )
+        return call
 
     async def _pause(self, mode: PauseMode) -> None:
         await self._pause_scheduler(mode)
@@ -220,7 +246,7 @@ class AsyncReplica(AsyncVllm):
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int) -> None:
         super().__init__(engine, loop)
-        self._replica = replica
+        self._replica, self._asks_one_core = replica, True
 
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config, self._replica)

@@ -191,6 +191,13 @@ def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: Any) -> Non
     ]
 
 
+def test_a_switch_waits_for_the_end_of_one_step_only(observed: Any) -> None:
+    calls = observed["calls of a switch"]
+    # The core answers between two steps: asked one after the other, each would wait for a step.
+    names = ("is_scheduler_paused asked", "pause_scheduler asked", "is_scheduler_paused answered")
+    assert [call for call in calls if call in names] == list(names)
+
+
 def test_engine_stays_on_the_version_that_it_was_told(observed: Any) -> None:
     seen = observed["stays"]
     check_attribution(seen["responses"])
