@@ -26,6 +26,7 @@ from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.samples import draw_sample, is_held
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -1329,6 +1330,28 @@ def test_samples_are_of_every_parameter_and_move():
 
 
 @pytest.mark.usefixtures("any_share")
+def test_samples_are_where_copies_put_them_however_their_parts_lie():
+    parameter = torch.zeros(96)[16:].view(8, 10).T  # not where its storage begins, not contiguous
+    parts = torch.randn(3, 10)
+    copies = [
+        (parameter[:, :2].T, parts[:2]),
+        (parameter[:, 2:3], parts[2:].T),
+        (parameter[:, 3:6], torch.randn(10, 6)[:, ::2].double()),
+        (parameter[:, 6:].T, torch.tensor(3.0).expand(2, 10)),
+    ]
+    for target, source in copies:
+        target.copy_(source)
+    for seed in range(20):
+        sample = draw_sample({"p": copies}, {"p": parameter}, np.random.default_rng(seed))
+        assert is_held(sample)
+        assert sample["p"].positions.max() < 80
+        patched = torch.zeros_like(parameter)
+        sample["p"]._replace(target=patching.flat(patched)).apply()
+        assert (patched[patched != 0] == parameter[patched != 0]).all()
+        for part in (slice(2), slice(2, 3), slice(3, 6), slice(6, 8)):
+            assert patched[:, part].any()
+
+
 def test_after_a_foreign_load_a_version_is_whole():
     switched = one_patched()
     switched.loads.forget()

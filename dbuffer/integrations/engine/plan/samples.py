@@ -91,6 +91,12 @@ def _elements_of(
     copy: Copy, parameter: torch.Tensor, count: int, random: np.random.Generator
 ) -> Patch:
     """Choose positions of a copy at random, and the values that it puts there."""
+    target, source = copy
+    if target.is_contiguous() and source.is_contiguous():  # most are, and versions have hundreds
+        inside = torch.from_numpy(random.integers(target.numel(), size=count))
+        start = int(target.storage_offset() - parameter.storage_offset())
+        values = values_for(parameter, source.view(-1), (inside.to(source.device),))
+        return Patch(flat(parameter), inside + start if start else inside, values)
     target, source = (each.reshape(each.shape or (1,)) for each in copy)
     indices = np.unravel_index(random.integers(target.numel(), size=count), target.shape)
     places = [torch.from_numpy(index) for index in indices]
@@ -102,6 +108,8 @@ def _elements_of(
 
 
 def _joined(patches: Sequence[Patch]) -> Patch:
+    if len(patches) == 1:
+        return patches[0]
     positions = torch.cat([patch.places for patch in patches])
     values = torch.cat([patch.values for patch in patches])
     return Patch(patches[0].target, positions, values)
