@@ -21,6 +21,7 @@ from dbuffer.errors import ClosedError
 from dbuffer.io import devices
 from dbuffer.io.tensors import FileTensors, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
+from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
@@ -285,7 +286,7 @@ class Copier:
             if self._is_closed:
                 raise ClosedError("what copies here was closed: make a new sender or receiver")
             if num_helpers > 0 and self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy")
+                self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy", leave_core)
             try:
                 for _ in range(num_helpers):
                     assert self._pool is not None  # noqa: S101 - made above

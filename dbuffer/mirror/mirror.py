@@ -35,6 +35,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 
@@ -234,6 +235,7 @@ class Mirror(Closing, ProcessBound):
         return not is_announced_here or (self._announced or 0) >= newest.version
 
     def _run_in_thread(self) -> None:
+        leave_core()
         try:
             self.run()
         except OneStoreError as error:

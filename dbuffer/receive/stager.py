@@ -29,6 +29,7 @@ from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
+from dbuffer.runtime.cores import leave_core
 
 logger = logging.getLogger(__name__)
 
@@ -372,6 +373,7 @@ class Stager:
     # In the stager's thread
 
     def _run(self) -> None:
+        leave_core()
         while self._wait_until_free():
             with self._condition:
                 request = self._request

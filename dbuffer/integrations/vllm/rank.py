@@ -22,6 +22,7 @@ from dbuffer.integrations.vllm.config import (
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
+from dbuffer.runtime.cores import use_cores_of_parent
 
 
 class WorkerRank(EngineRank):
@@ -37,6 +38,8 @@ class WorkerRank(EngineRank):
         self._device = device
         self.on_device = device.type != "cpu"
         self.packing = None if self.on_device else CpuPacking()
+        if not self.on_device:
+            use_cores_of_parent()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
         self.instance_id = vllm_config.instance_id
         self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
