@@ -171,7 +171,7 @@ def _encode_positions(
     gaps = np.zeros(len(positions), WORDS[positions.itemsize])  # unsigned: none is negative
     gaps[1:] = positions[1:] - positions[:-1] - 1
     longest = gaps.max()
-    _require_ascending(longest < size)
+    _require_ascending(longest < size <= delta.MAX_CHUNK_WORDS)
     if len(positions) > _MASK_SHARE * size:
         mask = np.zeros(size, np.bool_)
         mask[positions] = True

@@ -339,10 +339,15 @@ class TestWriteChanges:
         encode(layout, [right], copier)
 
     @pytest.mark.usefixtures("small_chunks")
-    def test_positions_that_do_not_ascend_from_chunk_to_chunk_are_refused(self, copier):
+    @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+    @pytest.mark.parametrize(
+        "positions",
+        [[*range(100, 150), *range(110, 160)], [*range(50), *range(100, 149), 5]],
+        ids=["from chunk to chunk", "in the last chunk"],
+    )
+    def test_positions_that_do_not_ascend_are_refused(self, copier, positions, dtype):
         layout = layout_of([torch.ones(1000).bfloat16()], ["bfloat16"])
-        positions = np.concatenate([np.arange(100, 150), np.arange(110, 160)])
-        change = TensorDiff(0, positions, np.zeros(100, np.uint16))
+        change = TensorDiff(0, np.array(positions, dtype), np.zeros(100, np.uint16))
         with pytest.raises(InvalidWeightsError):
             encode(layout, [change], copier)
 
