@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = _measure(options.dir, quick=options.quick)
     checks = targets.check(results)
     note = ", sizes too small to judge by" if options.quick else ""
-    print(f"\nTargets{note}\n\n{report.targets_table(checks)}")
+    print(f"\nTargets{note}\n\n{report.targets_table(checks, reference=report.LIMIT)}")
     found = report.as_json(environment, results, checks)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

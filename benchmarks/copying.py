@@ -1,4 +1,4 @@
-"""The physical limits: tensors copied within warm memory, and some of their elements written."""
+"""The physical limits: tensors copied within warm memory, hashed, and some elements written."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import xxhash
 
 from benchmarks.models import Weights
 from dbuffer.format.delta import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import as_bytes
+
+FROM_MEMORY, FROM_CACHE = "xxh3, from memory", "xxh3, from a core's cache"
+
+_PIECE_BYTES = 1 << 18
 
 
 def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[], object]]:
@@ -23,6 +29,23 @@ def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[
         "_foreach_copy_": lambda: torch._foreach_copy_(destinations, sources),
         "_foreach_copy_, 2 threads": lambda: halves(source),
     }
+
+
+def hash_variants(source: Weights) -> dict[str, Callable[[], object]]:
+    """Hash all bytes, or as many that a core's cache holds, half of them in each of two threads."""
+    views = [as_bytes(tensor.view(-1).view(torch.uint8)) for tensor in source.values()]
+    pieces = [
+        view[at : at + _PIECE_BYTES] for view in views for at in range(0, len(view), _PIECE_BYTES)
+    ]
+    num_cached = sum(map(len, pieces)) // _PIECE_BYTES
+    cached = [max(pieces, key=len)] * num_cached
+    threads = ThreadPoolExecutor(2)
+
+    def hash_all(some: Sequence[memoryview]) -> None:
+        halves = some[: len(some) // 2], some[len(some) // 2 :]
+        list(threads.map(lambda half: [*map(xxhash.xxh3_64_intdigest, half)], halves))
+
+    return {FROM_MEMORY: lambda: hash_all(pieces), FROM_CACHE: lambda: hash_all(cached)}
 
 
 class HalvesCopy:

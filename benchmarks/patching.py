@@ -7,23 +7,26 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks import models
+from benchmarks.copying import scatter
 from benchmarks.engines import Checkpoint, Model, greedy_tokens, start_engine
-from benchmarks.measure import median
+from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.processes import child, finish, reply, scratch_folder
 from benchmarks.switches import LIVE, model_of
 from benchmarks.transfers import require_memory
 from benchmarks.ways import Dbuffer, Floor, Memcpy
+from dbuffer.io.copier import Copier
 
 CHANGED = 0.01
 """Of all elements, by one unit in the last place, at random places: a step of a trainer."""
 
 _ROUNDS = 7
 _TIMEOUT_S = 600.0
-_MEMORY_IN_MODELS = 8
+_MEMORY_IN_MODELS = 9
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class Patching:
     patched_s: list[float] = field(default_factory=list)
     memcpy_s: list[float] = field(default_factory=list)
     """Of the model's bytes."""
+    scatter_s: list[float] = field(default_factory=list)
+    """To write as many elements into plain memory, at places that are known, and no more."""
     stage_s: list[float] = field(default_factory=list)
     """Until a version of which little changed was ready, while the engine could serve."""
     is_right: bool = False
@@ -78,6 +83,10 @@ def _measure(connection: Connection, folder: Path, patching: Patching, quick: bo
         gc.collect()
         return ours.switch(weights)
 
+    words = np.ones(models.num_bytes(patching.model.shapes) // 2, np.uint16)
+    generator = np.random.default_rng(0)
+    places = np.unique(generator.integers(0, len(words), round(CHANGED * len(words))))
+    values, copier = np.zeros(len(places), np.uint16), Copier()
     try:
         for weights in (*both, *both):  # until the plan is proven
             switch(weights)
@@ -88,6 +97,7 @@ def _measure(connection: Connection, folder: Path, patching: Patching, quick: bo
             patching.patched_s.append(switch(weights))
             patching.stage_s.append(ours.stage_s)
             patching.memcpy_s.append(memcpy.switch(weights))
+            patching.scatter_s.append(timed(lambda: scatter(places, values, words, copier)))
         tokens = greedy_tokens(llm)
         floor.switch(weights)
         patching.is_right = tokens == greedy_tokens(llm)

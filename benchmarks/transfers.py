@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import models
-from benchmarks.copying import HalvesCopy, memcpy_variants
+from benchmarks.copying import HalvesCopy, hash_variants, memcpy_variants
 from benchmarks.measure import median, timed
 from benchmarks.models import Shapes
 from benchmarks.peers import Peer
@@ -50,6 +50,7 @@ class Transfer:
     memcpy: Times = field(default_factory=lambda: defaultdict(list))
     publish: Times = field(default_factory=lambda: defaultdict(list))
     receive: Times = field(default_factory=lambda: defaultdict(list))
+    hashing: Times = field(default_factory=lambda: defaultdict(list))
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +79,7 @@ def run(case: Case) -> Transfer:
         slow = [peer(weights, copy, folder / peer.__name__) for peer in case.slow]
         for peer in (*fast, *slow):
             stack.callback(peer.close)
-        return _measure(case, fast, slow, memcpy_variants(weights, copy))
+        return _measure(case, fast, slow, memcpy_variants(weights, copy), hash_variants(weights))
 
 
 def require_memory(num_bytes: int) -> None:
@@ -93,7 +94,11 @@ def require_memory(num_bytes: int) -> None:
 
 
 def _measure(
-    case: Case, fast: list[Peer], slow: list[Peer], variants: dict[str, Callable[[], object]]
+    case: Case,
+    fast: list[Peer],
+    slow: list[Peer],
+    copies: dict[str, Callable[[], object]],
+    hashes: dict[str, Callable[[], object]],
 ) -> Transfer:
     """Take turns, which spreads the noise of a shared machine over all of them alike.
 
@@ -108,7 +113,7 @@ def _measure(
         _visit(peer, None, check=True)
         for _ in range(case.slow_samples):
             gc.collect()  # one's garbage is not for the next one to clear away
-            _fast_turn(result, fast, variants)
+            _fast_turn(result, fast, copies, hashes)
             if not peer.rewrites_files:
                 peer.discard()
             _visit(peer, result)
@@ -116,7 +121,12 @@ def _measure(
     return result
 
 
-def _fast_turn(into: Transfer, fast: list[Peer], variants: dict[str, Callable[[], object]]) -> None:
+def _fast_turn(
+    into: Transfer,
+    fast: list[Peer],
+    copies: dict[str, Callable[[], object]],
+    hashes: dict[str, Callable[[], object]],
+) -> None:
     """Warm everything up, then measure.
 
     Hosts of virtual machines take memory away that was not touched for ten seconds; the first
@@ -125,8 +135,9 @@ def _fast_turn(into: Transfer, fast: list[Peer], variants: dict[str, Callable[[]
     for peer in fast * _BUFFERS:  # this touches memcpy's memory, too
         _visit(peer, None)
     for _ in range(_BUFFERS):
-        for name, variant in variants.items():
-            into.memcpy[name].append(timed(variant))
+        for times, variants in ((into.memcpy, copies), (into.hashing, hashes)):
+            for name, variant in variants.items():
+                times[name].append(timed(variant))
         for peer in fast:
             _visit(peer, into)
 
