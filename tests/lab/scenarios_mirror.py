@@ -18,6 +18,7 @@ import torch
 
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.receive.stager import Stager
 from tests.lab.guest import Guest
 from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
@@ -25,6 +26,7 @@ from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
 from tests.support.soak import in_soaks_alone, is_soak
 from tests.support.stores import SHARED_MEMORY
+from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 WEIGHTS_BYTES = 5 * MB
@@ -109,6 +111,38 @@ def test_a_version_is_read_once_a_node(guest: Guest) -> None:
 def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
     """Its kernel keeps what one rank has read for the others, where there is memory for that."""
     require_each_version_read_once(guest, {c: guest.path(c) / "store" for c in ("r", "r2")})
+
+
+def stage_each(connection: Connection, path: Path) -> None:
+    """Stage every version as a rank of an engine does, and no mix; send it."""
+    receiver = dbuffer.WeightReceiver(path / "store", poll_interval_s=0.05, num_threads=1)
+    receiver.reader.share()
+    stager = Stager(receiver)
+    connection.send("ready")
+    while True:
+        staged = stager.take(version := connection.recv(), timeout_s=TIMEOUT_S)
+        assert staged.tensors is not None
+        assert WEIGHTS.version_of(dict(staged.tensors)) == version
+        stager.release(applied=version)
+        connection.send(version)
+
+
+@scenario(both=True)
+def test_ranks_of_engines_read_a_version_once_between_them(guest: Guest) -> None:
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
+        ranks = [stack.enter_context(guest.on("r", stage_each)) for _ in range(4)]
+        for rank in ranks:
+            assert rank.receive() == "ready"
+        before = guest.nfs_read_bytes("r", by_calls=True)
+        for version in range(1, NUM_VERSIONS + 1):
+            published(writer, version)
+            for rank in ranks:
+                rank.send(version)
+            assert [rank.receive() for rank in ranks] == [version] * len(ranks)
+        read = (guest.nfs_read_bytes("r", by_calls=True) - before) / NUM_VERSIONS
+        print(f"four ranks read {read / WEIGHTS_BYTES:.3f} of each version with calls")
+        assert WEIGHTS_BYTES <= read <= 1.15 * WEIGHTS_BYTES
 
 
 @scenario(quiet=True)
