@@ -814,7 +814,7 @@ class KeepingNetworkMachine(KeepingMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=2_000 if is_soak() else 12, stateful_step_count=30, report_multiple_bugs=False
+    max_examples=2_000 if is_soak() else 8, stateful_step_count=30, report_multiple_bugs=False
 )
 TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestNetworkStore = NetworkStoreMachine.TestCase

@@ -25,8 +25,8 @@ from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80 if is_soak() else 14
-NUM_WITH_DEATHS = 2_000 if is_soak() else 14
+NUM_PUBLISHES = 80 if is_soak() else 10
+NUM_WITH_DEATHS = 2_000 if is_soak() else 10
 MOST_BETWEEN_DEATHS = 50 if is_soak() else 5
 LARGE = Sparse(num_tensors=4, numel=MB // 16, one_in=256)
 LARGE_BYTES = 2 * MB

@@ -11,6 +11,7 @@ from dbuffer.tools import doctor
 from dbuffer.tools.doctor import peer, probes
 from tests.lab.guest import Guest, times_to_look
 from tests.lab.lab import scenario
+from tests.support.soak import is_soak
 from tests.support.waiting import TIMEOUT_S
 
 SEEN_LATE_MS = 1500.0
@@ -18,6 +19,8 @@ SEEN_LATE_MS = 1500.0
 
 
 def examine(connection: Connection, path: Path) -> None:
+    if not is_soak():
+        peer._NUM_VERSIONS = 5
     connection.send(doctor.examine(path, timeout_s=TIMEOUT_S))
 
 

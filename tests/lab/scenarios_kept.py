@@ -15,11 +15,12 @@ from tests.lab.guest import Guest
 from tests.lab.lab import scenario
 from tests.support.light_engines import LightEngine, options
 from tests.support.patterns import SMALL
+from tests.support.soak import is_soak
 from tests.support.waiting import TIMEOUT_S
 
 KEEP = 3
 PINNED = 2
-LAST = 40
+LAST = 40 if is_soak() else 16
 
 
 def keep_versions(connection: Connection, path: Path) -> None:

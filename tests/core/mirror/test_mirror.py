@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import json
 import logging
 import os
@@ -785,7 +784,7 @@ def test_killed_at_any_moment_of_a_copy(shm_path, mount, monkeypatch, record_pro
     monkeypatch.setattr(layout, "SPAN_BYTES", SHORT_SPAN_BYTES)
     has_flipped = False
     kills = 0
-    for number in itertools.count(1):
+    for number in numbers(first=1 + (mount == "network"), every=2):
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
         publish(remote, 1)
         with Child(run_to_a_call, remote, local, number, mount) as child:

@@ -761,8 +761,8 @@ def test_a_rank_that_is_killed_at_any_moment(
     kills = 0
     # Another rank than 0 has fewer calls to stop before, and hardly any in a delta.
     every = 13
-    if on_rank:
-        every = 3 if way.delta and not way.is_restarted else 5
+    if on_rank and not way.is_restarted:
+        every = 3 if way.delta else 5
     with World(tmp_path, size) as next_job:
         for number in numbers(first, every):
             store = shm_path / f"{number}"
