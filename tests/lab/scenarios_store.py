@@ -487,7 +487,7 @@ def test_a_readers_network_is_cut_in_mid_read(guest: Guest) -> None:
                 trio.publish()
                 assert trio.read("r2") == {trio.version}
                 assert time.monotonic() - started < NO_WAIT_S + trio.usual_s
-                time.sleep(0.3)
+                time.sleep(1.0)
             guest.restore("r")
             read, took_s = trio.readers["r"].receive()
             print(f"cut off in version {cut_at}: read {read} after {took_s:.1f} s")
