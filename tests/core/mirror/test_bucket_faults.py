@@ -274,7 +274,7 @@ def test_a_writer_is_overtaken_at_each_request(
     send(1)
     with direct():
         copy_newest(store, bucket_url)
-    for nth in numbers():
+    for nth in itertools.count(1):
         send(nth + 1)
         hold = Hold()
         before = len(proxy.requests)
