@@ -53,6 +53,7 @@ def read_kept_versions(connection: Connection, path: Path) -> None:
     rng = random.Random(0)
     with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.05, num_threads=1) as receiver:
         num_read = 0
+        connection.send("looks")
         while not connection.poll():
             newest = receiver.wait_for_version(timeout_s=TIMEOUT_S)
             assert newest is not None
@@ -94,6 +95,7 @@ def test_kept_versions_are_read_and_served_on_other_hosts(guest: Guest) -> None:
             serving = (PINNED, str(PINNED))
             assert engine.receive() == serving
             with guest.on("r", read_kept_versions) as reader:
+                assert reader.receive() == "looks"
                 writer.send(LAST)
                 assert writer.receive() == LAST
                 reader.send(LAST)
