@@ -107,6 +107,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    preforked.fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Let all processes of a run leave out the same, whatever changes meanwhile."""
     node.workerinput["left_out"] = node.config.stash[LEFT_OUT]

@@ -1,6 +1,9 @@
-"""Python programs as forks of a process that has imported vLLM, which takes each of them 8 s else.
+"""Python programs as forks of a process that has imported what they need.
 
-Run as a program, this file is that process. It does nothing but import, and fork when asked. What
+vLLM takes each of them 8 s else. The processes of a run of tests are forks, too: of a process that
+has imported torch and more, which test files import, and which takes 4 s.
+
+Run as a program, this file is such a process. It does nothing but import, and fork when asked. What
 is forked off goes on as an interpreter would that was just started: it has the environment, the
 descriptors, the session and the parent that it would have; and so have the processes that it
 spawns, which are forks too, of a helper that it forks before all else. So none is a fork of a
@@ -18,7 +21,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
-import gc
+import functools
 import importlib
 import importlib.metadata
 import multiprocessing.util
@@ -35,11 +38,26 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-MODULES = (
+TESTS = (
+    "dbuffer.api",
+    "dbuffer.mirror.mirror",
+    "dbuffer.publish.resident",
+    "dbuffer.publish.sharded",
+    "matplotlib.pyplot",
+    "rich.console",
+    "rich.table",
+    "tensordict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "typer",
+)
+"""For processes of tests, without what pytest knows as plugins: it rewrites these itself."""
+
+VLLM = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
@@ -69,6 +87,8 @@ HIGH_DESCRIPTOR = 500
 START_TIMEOUT_S = 120.0
 """Until the first helper has imported all, on a busy machine."""
 
+FROZEN = str(Path(__file__).parents[1] / "frozen.py")
+
 FORKED_WITH_CARE = "jemalloc_bg_thd"
 """Thread of pyarrow's allocator, which an older vLLM imports; jemalloc starts it anew in a fork."""
 
@@ -77,9 +97,6 @@ READY, HAS_THREADS = b"ready", b"has threads"
 PR_SET_CHILD_SUBREAPER = 36
 
 READ_AS_IMPORTED = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-if "DBUFFER_SOAK" not in os.environ:
-    # Each engine with two ranks compiles how it looks up embeddings, for seconds.
-    READ_AS_IMPORTED["TORCH_COMPILE_DISABLE"] = "1"
 
 CAN_FORK = not Path("/dev/nvidiactl").exists()
 """What has met a GPU cannot be forked."""
@@ -106,7 +123,7 @@ def start(
             for several processes then: it is no fork.
     """
     with Path(os.devnull).open("rb") as nothing, _turns:
-        if not imports_anew and CAN_FORK and (helper := _helper()) is not None:
+        if not imports_anew and CAN_FORK and (helper := _helper_with_vllm()) is not None:
             at = {0: nothing.fileno(), 1: output.fileno(), 2: (errors or output).fileno()}
             return Forked(helper.fork(arguments, env, at, new_session=new_session))
     return subprocess.Popen(
@@ -184,32 +201,66 @@ class Helper:
 
 
 _the_helper: Helper | None = None
+"""That of a fork, which was born with it: it has imported what the fork had."""
+_with_vllm: Helper | None = None
 _can_be_forked = True
 _turns = threading.Lock()
 """Who asks: several threads start programs."""
 
 
-def _helper() -> Helper | None:
-    """This process's: started here, unless this process is a fork, which was born with one.
+def _start_helper(kind: str) -> Helper | None:
+    """Start a process that imports the modules of a kind; None: these start threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments, env = [__file__, str(theirs.fileno()), kind], os.environ | READ_AS_IMPORTED
+    with theirs:
+        process: Process
+        if _the_helper is None:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=env,
+            )
+        else:
+            at = {place: place for place in (0, 1, 2, theirs.fileno())}
+            process = Forked(_the_helper.fork(arguments, env, at, new_session=True))
+    atexit.register(_end, ours, process)
+    helper = Helper(ours)
+    answer = ours.recv(MAX_MESSAGE_BYTES)
+    assert answer in (READY, HAS_THREADS), "the helper has ended; above is why"
+    return helper if answer == READY else None
+
+
+def _helper_with_vllm() -> Helper | None:
+    """This process's: started here, unless this process was born with one.
 
     None: what it imports, of an older vLLM, starts a thread, so that it cannot be forked.
     """
-    global _the_helper, _can_be_forked
-    if _the_helper is None and _can_be_forked:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=os.environ | READ_AS_IMPORTED,
-            )
-        atexit.register(_end, ours, process)
-        _the_helper = Helper(ours)
-        answer = ours.recv(MAX_MESSAGE_BYTES)
-        assert answer in (READY, HAS_THREADS), "the helper has ended; above is why"
-        _can_be_forked = answer == READY
-    return _the_helper if _can_be_forked else None
+    global _with_vllm, _can_be_forked
+    if _with_vllm is None and _can_be_forked:
+        _with_vllm = _start_helper("VLLM")
+        _can_be_forked = _with_vllm is not None
+    return _with_vllm
+
+
+def fork_workers() -> None:
+    """Let the processes that pytest-xdist starts be forks."""
+    from execnet import gateway_base, gateway_io
+
+    if not CAN_FORK or (helper := _start_helper("TESTS")) is None:
+        return
+
+    class ForkedWorker(gateway_io.Popen2IOMaster):
+        def __init__(self, args: list[str], execmodel: gateway_base.ExecModel) -> None:
+            (stdin, to_it), (from_it, stdout) = os.pipe(), os.pipe()
+            at = {0: stdin, 1: stdout, 2: 2}
+            self.popen = Forked(helper.fork(args[args.index("-c") :], dict(os.environ), at))
+            for ours in (stdin, stdout):
+                os.close(ours)
+            pipes = os.fdopen(to_it, "wb", 0), os.fdopen(from_it, "rb")
+            gateway_base.Popen2IO.__init__(self, *pipes, execmodel)
+
+    gateway_io.Popen2IOMaster = ForkedWorker
 
 
 def is_fork() -> bool:
@@ -220,14 +271,19 @@ def is_fork() -> bool:
 _spawn_anew = multiprocessing.util.spawnv_passfds
 
 
-def spawn_fork(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+def spawn_fork(
+    get_helper: Callable[[], Helper | None],
+    path: bytes,
+    arguments: Sequence[Any],
+    passed: Sequence[int],
+) -> int:
     """Start a process in the place of :func:`multiprocessing.util.spawnv_passfds`.
 
     Processes of the kind "spawn" and forkservers are forks; trackers of resources are not.
     """
     words = [os.fsdecode(word) for word in arguments]
     is_child = "--multiprocessing-fork" in words or "multiprocessing.forkserver" in words[-1]
-    if not is_child or not CAN_FORK or (helper := _helper()) is None:
+    if not is_child or not CAN_FORK or (helper := get_helper()) is None:
         return int(_spawn_anew(path, arguments, passed))
     at = {place: place for place in (0, 1, 2, *passed)}
     with _turns:
@@ -236,14 +292,14 @@ def spawn_fork(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> 
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
-    """Let children be forked off a fork of the helper for a while: it has torch and transformers.
+    """Let children be forked off a fork of the helper with vLLM for a while: it has transformers.
 
     ``modules``: what it is to import besides; see `children.preloaded`.
     """
     from tests.support import children
 
     before = multiprocessing.util.spawnv_passfds
-    multiprocessing.util.spawnv_passfds = spawn_fork
+    multiprocessing.util.spawnv_passfds = functools.partial(spawn_fork, _helper_with_vllm)
     try:
         with children.preloaded(*modules):
             yield
@@ -251,7 +307,7 @@ def preloaded(*modules: str) -> Iterator[None]:
         multiprocessing.util.spawnv_passfds = before
 
 
-def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end(connection: socket.socket, process: Process) -> None:
     """The helper that cannot be asked any more ends."""
     connection.close()
     process.wait()
@@ -310,6 +366,8 @@ def become(
     have_a_helper()
     connection.send(str(os.getpid()).encode())
     connection.close()
+    if arguments[0] in ("-c", "-m"):  # a child of multiprocessing, or a server
+        end_after(arguments)
     run(arguments)
     sys.exit()
 
@@ -334,7 +392,7 @@ def _close_all_but(kept: set[int]) -> None:
 
 def have_a_helper() -> None:
     """Fork the helper of this process, as long as it has imported and done nothing else."""
-    global _the_helper
+    global _the_helper, _with_vllm
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -344,7 +402,9 @@ def have_a_helper() -> None:
         serve(theirs)
     theirs.close()
     _the_helper = Helper(ours)
-    multiprocessing.util.spawnv_passfds = spawn_fork
+    if "vllm" in sys.modules:
+        _with_vllm = _the_helper
+    multiprocessing.util.spawnv_passfds = functools.partial(spawn_fork, lambda: _the_helper)
     if (registry := sys.modules.get(REGISTRY)) is not None:
         registry.subprocess = types.SimpleNamespace(run=_run_registry)  # type: ignore[attr-defined]
 
@@ -384,9 +444,22 @@ def run(arguments: list[str]) -> None:
     exec(compile(code, main.__dict__.get("__file__", "<string>"), "exec"), main.__dict__)
 
 
-def import_all() -> None:
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    for name in (*MODULES, *(plugin.module for plugin in plugins)):
+def end_after(arguments: list[str]) -> NoReturn:
+    """Run a program, and end without taking apart what was imported, which takes 0.5 s."""
+    status: Any = None
+    try:
+        run(arguments)
+    except SystemExit as end:
+        status = end.code
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else status is not None)
+
+
+def import_all(names: Sequence[str]) -> None:
+    for name in names:
         with contextlib.suppress(ImportError):  # whoever needs it will see it
             importlib.import_module(name)
 
@@ -427,20 +500,32 @@ def hide_amx() -> None:
         cpu._is_amx_tile_supported = lambda: False  # type: ignore[attr-defined]
 
 
-if __name__ == "__main__":
-    # Programs that import this have the helper that they were born with, not one more.
-    sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
-    import_all()
+def prepare_vllm() -> None:
+    """Import vLLM and its plugins, and change what the top of this file says."""
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    import_all([*VLLM, *(plugin.module for plugin in plugins)])
+    if "DBUFFER_SOAK" not in os.environ:
+        # Each engine with two ranks compiles how it looks up embeddings, for seconds.
+        importlib.import_module("torch._dynamo.config").disable = True  # type: ignore[attr-defined]
     let_readers_sleep()
     replace_kernels()
     hide_amx()
-    gc.freeze()  # a collection of all writes to all, which a fork would copy
-    asked = socket.socket(fileno=int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    # Programs that import this have the helper that they were born with, not one more.
+    sys.modules["tests.support.engines.preforked"] = sys.modules["__main__"]
+    sys.path.insert(1, str(Path(__file__).parents[3]))
+    number, kind = sys.argv[1:]
+    if kind == "VLLM":
+        prepare_vllm()
+    else:
+        import_all(TESTS)
+    runpy.run_path(FROZEN)
+    asked = socket.socket(fileno=int(number))
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if len([name for name in threads if name != FORKED_WITH_CARE]) == 1:
         asked.send(READY)
         serve(asked)
-    print(
-        "preforked: vLLM starts a thread as it is imported; no program is a fork", file=sys.stderr
-    )
+    print(f"preforked: what {kind} names starts a thread: no program is a fork", file=sys.stderr)
     asked.send(HAS_THREADS)
