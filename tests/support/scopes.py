@@ -2,7 +2,8 @@
 
 Programs with vLLM are forks of a process that has imported it, for 9 s of processor time. Each
 process that runs such files has one; so two processes run all of them, side by side. Files whose
-tests need four ranks of a trainer share these (`tests/core/publish/conftest.py`).
+tests need four ranks of a trainer share these (`tests/core/publish/conftest.py`). An import of peft
+takes 2 s.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ SCOPES = {
         "tests/integrations/trl/",
         "tests/integrations/verl/",
     ),
+    "peft": ("tests/integrations/peft/",),
     "ranks": (
         "tests/core/publish/test_sharded.py",
         "tests/core/publish/test_sharded_deltas.py",

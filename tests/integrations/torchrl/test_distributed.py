@@ -25,7 +25,7 @@ import dbuffer
 from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
 KIND_CLASSES = ("DistributedCollector", "RPCCollector")
-NODES = pytest.mark.parametrize("node", NODE_CLASSES, indirect=True)
 KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, indirect=True)
 FRAMES = 8
 
@@ -144,8 +143,15 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     return total
 
 
-@KINDS
-@NODES
+@pytest.mark.parametrize(
+    ("kind", "node"),
+    [
+        pytest.param(kind, node, marks=IN_SOAKS_ALONE if (index + other) % 2 else [])
+        for index, kind in enumerate(KIND_CLASSES)
+        for other, node in enumerate(NODE_CLASSES)
+    ],
+    indirect=True,
+)
 def test_distributed_collector_class(address: Path, kind: Any, node: Any) -> None:
     """A policy without weights, on every kind of node."""
     assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
