@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import (
     deltas,
+    engine_ranks,
     fleet,
     gpu,
     latency,
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.main(options.dir[0], quick=options.quick, json_path=options.json)
     if options.what == "pause":
         return pause.main(options)
+    if options.what == "ranks":
+        return engine_ranks.main(options)
     if options.what == "latency":
         return latency.main(options)
     if options.what == "sharded":
@@ -100,12 +103,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "what",
         nargs="?",
         choices=(
-            *("cpu", "gpu", "pause", "latency", "responses"),
+            *("cpu", "gpu", "pause", "ranks", "latency", "responses"),
             *("sharded", "torchrl", "trl", "delta", "objects", "fleet"),
         ),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB), or its "
+        "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "
+        "6 GB), or the streams that it answers wait (3 minutes, 4 GB), or its "
         "server takes for a response (5 minutes, 2 GB); or a trainer of four ranks (2 minutes, "
         "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
         "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "

@@ -117,7 +117,14 @@ class PlannedReceiver:
     """Follows a store for such a model, as a rank of an engine does."""
 
     def __init__(
-        self, store: Path, shapes: Shapes, device: torch.device, *, rank: int = 0, size: int = 1
+        self,
+        store: Path,
+        shapes: Shapes,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        shares: bool = True,
     ) -> None:
         self._make_model = partial(FusedModel, shapes, device, rank=rank, size=size)
         self.model = self._make_model()
@@ -131,8 +138,11 @@ class PlannedReceiver:
         self._copier = Copier()
         serving: Any = self.model  # it is never refused, and has no checkpoint
         self._loads = WeightLoader(self.model, serving, self._copier, self._check)
+        receiver = WeightReceiver(store, receiver_id=f"engine.rank-{rank}")
+        if shares:
+            receiver.reader.share()
         self._stager = Stager(
-            WeightReceiver(store, receiver_id=f"engine.rank-{rank}"),
+            receiver,
             prepare=self._prepare,
             copy=True,
             pin_memory=device.type == "cuda",
@@ -151,9 +161,9 @@ class PlannedReceiver:
         self._stager.close()
         self._copier.close()
 
-    def switch(self) -> Switched:
-        """Switch to the newest version that the engine does not have."""
-        staged = self._stager.take(timeout_s=_TIMEOUT_S)
+    def switch(self, at_least: int | None = None) -> Switched:
+        """Switch to the newest version that the engine does not have; wait for ``at_least``."""
+        staged = self._stager.take(at_least=at_least, timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
         if switch is not None and switch.is_enough:

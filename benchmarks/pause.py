@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks import engines, plot, report, switches, targets, tensor_parallel
+from benchmarks import engines, plot, report, switches, targets
 from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED
 
 
@@ -27,16 +27,13 @@ def main(options: Namespace) -> int:
         pauses = switches.run(engine, options.dir[0], quick=options.quick)
         results.append(pauses)
         print(f"\n{report.pauses_tables(pauses)}", flush=True)
-    readings = tensor_parallel.run(options.dir[0])
-    print(f"\n{report.readings_table(readings)}", flush=True)
-    checks = [*targets.check_pauses(results), *targets.check_readings(readings)]
+    checks = targets.check_pauses(results)
     title = f"Targets{', sizes too small to judge by' if options.quick else ''}"
     found = {
         "engines": [
             asdict(pauses) | {"model": pauses.model.title, "bytes": pauses.num_bytes}
             for pauses in results
         ],
-        "ranks": [asdict(reading) for reading in readings],
     }
     if options.plot:
         plot.save_pauses(found["engines"], options.plot, plot.caption(environment))

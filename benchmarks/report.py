@@ -18,7 +18,6 @@ from benchmarks.measure import median
 from benchmarks.steps import REPACKING, STEPS
 from benchmarks.switches import Pauses
 from benchmarks.targets import Check, Results
-from benchmarks.tensor_parallel import Reading
 from benchmarks.transfers import Times, Transfer
 from benchmarks.ways import Dbuffer, Floor
 
@@ -105,23 +104,6 @@ def pauses_tables(pauses: Pauses) -> str:
     """What each way took, what its pause consists of, and the process's memory."""
     tables = (_ways_table(pauses), _steps_table(pauses), _memory_table(pauses))
     return f"{pauses.title}\n\n" + "\n\n".join(tables)
-
-
-def readings_table(readings: Sequence[Reading]) -> str:
-    """What the ranks of an engine stage and read of a version."""
-    header = ("a version, all ranks together", "ranks", "model MB", "staged MB", "read calls MB")
-    rows = [
-        (
-            reading.how,
-            str(reading.num_ranks),
-            *(
-                f"{num_bytes / 1e6:.0f}"
-                for num_bytes in (reading.num_bytes, reading.staged_bytes, reading.read_bytes)
-            ),
-        )
-        for reading in readings
-    ]
-    return table(header, rows)
 
 
 def _ways_table(pauses: Pauses) -> str:

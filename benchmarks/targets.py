@@ -9,7 +9,6 @@ from benchmarks.copying import FROM_CACHE, FROM_MEMORY
 from benchmarks.measure import median, percentile
 from benchmarks.peers import Dbuffer, DbufferChecksums, Safetensors, TorchRL
 from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED, Pauses
-from benchmarks.tensor_parallel import MIRRORED, Reading
 from benchmarks.transfers import Times, Transfer
 from benchmarks.ways import Floor, Memcpy, Reload
 
@@ -95,18 +94,6 @@ def check_pauses(results: Sequence[Pauses]) -> list[Check]:
                 64 + staged_bytes // 10**6,
             ),
         ]
-    return checks
-
-
-def check_readings(readings: Sequence[Reading]) -> list[Check]:
-    """Judge what ranks stage, all together, and what they read of it where one does for all."""
-    checks = []
-    for reading in readings:
-        what = f"{reading.num_ranks} ranks, {reading.how}"
-        staged, read = reading.staged_bytes, reading.read_bytes
-        checks.append(at_most(what, "of the model staged", staged / reading.num_bytes, 1.15))
-        if reading.how == MIRRORED:
-            checks.append(at_most("", "of the model read", read / reading.num_bytes, 1.15))
     return checks
 
 

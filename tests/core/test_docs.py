@@ -494,7 +494,8 @@ def result(name: str) -> str:
     ("page", "results", "since", "until"),
     [
         ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
-        ("benchmarks.md", "pause.txt", "## The pause", "## Inter-token latency"),
+        ("benchmarks.md", "pause.txt", "## The pause", "## Ranks on a network mount"),
+        ("benchmarks.md", "ranks.txt", "## Ranks on a network mount", "## Inter-token latency"),
         ("benchmarks.md", "latency.txt", "## Inter-token latency", "## A step of TRL's trainer"),
         ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
         ("benchmarks.md", "gpu.txt", "## GPUs", "## Deltas"),
