@@ -17,7 +17,7 @@ html_theme = "furo"
 html_title = "dbuffer"
 html_show_copyright = False
 html_static_path = ["static"]
-html_css_files = ["pictures.css"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
 
