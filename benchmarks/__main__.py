@@ -24,6 +24,7 @@ from benchmarks import (
     publishing,
     report,
     responses,
+    served,
     sharded,
     targets,
     torchrl,
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return engine_ranks.main(options)
     if options.what == "latency":
         return latency.main(options)
+    if options.what == "served":
+        return served.main(options)
     if options.what == "sharded":
         return sharded.main(options)
     if options.what == "torchrl":
@@ -103,13 +106,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "what",
         nargs="?",
         choices=(
-            *("cpu", "gpu", "pause", "ranks", "latency", "responses"),
+            *("cpu", "gpu", "pause", "ranks", "latency", "served", "responses"),
             *("sharded", "torchrl", "trl", "delta", "objects", "fleet"),
         ),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "
-        "6 GB), or the streams that it answers wait (3 minutes, 4 GB), or its "
+        "6 GB), or the streams that it answers wait (3 minutes, 4 GB), or how soon it serves what "
+        "was published (6 minutes, 12 GB), or its "
         "server takes for a response (5 minutes, 2 GB); or a trainer of four ranks (2 minutes, "
         "6 GB); or TorchRL's double buffer next to ours: speed, torn reads and killed writers "
         "(3 minutes, 14 GB); or how long a step of TRL's trainer waits for its engine (2 minutes, "

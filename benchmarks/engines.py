@@ -143,13 +143,16 @@ def start_engine(checkpoint: Checkpoint, *, live: bool) -> Any:
     return vllm.LLM(**_arguments(checkpoint, max_num_seqs=4), use_tqdm_on_load=False)
 
 
-def start_async_engine(checkpoint: Checkpoint, *, max_num_seqs: int) -> Any:
-    """An ``AsyncLLM`` of the same, with its engine core in a process of its own."""
+def start_async_engine(checkpoint: Checkpoint, *, max_num_seqs: int, **more: Any) -> Any:
+    """An ``AsyncLLM`` of the same, with its engine core in a process of its own.
+
+    ``more``: arguments of vLLM's engine.
+    """
     import_vllm(live=False)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(**_arguments(checkpoint, max_num_seqs=max_num_seqs))
+    arguments = AsyncEngineArgs(**_arguments(checkpoint, max_num_seqs=max_num_seqs), **more)
     return AsyncLLM.from_engine_args(arguments)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import json
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,8 +43,14 @@ class Seen:
 
     versions: int = 0
     lasted_s: float = 0.0
+    num_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
     """Between two tokens of an answer."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all streams."""
+        return self.num_tokens / self.lasted_s
 
     def shares_ms(self) -> dict[str, float]:
         """Return the milliseconds that so large a share of the gaps took at most."""
@@ -150,21 +158,32 @@ class Updates:
 
 async def _stretch(updates: Updates, way: str, seen: Seen, lasts_s: float) -> None:
     """Let all streams ask for a while, as versions come."""
+    deadline = time.monotonic() + lasts_s
+    async with streams(updates.engine, _NUM_STREAMS, seen):
+        while way != NOTHING and time.monotonic() + _EVERY_S < deadline:
+            await asyncio.sleep(_EVERY_S)
+            await updates.bring(way)
+            seen.versions += 1
+        await asyncio.sleep(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.asynccontextmanager
+async def streams(engine: Any, num_streams: int, seen: Seen) -> AsyncIterator[None]:
+    """Let streams ask one question after the other as long as the block lasts."""
     started = time.monotonic()
-    deadline = started + lasts_s
-    streams = [
-        asyncio.create_task(_ask_until(deadline, updates.engine, number, seen))
-        for number in range(_NUM_STREAMS)
-    ]
-    while way != NOTHING and time.monotonic() + _EVERY_S < deadline:
-        await asyncio.sleep(_EVERY_S)
-        await updates.bring(way)
-        seen.versions += 1
-    await asyncio.gather(*streams)
-    seen.lasted_s += time.monotonic() - started
+    asking = [asyncio.create_task(_ask(engine, number, seen)) for number in range(num_streams)]
+    try:
+        yield
+    finally:
+        seen.lasted_s += time.monotonic() - started
+        for stream in asking:
+            stream.cancel()
+        for outcome in await asyncio.gather(*asking, return_exceptions=True):
+            if not isinstance(outcome, asyncio.CancelledError):
+                raise RuntimeError("a stream has ended") from outcome
 
 
-async def _ask_until(deadline: float, engine: Any, number: int, seen: Seen) -> None:
+async def _ask(engine: Any, number: int, seen: Seen) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -177,10 +196,11 @@ async def _ask_until(deadline: float, engine: Any, number: int, seen: Seen) -> N
     )
     # Of different lengths, so that answers neither begin nor end together.
     prompt = {"prompt_token_ids": _PROMPT[number:]}
-    while time.monotonic() < deadline:
+    while True:
         at = None
-        async for _ in engine.generate(prompt, parameters, f"{number}-{time.monotonic()}"):
+        async for output in engine.generate(prompt, parameters, f"{number}-{time.monotonic()}"):
             now = time.monotonic()
+            seen.num_tokens += len(output.outputs[0].token_ids)  # several, if this came late
             if at is not None:
                 seen.gaps_s.append(now - at)
             at = now
@@ -190,7 +210,7 @@ def _shares_table(results: dict[str, Seen]) -> str:
     rows = []
     for way, seen in results.items():
         shares = seen.shares_ms()
-        rate = f"{len(seen.gaps_s) / seen.lasted_s:.0f}"
+        rate = f"{seen.tokens_per_s:.0f}"
         rows.append((way, str(seen.versions), rate, *(f"{ms:.1f}" for ms in shares.values())))
     header = ("ms to the next token", "versions", "tokens/s", *shares)
     return report.table(header, rows)

@@ -73,7 +73,7 @@ def _follow(connection: Connection, shapes: Shapes, store: Path) -> None:
 def flip_latencies_s(directory: Path, *, flips: int) -> list[float]:
     """Time from just before CURRENT is replaced until a receiver that waits has the version."""
     weights = models.random_weights(models.tiny())
-    flipped_ns = _note_flips()
+    flipped_ns = note_flips()
     seen_ns = []
     with scratch_folder(directory) as folder, dbuffer.WeightSender(folder / "store") as sender:
         sender.send(weights)
@@ -88,7 +88,7 @@ def flip_latencies_s(directory: Path, *, flips: int) -> list[float]:
     return [(seen - flip) / 1e9 for seen, flip in zip(seen_ns, flipped_ns, strict=True)]
 
 
-def _note_flips() -> list[int]:
+def note_flips() -> list[int]:
     """Grows by the time of each replacement of CURRENT in this process from now on.
 
     ``os.replace`` raises its audit event just before the system call.

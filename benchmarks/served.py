@@ -1,0 +1,414 @@
+"""From a trainer's `send` to the first token of the new weights; tokens and memory meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import os
+import threading
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dbuffer
+from benchmarks import engines, models, report
+from benchmarks.copying import HalvesCopy
+from benchmarks.engines import Checkpoint, Model
+from benchmarks.latency import Seen, streams
+from benchmarks.measure import median, percentile, timed
+from benchmarks.processes import child, finish, reply, scratch_folder
+from benchmarks.publishing import anonymous_bytes, note_flips
+from benchmarks.steps import Marks
+from benchmarks.targets import Check, at_least, at_most
+
+IDLE, BUSY = "an idle engine", "16 streams"
+WHOLE, DELTA, COPY, ELSEWHERE = "whole", "1 % changed", "memcpy", "published, not followed"
+NOTHING, RESETS, FOLLOWED = "no new weights", "pauses without new weights", "dbuffer"
+PARTS = (
+    "publish",
+    "notice",
+    "stage",
+    "see that it is staged",
+    "wait for the step's end",
+    "drop caches",
+    "load",
+    "label, resume",
+    "first token",
+)
+_NUM_STREAMS = 16
+_WARMING = 4
+"""Switches before the first that counts: buffers are filled, copies verified."""
+_ROUNDS, _QUICK_ROUNDS = 10, 4
+_EVERY_S = 1.0
+_STRETCH_S, _QUICK_STRETCH_S = 8.0, 4.0
+_STRETCHES, _QUICK_STRETCHES = 3, 1
+_RANKS = 2
+_TIMEOUT_S = 120.0
+_SAMPLE_S = 0.01
+_LIVE = "benchmarks.live_worker.LiveWorker"
+
+
+class Sent(NamedTuple):
+    """A version, and when it was published, by `time.monotonic`."""
+
+    version: int
+    called_at: float
+    flipped_at: float
+    delta_bytes: int | None
+
+
+@dataclass(slots=True)
+class Found:
+    """All that a run measured."""
+
+    model: Model
+    streamed: Model
+    divided: Model
+    """Model of the engine with several ranks, among which its heads are divided."""
+    parts_s: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    copies_s: dict[str, list[float]] = field(default_factory=dict)
+    """Of the bytes of the model, in the same turns as switches."""
+    notices_s: list[float] = field(default_factory=list)
+    rates: dict[str, Seen] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+    def part_s(self, key: str, part: str) -> float:
+        """The median of one part."""
+        return median([parts[part] for parts in self.parts_s[key]])
+
+    def served_s(self, key: str) -> float:
+        """The median from the call of `send` to the first token."""
+        return median([sum(parts.values()) for parts in self.parts_s[key]])
+
+
+def main(options: Namespace) -> int:
+    """Measure and print, or say that there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        print("There is no vLLM here, nothing to measure.")
+        return 0
+    start_s = time.monotonic()
+    environment = report.environment(options.dir[:1]) | engines.versions()
+    print(report.environment_table(environment), flush=True)
+    quick = options.quick
+    wide, narrow = ((0.25, 32), (0.25, 32)) if quick else ((1.0, 64), (0.5, 64))
+    found = Found(_model(*wide), _model(*narrow), _model(0.5, 32))
+    with scratch_folder(options.dir[0]) as folder:
+        asyncio.run(_measure_served(folder / "served", found, _QUICK_ROUNDS if quick else _ROUNDS))
+        print(f"\n{found.model.title}, live layers\n\n{_served_table(found)}", flush=True)
+        asyncio.run(_measure_rates(folder / "rates", found, quick=quick))
+        print(f"\n{found.streamed.title}, live layers\n\n{_rates_table(found)}", flush=True)
+        asyncio.run(_measure_memory(folder / "memory", found))
+        print(f"\n{found.divided.title}, live layers\n\n{_memory_table(found)}", flush=True)
+    title = f"Targets{', sizes too small to judge by' if quick else ''}"
+    titles = {name: getattr(found, name).title for name in ("model", "streamed", "divided")}
+    as_json = asdict(found) | titles
+    report.conclude(environment, _checks(found), as_json, options.json, start_s, title=title)
+    return 0
+
+
+def _model(width: float, head_size: int) -> Model:
+    return Model("Qwen2.5-0.5B's shape", models.qwen2_0_5b(width=width), head_size)
+
+
+def _train(connection: Connection, folder: Path, model: Model) -> None:
+    """Publish, or copy as many bytes, whenever told to; in a process of its own, as trainers do."""
+    weights, others = model.weights(0), model.weights(1)
+    Checkpoint(folder / "checkpoint", model).save(weights)
+    halves = HalvesCopy(models.warm_destination(model.shapes))
+    flipped_ns = note_flips()
+    stores = {WHOLE: folder / "store", DELTA: folder / "store", ELSEWHERE: folder / "elsewhere"}
+    senders: dict[str, dbuffer.WeightSender] = {}
+    connection.send("ready")
+    for number in itertools.count(1):
+        what = connection.recv()
+        if what == COPY:
+            connection.send(timed(lambda: halves(weights)))
+            continue
+        if what not in stores:
+            break
+        if what not in senders:
+            if what == DELTA:
+                senders.pop(WHOLE).close()
+                others = {name: models.nudged(tensor) for name, tensor in weights.items()}
+            senders[what] = dbuffer.WeightSender(stores[what], delta=what == DELTA)
+        called_at = time.monotonic()
+        sent = senders[what].send((weights, others)[number % 2])
+        connection.send(Sent(sent.version, called_at, flipped_ns[-1] / 1e9, sent.delta_bytes))
+    for sender in senders.values():
+        sender.close()
+
+
+class Followed:
+    """An engine that follows a store, and the trainer that publishes into it."""
+
+    def __init__(self, engine: Any, follower: Any, trainer: Connection) -> None:
+        self.engine = engine
+        self._follower = follower
+        self._trainer = trainer
+        self._marks = _follower_marks()
+
+    async def ask_trainer(self, what: str) -> Any:
+        """Let the trainer do something, and wait for its answer."""
+        self._trainer.send(what)
+        return await asyncio.to_thread(reply, self._trainer)
+
+    async def publish(self, what: str) -> Sent:
+        """Publish, and wait until the engine serves that."""
+        sent: Sent = await self.ask_trainer(what)
+        await self._follower.wait_applied_async(sent.version, _TIMEOUT_S)
+        return sent
+
+    async def bring(self, what: str) -> dict[str, float]:
+        """Publish, wait for the first token, and return what each part took, in seconds."""
+        sent = await self.publish(what)
+        first_token_at = await self._first_token(sent.version)
+        [rank] = await self.engine.collective_rpc("benchmark_marks")
+        staging_at, staged_at = rank["_stage"]
+        marks = self._marks.last
+        ends = (
+            sent.flipped_at,
+            staging_at,
+            staged_at,
+            marks["pause_noting"][0],
+            marks["_cache_resets"][0],
+            marks["pause_noting"][1],
+            marks["_load"][1],
+            marks["resume"][1],
+            first_token_at,
+        )
+        starts = (sent.called_at, *ends)
+        return {part: end - start for part, start, end in zip(PARTS, starts, ends, strict=False)}
+
+    async def _first_token(self, version: int) -> float:
+        """Ask the engine, which must answer with this version; return when a token came."""
+        from vllm import SamplingParams
+
+        from dbuffer.integrations.vllm import versions_of
+
+        parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        answer = self.engine.generate(prompt, parameters, f"first-{version}")
+        outputs = [(time.monotonic(), output) async for output in answer]
+        came_at, last = outputs[-1]
+        if [span.version for span in versions_of(last)] != [version]:
+            raise RuntimeError(f"the first token after the switch is not of version {version}")
+        return came_at
+
+
+def _follower_marks() -> Marks:
+    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
+
+    marks = Marks()
+    for function in ("pause_noting", "_cache_resets", "resume"):
+        marks.watch(AsyncVllm, function)
+    marks.watch(Follower, "_load")
+    return marks
+
+
+@contextlib.asynccontextmanager
+async def _engine(folder: Path, model: Model, **more: Any) -> AsyncIterator[tuple[Any, Connection]]:
+    """An engine with live layers, and a trainer."""
+    folder.mkdir()
+    with child(_train, folder, model) as trainer:
+        reply(trainer)
+        checkpoint = Checkpoint(folder / "checkpoint", model)
+        more |= {"max_num_seqs": _NUM_STREAMS + 1, "worker_extension_cls": _LIVE}
+        engine = engines.start_async_engine(checkpoint, **more)
+        try:
+            yield engine, trainer
+        finally:
+            engine.shutdown()
+        finish(trainer)
+
+
+@contextlib.asynccontextmanager
+async def _following(folder: Path, model: Model) -> AsyncIterator[Followed]:
+    async with _engine(folder, model) as (engine, trainer):
+        from dbuffer.integrations.vllm import follow
+
+        async with follow(engine, folder / "store") as follower:
+            yield Followed(engine, follower, trainer)
+
+
+async def _measure_served(folder: Path, found: Found, rounds: int) -> None:
+    async with _following(folder, found.model) as followed:
+        for what, load in itertools.product((WHOLE, DELTA), (IDLE, BUSY)):
+            key = f"{what}, {load}"
+            async with _load(followed.engine, load):
+                if load == IDLE:
+                    for _ in range(_WARMING):
+                        await followed.bring(what)
+                parts, copies = found.parts_s.setdefault(key, []), []
+                for _ in range(rounds):
+                    copies.append(await followed.ask_trainer(COPY))
+                    parts.append(await followed.bring(what))
+                    found.notices_s.append(parts[-1]["notice"])
+                found.copies_s[key] = copies
+
+
+def _load(engine: Any, load: str) -> Any:
+    if load == IDLE:
+        return contextlib.nullcontext()
+    return streams(engine, _NUM_STREAMS, Seen())
+
+
+async def _measure_rates(folder: Path, found: Found, *, quick: bool) -> None:
+    async with _following(folder, found.streamed) as followed:
+        for what in (ELSEWHERE,) * 2 + (WHOLE,) * _WARMING:
+            if what == WHOLE:
+                await followed.bring(what)
+            else:
+                await followed.ask_trainer(what)
+        lasts_s = _QUICK_STRETCH_S if quick else _STRETCH_S
+        ways: dict[str, Callable[[], Awaitable[Any]] | None] = {
+            NOTHING: None,
+            ELSEWHERE: lambda: followed.ask_trainer(ELSEWHERE),
+            RESETS: lambda: _pause(followed.engine),
+            FOLLOWED: lambda: followed.bring(WHOLE),
+        }
+        for _ in range(_QUICK_STRETCHES if quick else _STRETCHES):
+            for way, act in ways.items():
+                seen = found.rates.setdefault(way, Seen())
+                async with streams(followed.engine, _NUM_STREAMS, seen):
+                    await _every_second(act, seen, lasts_s, found)
+
+
+async def _every_second(act: Any, seen: Seen, lasts_s: float, found: Found) -> None:
+    end = time.monotonic() + lasts_s
+    while (now := time.monotonic()) < end:
+        if act is not None:
+            parts = await act()
+            seen.versions += 1
+            if isinstance(parts, dict):
+                found.notices_s.append(parts["notice"])
+        await asyncio.sleep(min(now + _EVERY_S, end) - time.monotonic())
+
+
+async def _pause(engine: Any) -> None:
+    """Pause, drop caches and resume, as each switch does."""
+    from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
+
+    driven = AsyncVllm(engine, asyncio.get_running_loop())
+    await asyncio.to_thread(driven.pause, "keep")
+    await asyncio.to_thread(driven.resume)
+
+
+async def _measure_memory(folder: Path, found: Found) -> None:
+    """Sample the memory of an engine of two ranks, with a local copy of the trainer's store."""
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    before = _descendants(os.getpid())
+    async with _engine(folder, found.divided, tensor_parallel_size=_RANKS) as (engine, trainer):
+        from dbuffer.integrations.vllm import follow
+
+        local = folder / "local"
+        node = Node([os.getpid(), *_descendants(os.getpid()) - before], local)
+        found.memory_bytes["engine alone"] = node.in_use()
+        async with follow(engine, folder / "store", local_store=str(local)) as follower:
+            followed = Followed(engine, follower, trainer)
+            for when in ("first versions", "later versions"):
+                with node.sampled():
+                    for _ in range(_WARMING):
+                        await followed.publish(WHOLE)
+                found.memory_bytes[when] = node.peak_bytes
+        found.memory_bytes["of which the local store"] = node.store_bytes()
+
+
+def _descendants(pid: int) -> set[int]:
+    """Return the processes that descend from this one."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, added = set[int](), {pid}
+    while added:
+        added = {child for child, parent in parents.items() if parent in added}
+        found |= added
+    return found
+
+
+class Node:
+    """Anonymous memory of some processes, and the files of a store in memory."""
+
+    def __init__(self, pids: Sequence[int], store: Path) -> None:
+        self._pids = pids
+        self._store = store
+        self.peak_bytes = 0
+
+    def store_bytes(self) -> int:
+        """Bytes that the store takes."""
+        return 512 * sum(path.stat().st_blocks for path in self._store.glob("**/*"))
+
+    def in_use(self) -> int:
+        """Bytes that are in use now."""
+        return sum(map(anonymous_bytes, self._pids)) + self.store_bytes()
+
+    @contextlib.contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Set :attr:`peak_bytes` to the most that was in use in the block."""
+        self.peak_bytes, is_over = 0, threading.Event()
+
+        def sample() -> None:
+            while not is_over.wait(_SAMPLE_S):
+                with contextlib.suppress(FileNotFoundError):  # a file that was removed
+                    self.peak_bytes = max(self.peak_bytes, self.in_use())
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            sampler.join()
+
+
+def _served_table(found: Found) -> str:
+    rows = [
+        (part, *(f"{1e3 * found.part_s(key, part):.1f}" for key in found.parts_s)) for part in PARTS
+    ]
+    rows.append(("all", *(f"{1e3 * found.served_s(key):.1f}" for key in found.parts_s)))
+    copies = (f"{1e3 * median(copies):.1f}" for copies in found.copies_s.values())
+    rows.append(("memcpy of the whole", *copies))
+    return report.table(("median ms", *found.parts_s), rows)
+
+
+def _rates_table(found: Found) -> str:
+    without = found.rates[NOTHING].tokens_per_s
+    rows = [
+        (way, str(seen.versions), f"{seen.tokens_per_s:.0f}", f"{seen.tokens_per_s / without:.2f}")
+        for way, seen in found.rates.items()
+    ]
+    return report.table((f"{_NUM_STREAMS} streams", "times", "tokens/s", "of without"), rows)
+
+
+def _memory_table(found: Found) -> str:
+    model_bytes = models.num_bytes(found.divided.shapes)
+    rows = [
+        (when, f"{num_bytes / 1e6:.0f}", f"{num_bytes / model_bytes:.2f}")
+        for when, num_bytes in found.memory_bytes.items()
+    ]
+    return report.table((f"memory of a node, {_RANKS} ranks, at most", "MB", "of the model"), rows)
+
+
+def _checks(found: Found) -> list[Check]:
+    checks = []
+    for load in (IDLE, BUSY):
+        whole, delta = (found.served_s(f"{what}, {load}") for what in (WHOLE, DELTA))
+        two = 2 * median(found.copies_s[f"{WHOLE}, {load}"])
+        checks += [
+            at_most(f"publish to served, {load}", "of two memcpys", whole / two, 2.0),
+            at_most(f"{DELTA}, {load}", "of the whole", delta / whole, 0.35),
+        ]
+    notice_ms = 1e3 * percentile(found.notices_s, 0.99)
+    following = found.rates[FOLLOWED].tokens_per_s / found.rates[NOTHING].tokens_per_s
+    return [
+        *checks,
+        at_most(f"notice, {len(found.notices_s)} versions", "ms, p99", notice_ms, 5.0),
+        at_least("tokens, a version a second", "of without", following, 0.95),
+    ]
