@@ -484,9 +484,9 @@ def replace_kernels() -> None:
 
     A CPU has other kernels. To replace one, vLLM looks at all names of all modules: 0.25 s.
     """
-    if (platforms := sys.modules.get("vllm.platforms")) is not None:
-        platform = platforms.current_platform
-        getattr(platform, KERNELS, lambda: None)()
+    platform = getattr(sys.modules.get("vllm.platforms"), "current_platform", None)
+    if (replace := getattr(platform, KERNELS, None)) is not None:  # older ones replace none
+        replace()
         setattr(type(platform), KERNELS, classmethod(lambda cls: None))
 
 
