@@ -317,6 +317,8 @@ async def _measure_memory(folder: Path, found: Found) -> None:
                     for _ in range(_WARMING):
                         await followed.publish(WHOLE)
                 found.memory_bytes[when] = node.peak_bytes
+        added_bytes = node.peak_bytes - found.memory_bytes["engine alone"]
+        found.memory_bytes["added by following"] = added_bytes
         found.memory_bytes["of which the local store"] = node.store_bytes()
 
 
