@@ -381,6 +381,19 @@ def test_requests_that_fail_are_made_again(remote, local, proxy, bucket_url, nam
     assert any(each.is_faulty for each in proxy.requests)
 
 
+def test_a_part_that_the_network_damages_is_got_again(remote, local, proxy, bucket_url):
+    """Of a version without checksums, which nothing else than its parts' digests protects."""
+    proxy.inject(
+        FAULTS["corrupt_answer"],
+        nth=3,  # a part, after its record and its layout
+        when=lambda request: request.method == "GET" and "/000" in request.path,
+    )
+    with dbuffer.WeightSender(remote) as sender, both_ways(remote, bucket_url, local):
+        sender.send(LONG.weights(1))
+        assert_copied(local, LONG, 1)
+    assert any(each.is_faulty for each in proxy.requests)
+
+
 def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, caplog):
     with (
         dbuffer.WeightSender(remote, checksum=True) as sender,
