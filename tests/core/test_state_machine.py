@@ -707,13 +707,17 @@ class KeepingMachine(StoreMachine):
 
     def note_claim_if_it_came_to_that(self) -> None:
         """A crash may have come at any moment of keeping one version and dropping others."""
-        before, store = self.readable, DoubleBuffer(self.store)
+        before, store, had_idle = self.readable, DoubleBuffer(self.store), self.idle is not None
         self.note_claim()
         certain = self.readable
         pointer = store.pointer()
         if pointer is None or pointer.version > self.newest:
             return
-        idle = store.manifest(other_buffer(pointer.buffer))
+        try:
+            idle = store.manifest(other_buffer(pointer.buffer))
+        except dbuffer.StoreCorruptError:  # as it was left before: nothing was claimed
+            assert not had_idle
+            idle = None
         if idle is not None and idle.state == "complete" and idle.version < self.newest:
             self.idle = idle.version
         self.kept = {each.version for each in store.kept().values()}

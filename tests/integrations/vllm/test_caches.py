@@ -66,7 +66,7 @@ def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
     engine = SimpleNamespace(
         **{name: note_async(calls, name) for name in (PREFIX, INPUTS, ENCODER)},
         engine_core=SimpleNamespace(pause_scheduler_async=note_async(calls, "pause")),
-        vllm_config=SimpleNamespace(parallel_config=None),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
         errored=False,
     )
     return AsyncVllm(engine, loop)
@@ -79,7 +79,7 @@ def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
 
     engine = SimpleNamespace(
         engine_core=SimpleNamespace(_call_utility_async=ask),
-        vllm_config=SimpleNamespace(parallel_config=None),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
         errored=False,
     )
     return AsyncReplica(engine, loop, 1)
