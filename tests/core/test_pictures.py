@@ -16,8 +16,10 @@ from benchmarks import plot
 from tests.support.documents import DOCS, PAGES
 
 MADE = runpy.run_path(str(DOCS / "make_pictures.py"))
+RECORDED = runpy.run_path(str(DOCS / "make_recording.py"))
 PICTURES = DOCS / "pictures"
 NAMES = sorted(MADE["pictures"]())
+RECORDING = RECORDED["PICTURE"].name
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST = {"code": 0.62, "strong": 0.62, "": 0.55}
 """Mean width of a character, of its font's size, in the widest of usual fonts."""
@@ -38,18 +40,20 @@ def table(results: str, title: str, header: str) -> dict[str, list[str]]:
 
 def test_the_pictures_are_current() -> None:
     kept = {path.name: path.read_text(encoding="utf-8") for path in PICTURES.iterdir()}
-    assert kept == MADE["pictures"](), (
-        "the program or the results have changed: run python3 docs/make_pictures.py"
+    recording = RECORDED["CAST"].read_text(encoding="utf-8")
+    assert kept == MADE["pictures"]() | {RECORDING: RECORDED["draw"](recording)}, (
+        "the program or the results have changed: run python3 docs/make_pictures.py, and python3 "
+        "docs/make_recording.py --draw"
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, RECORDING])
 def test_a_picture_is_shown_by_a_page(name: str) -> None:
     shown = re.compile(rf"!\[[^\]]{{20,}}\]\([\w/.]*pictures/{re.escape(name)}\)")
     assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, RECORDING])
 def test_a_picture_explains_itself(name: str) -> None:
     root = ElementTree.parse(PICTURES / name).getroot()
     named = root.get("aria-labelledby", "").split()
@@ -113,6 +117,30 @@ def test_the_figures_of_the_mirrors_are_measured() -> None:
     assert "140 GB to 1,000 nodes" in drawn
     assert f"{ways['NFS server, a mirror a node'][2]} if all read from one" in drawn
     assert f"{ways['NFS server, tree of mirrors, 3 each'][2]} in a tree of three each" in drawn
+
+
+# The recording.
+
+
+def test_the_recording_is_a_demo_that_succeeded() -> None:
+    shown = texts(RECORDING)
+    assert shown[0] == "$ dbuffer demo"
+    steps = [line.split() for line in shown if re.match(r" +\d+ ", line)]
+    assert [int(step) for step, *_ in steps] == list(range(1, 41))
+    assert shown[-1] == "success: the engine followed its trainer"
+    assert len((PICTURES / RECORDING).read_bytes()) <= 300_000
+
+
+def test_a_recording_shows_each_line_when_it_was_written_and_scrolls() -> None:
+    events = [[0.5 * n, "o", f"line {n}\r\n"] for n in range(1, 31)]
+    header = {"version": 2, "width": 80, "height": 24, "command": "count"}
+    drawn = RECORDED["draw"]("\n".join(map(json.dumps, [header, *events])))
+    end_s = 1.0 + 30 * 0.5 + RECORDED["END_S"]
+    tenth = f"{100 * (1.0 + 10 * 0.5) / end_s:.2f}%"  # 11 lines are then seen, with the command's
+    assert f"{tenth}{{transform:translateY({11 * 18}px)}}" in drawn.partition("@keyframes cover")[2]
+    assert f".lines{{transform:translateY({(24 - 31) * 18}px)" in drawn
+    with pytest.raises(ValueError, match="more than lines"):
+        RECORDED["draw"](json.dumps(header) + '\n[0.1, "o", "\\u001b[1mbold"]')
 
 
 # Charts.
