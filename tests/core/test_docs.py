@@ -663,13 +663,17 @@ def test_the_times_of_deltas_are_those_of_the_results() -> None:
     assert [row[1:] for row in rows_of(text) if row[0][:4] in ("0.61", "1.09")] == shares
 
     measured = {row[0].partition(",")[0]: row[2] for row in rows_of(results) if len(row) > 3}
-    shown = {row[0]: row[2] for row in rows_of(text) if len(row) == 3}
-    found = shown["find and encode, 290 / 18,867 tensors"]
-    applied = shown["decode and apply"]
+    targets = [row for row in rows_of(text) if len(row) == 4]
+    shown = {row[0]: row[2] for row in targets}
+    limits = {row[0]: row[3] for row in targets}
     for kind, place in (("dense", 0), ("experts", 1)):
-        for name, cell in (("find + encode", found), ("decode + apply", applied)):
+        for name, of in (
+            ("find + encode", "find and encode, 290 / 18,867 tensors"),
+            ("decode + apply", "decode and apply"),
+        ):
             (row,) = (r for r in rows_of(results) if r[0].startswith(f"{name}, {kind}"))
-            assert cell.removesuffix(", missed").split(" / ")[place] == row[2]
+            assert shown[of].removesuffix(", missed").split(" / ")[place] == row[2]
+            assert row[3] in limits[of].split(" / ")
     for name, cell in shown.items():
         if (figure := measured.get(name.partition(",")[0])) and "bytes of a delta" not in name:
             assert cell.startswith(figure.replace("%", " %")), name
