@@ -192,8 +192,8 @@ class Stager:
         self._hold = contextlib.ExitStack()
         """Hold on the staged version, where it is mapped."""
         self._unmap_later: Staged | None = None
-        """Version that was applied, kept until the next one is staged: unmapping it takes 17 ms a
-        GB, for which the engine need not wait."""
+        """Version that was applied, for the stager's thread to unmap: that takes 17 ms a GB, for
+        which neither the engine nor the next version need wait."""
         self._failure: Failure | None = None
         """Failure of the last attempt. A version that was ready before it still is."""
         self._request: _Request | None = None
@@ -375,6 +375,7 @@ class Stager:
     def _run(self) -> None:
         leave_core()
         while self._wait_until_free():
+            self._unmap_later = None
             with self._condition:
                 request = self._request
                 newer_than, exactly = self._aim()
@@ -418,7 +419,7 @@ class Stager:
             if self._request is not None and self._request.exactly not in (None, version):
                 return False
             self._drop()
-            self._unmap_later = self._failure = None
+            self._failure = None
             return True
 
     def _drop(self) -> None:

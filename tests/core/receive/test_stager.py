@@ -860,6 +860,22 @@ def test_neither_threads_nor_descriptors_pile_up(store, copy):
         assert max(descriptors[10:]) <= max(descriptors[:10]) + 3
 
 
+def test_a_version_that_was_applied_is_unmapped_before_the_next_one_comes(store, sender):
+    """Unmapping takes 17 ms a GB, by which the next version would be staged later."""
+    publish(sender, 1)
+    file = str(file_of(store, 1))
+
+    def num_mappings() -> int:  # one is the sender's
+        return Path("/proc/self/maps").read_text().count(file)
+
+    before = num_mappings()
+    with staging(store) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        assert num_mappings() > before
+        follower.release(applied=1)
+        until("it is unmapped", lambda: num_mappings() == before)
+
+
 def test_a_version_that_failed_is_let_go_of(store, sender, monkeypatch):
     """An error's traceback would keep its mapping, and with it the room of a removed file."""
     gc.disable()  # as good as an engine's, which collects seldom
