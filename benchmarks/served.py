@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -88,7 +89,7 @@ class Found:
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say that there is no vLLM."""
+    """Measure and print, or say that there is no vLLM; 1 if a target was missed."""
     if importlib.util.find_spec("vllm") is None:
         print("There is no vLLM here, nothing to measure.")
         return 0
@@ -108,8 +109,7 @@ def main(options: Namespace) -> int:
     title = f"Targets{', sizes too small to judge by' if quick else ''}"
     titles = {name: getattr(found, name).title for name in ("model", "streamed", "divided")}
     as_json = asdict(found) | titles
-    report.conclude(environment, _checks(found), as_json, options.json, start_s, title=title)
-    return 0
+    return report.conclude(environment, _checks(found), as_json, options.json, start_s, title=title)
 
 
 def _model(width: float, head_size: int) -> Model:
@@ -125,20 +125,18 @@ def _train(connection: Connection, folder: Path, model: Model) -> None:
     stores = {WHOLE: folder / "store", DELTA: folder / "store", ELSEWHERE: folder / "elsewhere"}
     senders: dict[str, dbuffer.WeightSender] = {}
     connection.send("ready")
-    for number in itertools.count(1):
-        what = connection.recv()
+    while (what := connection.recv()) in (COPY, *stores):
         if what == COPY:
-            connection.send(timed(lambda: halves(weights)))
+            connection.send(timed(functools.partial(halves, weights)))
             continue
-        if what not in stores:
-            break
         if what not in senders:
             if what == DELTA:
                 senders.pop(WHOLE).close()
                 others = {name: models.nudged(tensor) for name, tensor in weights.items()}
             senders[what] = dbuffer.WeightSender(stores[what], delta=what == DELTA)
+        weights, others = others, weights  # each version differs from the one before
         called_at = time.monotonic()
-        sent = senders[what].send((weights, others)[number % 2])
+        sent = senders[what].send(weights)
         connection.send(Sent(sent.version, called_at, flipped_ns[-1] / 1e9, sent.delta_bytes))
     for sender in senders.values():
         sender.close()
