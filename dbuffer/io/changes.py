@@ -29,6 +29,9 @@ from dbuffer.io.tensors import DTYPES, FileTensors, is_plain, join_digests, spli
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
 
+Positions = npt.NDArray[np.integer[Any]]
+"""Places of words, as wide as they need to be."""
+
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,7 +65,7 @@ class TensorDiff:
 
     tensor: int
     """Index of the tensor in the layout."""
-    positions: npt.NDArray[np.integer[Any]] | None
+    positions: Positions | None
     """Ascending positions of the changed words in the flat tensor; None: the whole tensor."""
     values: Words
     """The new words: one a position, or all. Those of a whole tensor may be the very memory that
@@ -298,7 +301,7 @@ class _RunDiff(NamedTuple):
     """Words that differ in one run."""
 
     num_changed: int
-    positions: npt.NDArray[np.integer[Any]] | None
+    positions: Positions | None
     """Positions in the tensor, or in the run's tensors side by side; None: most words differ."""
     values: Words
     """The new words at these positions, or all of the run."""
@@ -534,7 +537,7 @@ def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return data
 
 
-def narrowed(positions: Integers, num_bytes: int) -> npt.NDArray[np.integer[Any]]:
+def narrowed(positions: Integers, num_bytes: int) -> Positions:
     """Return positions in a tensor of so many bytes, in half the memory wherever that can be.
 
     They may take more memory than the weights.
@@ -616,7 +619,7 @@ def check_change(layout: Layout, change: TensorDiff) -> None:
 
 def gather(
     layout: Layout, group: Sequence[TensorDiff]
-) -> tuple[int, list[slice] | npt.NDArray[np.integer[Any]], Words, Words | None]:
+) -> tuple[int, list[slice] | Positions, Words, Words | None]:
     """Gather the words of a group.
 
     Returns:
@@ -669,7 +672,7 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
 
 def write_words(
     words: Words,
-    places: list[slice] | npt.NDArray[np.integer[Any]],
+    places: list[slice] | Positions,
     values: Words,
     *,
     is_added: bool,
@@ -692,9 +695,7 @@ def num_words(group: Sequence[TensorDiff]) -> int:
     return sum([len(change.values) for change in group])
 
 
-def change_at(
-    tensor: int, positions: npt.NDArray[np.integer[Any]], values: torch.Tensor
-) -> TensorDiff:
+def change_at(tensor: int, positions: Positions, values: torch.Tensor) -> TensorDiff:
     """Return the change that puts ``values``, plain and flat, at ``positions``, ascending.
 
     Positions and values count elements.

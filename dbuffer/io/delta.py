@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.changes import (
     WORDS,
     Diff,
+    Positions,
     TensorDiff,
     Words,
     check_change,
@@ -164,9 +165,7 @@ def _is_shorter(differences: Words, values: Words) -> bool:
     return size(differences) <= size(values)
 
 
-def _encode_positions(
-    positions: npt.NDArray[np.integer[Any]], size: int
-) -> tuple[int, list[npt.NDArray[np.uint8]]]:
+def _encode_positions(positions: Positions, size: int) -> tuple[int, list[npt.NDArray[np.uint8]]]:
     """Encode positions among ``size`` words, of which the first is 0; return their code, too."""
     gaps = np.zeros(len(positions), WORDS[positions.itemsize])  # unsigned: none is negative
     gaps[1:] = positions[1:] - positions[:-1] - 1

@@ -109,7 +109,7 @@ class HeldObjects(HeldVersion):
         wholes: list[_Whole] = []
         for identity in identities:
             name = f"{self._prefix}/deltas/{identity}"
-            file = files[identity] = Descriptor(os.memfd_create(identity))
+            file = files[identity] = filesystem.make_memory_file(identity)
             place = functools.partial(_write_at, file)
             wholes.append((name, self.record.delta_parts(identity), place))
         with filesystem.os_errors("keep deltas in memory", self.name):

@@ -14,7 +14,7 @@ import torch
 
 from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec
-from dbuffer.io.changes import Diff, TensorDiff, cut_work, find_changes, narrowed
+from dbuffer.io.changes import Diff, Positions, TensorDiff, cut_work, find_changes, narrowed
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
@@ -26,8 +26,6 @@ from dbuffer.publish.shares import ClaimInfo, Share, apply_detached
 from dbuffer.ranks.agreement import Agreement, Arrays
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
-
-Positions: TypeAlias = npt.NDArray[np.integer[Any]]
 
 GetElements: TypeAlias = Callable[[int], torch.Tensor]
 """Function that returns the elements in the box of this number."""

@@ -15,7 +15,6 @@ A process that cannot share, for whatever reason, reads by itself: that costs ti
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import mmap
@@ -43,9 +42,6 @@ NOTES = Path("/dev/shm")  # noqa: S108 - the files in it are made with care
 
 _HASHING_BYTES_S = 1e9
 """Lower bound of the speed at which a version is hashed, which shows no progress."""
-
-
-_MFD_CLOEXEC = 1
 
 
 class SharedTensors(FileTensors):
@@ -286,12 +282,7 @@ class Turn:
 
 def _new_memory(num_bytes: int) -> Descriptor:
     """Make a file without a name, with all its pages: a page that lacks room is a SIGBUS."""
-    # Not os.memfd_create, which a Python that was built with an older libc than this one lacks.
-    libc = ctypes.CDLL(None, use_errno=True)
-    number = libc.memfd_create(b"dbuffer", _MFD_CLOEXEC)
-    if number < 0:
-        raise OSError(ctypes.get_errno(), "cannot make a file in memory")
-    memory = Descriptor(number)
+    memory = filesystem.make_memory_file("dbuffer")
     os.fchmod(memory.number, 0o600)
     filesystem.allocate(memory.number, num_bytes, Path("memory"))
     return memory

@@ -8,6 +8,7 @@ properties of filesystems and the intervals of one framework's integration stay 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -181,3 +182,11 @@ class Timing:
 
 TIMING = Timing()
 """The timings of this process."""
+
+
+def doubling(first_s: float, most_s: float) -> Iterator[float]:
+    """Return pauses without end, each twice as long as the one before, up to ``most_s``."""
+    pause_s = first_s
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, most_s)

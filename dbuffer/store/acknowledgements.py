@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
 from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store.buffer import DoubleBuffer
 
 
@@ -35,7 +35,7 @@ def wait_applied(
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
-    pause_s = TIMING.acknowledgements_min_s
+    pauses_s = doubling(TIMING.acknowledgements_min_s, TIMING.acknowledgements_max_s)
     expected = options.names("receivers", receivers)
     names = None if isinstance(expected, int) else set(expected)
     for name in names or ():
@@ -88,8 +88,7 @@ def wait_applied(
                 f"{num_applied} of {needed} receivers applied version {version} of "
                 f"{store.root} within {timeout_s:g} s ({so_far})"
             )
-        time.sleep(min(pause_s, left))
-        pause_s = min(2 * pause_s, TIMING.acknowledgements_max_s)
+        time.sleep(min(next(pauses_s), left))
 
 
 def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -24,7 +25,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.runtime.closing import Closing
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
 
@@ -39,6 +40,8 @@ TICK_S = 0.02
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a mount that knows no locks."""
+
+_MFD_CLOEXEC = 1
 
 _STALE_RETRIES = 4
 """A file that is replaced between lookup and read is a stale handle; the next lookup finds the
@@ -421,6 +424,16 @@ def make_file(path: Path, access: int) -> Descriptor:
         return Descriptor(os.open(path, flags, 0o600))
 
 
+def make_memory_file(name: str) -> Descriptor:
+    """Make a file in memory, without a path: it ends with the last process that has it open."""
+    # Not os.memfd_create, which a Python that was built with an older libc than this one lacks.
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = libc.memfd_create(name.encode(), _MFD_CLOEXEC)
+    if number < 0:
+        raise OSError(ctypes.get_errno(), "cannot make a file in memory")
+    return Descriptor(number)
+
+
 def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
     """Give a new file its full size, in real blocks, before anyone maps it.
 
@@ -591,13 +604,12 @@ def is_at(file: Descriptor, path: Path) -> bool:
 def lock_within(descriptor: int, timeout_s: float) -> bool:
     """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
     deadline = time.monotonic() + timeout_s
-    pause = TIMING.lock_retry_min_s
+    pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
     while not try_lock(descriptor, exclusive=True):
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, TIMING.lock_retry_max_s)
+        time.sleep(min(next(pauses_s), left))
     return True
 
 

@@ -29,7 +29,7 @@ from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -353,17 +353,18 @@ class Patience:
 
     def __init__(self) -> None:
         self._about: object = None
-        self._since = self._pause_s = 0.0
+        self._since = 0.0
+        self._pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
 
     def wait(self, about: object) -> bool:
         """Wait a moment; False, if it has been about the same thing for long enough."""
         now = time.monotonic()
         if about != self._about:
-            self._about, self._since, self._pause_s = about, now, TIMING.lock_retry_min_s
+            self._about, self._since = about, now
+            self._pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
         elif now - self._since > TIMING.settle_s:
             return False
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, TIMING.lock_retry_max_s)
+        time.sleep(next(self._pauses_s))
         return True
 
 
