@@ -1,23 +1,21 @@
-"""What the ranks of one engine read and stage of a version, and the memory of their node."""
+"""Ranks of one engine: what they read and stage of a version, and the memory of their node."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import dbuffer
 from benchmarks import models, report
 from benchmarks.layouts import PlannedReceiver
+from benchmarks.memory import NodeMemory
 from benchmarks.models import Shapes, Weights
 from benchmarks.processes import as_network, bytes_read, child, reply, scratch_folder
 from benchmarks.targets import Check, at_most
@@ -82,23 +80,24 @@ def _measure(how: str, shapes: Shapes, directory: Path) -> Reading:
         arguments = (store, shapes, how)
         ranks = [stack.enter_context(child(_rank, rank, *arguments)) for rank in range(_SIZE)]
         processes += ranks
-        memory = stack.enter_context(_Memory([reply(each) for each in processes], local))
+        memory = NodeMemory([reply(each) for each in processes], local)
+        used_before = memory.in_use()
         torch.manual_seed(_SEED)
         weights = models.random_weights(shapes)
-        for version in range(1, _VERSIONS + 1):
-            read_before = sum(_all("read", processes))
-            _next(weights)
-            sender.send(weights, version=version)
-            staged_bytes = sum(_all(version, ranks))
-            read_bytes = sum(_all("read", processes)) - read_before
-        memory.sample()
+        with memory.sampled():
+            for version in range(1, _VERSIONS + 1):
+                read_before = sum(_all("read", processes))
+                _next(weights)
+                sender.send(weights, version=version)
+                staged_bytes = sum(_all(version, ranks))
+                read_bytes = sum(_all("read", processes)) - read_before
         reading = Reading(
             how,
             models.num_bytes(shapes),
             staged_bytes,
             read_bytes,
-            memory.peak_bytes,
-            memory.used_bytes,
+            memory.peak_bytes - used_before,
+            memory.in_use() - used_before,
         )
         _all("verify", ranks)
         return reading
@@ -150,55 +149,6 @@ def _mirror(connection: Connection, remote: Path, local: Path) -> None:
         while True:
             connection.recv()
             connection.send(int(mirror.stats["copied_bytes"]))
-
-
-class _Memory:
-    """Memory of processes and of a local store, above the processes' at the beginning.
-
-    Of processes: their anonymous memory, and files in memory that have no name, each once.
-    """
-
-    def __init__(self, pids: list[int], local: Path) -> None:
-        self._pids, self._local = pids, local
-        self._before = self._in_use()
-        self.peak_bytes = self.used_bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self.sample()
-
-    def sample(self) -> None:
-        """Look at it now."""
-        self.used_bytes = self._in_use() - self._before
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def _in_use(self) -> int:
-        files = dict(item for pid in self._pids for item in _files_in_memory(pid))
-        stored = sum(path.stat().st_blocks * 512 for path in self._local.glob("*/weights-*"))
-        return sum(map(_anonymous_bytes, self._pids)) + sum(files.values()) + stored
-
-
-def _anonymous_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
-
-
-def _files_in_memory(pid: int) -> Iterator[tuple[Any, int]]:
-    for place in (*Path(f"/proc/{pid}/fd").iterdir(), *Path(f"/proc/{pid}/map_files").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if str(place.readlink()).startswith("/memfd:dbuffer"):
-                status = place.stat()
-                yield (status.st_dev, status.st_ino), status.st_blocks * 512
 
 
 def _table(readings: list[Reading]) -> str:

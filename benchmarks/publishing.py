@@ -13,6 +13,7 @@ from pathlib import Path
 import dbuffer
 from benchmarks import models
 from benchmarks.measure import timed
+from benchmarks.memory import anonymous_bytes
 from benchmarks.models import Shapes
 from benchmarks.processes import REPLY_TIMEOUT_S, child, reply, scratch_folder
 
@@ -138,11 +139,3 @@ def _publish(connection: Connection, shapes: Shapes, store: Path) -> None:
             sender.send(weights)
         connection.send(0)
         connection.recv()  # stay, so that there is a process to look at until the end
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is no file's."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not say RssAnon in /proc/PID/status")

@@ -8,10 +8,9 @@ import functools
 import importlib.util
 import itertools
 import os
-import threading
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +22,9 @@ from benchmarks.copying import HalvesCopy
 from benchmarks.engines import Checkpoint, Model
 from benchmarks.latency import Seen, streams
 from benchmarks.measure import median, percentile, timed
+from benchmarks.memory import NodeMemory
 from benchmarks.processes import child, finish, reply, scratch_folder
-from benchmarks.publishing import anonymous_bytes, note_flips
+from benchmarks.publishing import note_flips
 from benchmarks.steps import Marks
 from benchmarks.targets import Check, at_least, at_most
 
@@ -51,7 +51,6 @@ _STRETCH_S, _QUICK_STRETCH_S = 8.0, 4.0
 _STRETCHES, _QUICK_STRETCHES = 3, 1
 _RANKS = 2
 _TIMEOUT_S = 120.0
-_SAMPLE_S = 0.01
 _LIVE = "benchmarks.live_worker.LiveWorker"
 
 
@@ -306,7 +305,7 @@ async def _measure_memory(folder: Path, found: Found) -> None:
         from dbuffer.integrations.vllm import follow
 
         local = folder / "local"
-        node = Node([os.getpid(), *_descendants(os.getpid()) - before], local)
+        node = NodeMemory([os.getpid(), *_descendants(os.getpid()) - before], local)
         found.memory_bytes["engine alone"] = node.in_use()
         async with follow(engine, folder / "store", local_store=str(local)) as follower:
             followed = Followed(engine, follower, trainer)
@@ -331,41 +330,6 @@ def _descendants(pid: int) -> set[int]:
         added = {child for child, parent in parents.items() if parent in added}
         found |= added
     return found
-
-
-class Node:
-    """Anonymous memory of some processes, and the files of a store in memory."""
-
-    def __init__(self, pids: Sequence[int], store: Path) -> None:
-        self._pids = pids
-        self._store = store
-        self.peak_bytes = 0
-
-    def store_bytes(self) -> int:
-        """Bytes that the store takes."""
-        return 512 * sum(path.stat().st_blocks for path in self._store.glob("**/*"))
-
-    def in_use(self) -> int:
-        """Bytes that are in use now."""
-        return sum(map(anonymous_bytes, self._pids)) + self.store_bytes()
-
-    @contextlib.contextmanager
-    def sampled(self) -> Iterator[None]:
-        """Set :attr:`peak_bytes` to the most that was in use in the block."""
-        self.peak_bytes, is_over = 0, threading.Event()
-
-        def sample() -> None:
-            while not is_over.wait(_SAMPLE_S):
-                with contextlib.suppress(FileNotFoundError):  # a file that was removed
-                    self.peak_bytes = max(self.peak_bytes, self.in_use())
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            sampler.join()
 
 
 def _served_table(found: Found) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dbuffer
 from benchmarks import models, publishing, report
 from benchmarks.measure import median
+from benchmarks.memory import anonymous_bytes
 from benchmarks.models import DTYPE, Shapes, Weights
 from benchmarks.processes import child, reply, scratch_folder
 from benchmarks.targets import Check, at_most
@@ -76,12 +77,12 @@ def _measure(shapes: Shapes, directory: Path, *, samples: int) -> tuple[Times, l
             for rank in range(RANKS)
         ]
         pids = [reply(connection) for connection in ranks]
-        before = [publishing.anonymous_bytes(pid) for pid in pids]
+        before = [anonymous_bytes(pid) for pid in pids]
         peaks = list(before)
         for connection in ranks:
             connection.send("publish, watched")
         while not all(connection.poll(publishing.SAMPLE_INTERVAL_S) for connection in ranks):
-            now = [publishing.anonymous_bytes(pid) for pid in pids]
+            now = [anonymous_bytes(pid) for pid in pids]
             peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         for connection in ranks:
             reply(connection)
