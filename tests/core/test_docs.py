@@ -392,7 +392,7 @@ def test_every_error_is_in_the_table() -> None:
 
 @pytest.fixture
 def metric_names(tmp_path: Path) -> dict[str, set[str]]:
-    """What each metric of the exporters is called in a query, by its documented name."""
+    """Names of each metric of the exporters in a query, by its documented name."""
     from prometheus_client import REGISTRY, CollectorRegistry
 
     from dbuffer.integrations import metrics
@@ -470,7 +470,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_every_public_name_has_an_example() -> None:
-    """That is run, or says which test shows it."""
+    """The example is run, or says which test shows it."""
     code = "\n".join(
         block.code
         for block in BLOCKS
@@ -737,7 +737,7 @@ def test_figures_in_the_text_of_pages_are_those_of_the_results() -> None:
 
 
 def test_outputs_of_figures_are_kept() -> None:
-    """Those of soaks are not yet."""
+    """The outputs of soaks are not yet."""
     pages = [p for p in PAGES if re.search(r"not\s+kept", p.read_text(encoding="utf-8"))]
     assert [relative(page) for page in pages] == ["docs/guarantees.md"]
 

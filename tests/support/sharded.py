@@ -40,7 +40,7 @@ def grid() -> DeviceMesh:
 
 @functools.cache
 def mesh_of(*ranks: int) -> DeviceMesh:
-    """These ranks in a row, likewise once. All ranks make it together."""
+    """Return the mesh of these ranks in a row, likewise made once, by all ranks together."""
     return DeviceMesh("cpu", ranks)
 
 

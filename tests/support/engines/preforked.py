@@ -201,7 +201,7 @@ class Helper:
 
 
 _the_helper: Helper | None = None
-"""That of a fork, which was born with it: it has imported what the fork had."""
+"""Helper of a fork, which was born with it: it has imported what the fork had."""
 _with_vllm: Helper | None = None
 _can_be_forked = True
 _turns = threading.Lock()
