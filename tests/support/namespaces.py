@@ -56,11 +56,13 @@ def _enter(connection: Connection, pid: int, function: Callable[..., None], *arg
     if libc.unshare(_CLONE_NEWPID | _CLONE_NEWNS) != 0:
         connection.send(f"no PID namespaces here: {os.strerror(ctypes.get_errno())}")
         return
+    is_named, name_it = os.pipe()
     first = os.fork()
     if first == 0:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None)
         libc.mount(b"proc", b"/proc", b"proc", 0, None)
+        os.read(is_named, 1)  # what it sends comes after its number
         if pid != 1:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
             if (inner := os.fork()) != 0:
@@ -70,4 +72,5 @@ def _enter(connection: Connection, pid: int, function: Callable[..., None], *arg
         function(connection, *args)
         os._exit(0)
     connection.send(first)
+    os.write(name_it, b"1")
     os.waitpid(first, 0)
