@@ -42,7 +42,6 @@ from tests.support.documents import (
     PROGRAM,
     README,
     TUTORIAL,
-    CodeBlock,
     blocks,
     relative,
 )
@@ -115,9 +114,7 @@ def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sorted({b.page for b in blocks("python") + blocks("console")} - {TUTORIAL}),
     ids=relative,
 )
-def test_a_page_is_followed_and_followed_again(
-    page: Path, home: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_page_is_followed_and_followed_again(page, home, request):
     """In one directory, as by a reader who goes through it a second time."""
     needs_bucket = BUCKET in page.read_text(encoding="utf-8")
     bucket = request.getfixturevalue("bucket_url") if needs_bucket else BUCKET
@@ -129,7 +126,7 @@ def test_a_page_is_followed_and_followed_again(
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_the_collector_runs(tmp_path: Path) -> None:
+def test_the_collector_runs(tmp_path):
     (block,) = blocks("python", PROGRAM)
     script = tmp_path / "collector.py"
     script.write_text(block.code.replace("/dev/shm/run-1", str(tmp_path / "run")))
@@ -139,7 +136,7 @@ def test_the_collector_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", MARKED, ids=str)
-def test_a_block_that_is_not_run_says_why(block: CodeBlock) -> None:
+def test_a_block_that_is_not_run_says_why(block):
     assert len(block.reason.split()) >= 3
     named = re.findall(r"tests/[\w/.]+", block.reason)
     for name in named:
@@ -148,7 +145,7 @@ def test_a_block_that_is_not_run_says_why(block: CodeBlock) -> None:
         assert named
 
 
-def test_bash_and_yaml_are_marked() -> None:
+def test_bash_and_yaml_are_marked():
     assert not blocks("bash")
     assert not blocks("yaml")
 
@@ -168,7 +165,7 @@ def dbuffer_commands_in(code: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "console"], ids=str)
-def test_commands_are_understood(block: CodeBlock) -> None:
+def test_commands_are_understood(block):
     group = typer.main.get_command(app)
     tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
     for command in commands_in(block.code):
@@ -182,7 +179,7 @@ def test_commands_are_understood(block: CodeBlock) -> None:
                 assert block.mark == NOT_RUN or block.page == TUTORIAL, command
 
 
-def test_the_tutorial_shows_its_programs() -> None:
+def test_the_tutorial_shows_its_programs():
     """Their commands and excerpts; tests/integrations/trl/test_tutorial.py runs them."""
     programs = {path.name: path for path in (ROOT / "examples" / "tutorial").glob("*.py")}
     texts = {name: path.read_text(encoding="utf-8") for name, path in programs.items()}
@@ -200,13 +197,13 @@ def test_the_tutorial_shows_its_programs() -> None:
     assert run == set(programs)
 
 
-def test_the_readme_shows_every_command() -> None:
+def test_the_readme_shows_every_command():
     shown = {name for b in blocks("console") for name, *_ in dbuffer_commands_in(b.code)}
     assert shown == set(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_modules_that_are_run_exist(page: Path) -> None:
+def test_modules_that_are_run_exist(page):
     for name in re.findall(r"python3? -m ([\w.]+)", page.read_text(encoding="utf-8")):
         if name.startswith(("dbuffer", "benchmarks")):
             path = ROOT.joinpath(*name.rstrip(".").split("."))
@@ -243,9 +240,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_has_the_documented_shape(
-    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
     store = str(tmp_path / "store")
 
     def printed(*arguments: str) -> Any:
@@ -264,9 +259,7 @@ def test_json_has_the_documented_shape(
 
 
 @pytest.mark.timing(bucket_records_s=0.05)
-def test_json_of_a_bucket_has_the_documented_shape(
-    remote: Path, local: Path, bucket_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_of_a_bucket_has_the_documented_shape(remote, local, bucket_url, capsys):
     weights = {"weight": torch.ones(64, 64)}
 
     def status() -> Any:
@@ -287,7 +280,7 @@ def test_json_of_a_bucket_has_the_documented_shape(
         assert shape_of(status()) == documented("dbuffer status s3://BUCKET/PREFIX --json")
 
 
-def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
+def test_json_of_what_runs_for_long_has_the_documented_fields():
     from dbuffer.integrations.engine.follower import Switch
     from dbuffer.publish.publication import Publication
     from dbuffer.tools.doctor.peer import Meeting
@@ -302,7 +295,7 @@ def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
         assert f"`{name}`" in text
 
 
-def test_rules_of_the_names_page_are_read(tmp_path: Path) -> None:
+def test_rules_of_the_names_page_are_read(tmp_path):
     (block,) = (b for b in blocks("json") if b.page.name == "names-and-lora.md")
     file = tmp_path / "names.json"
     file.write_text(block.code)
@@ -314,7 +307,7 @@ def test_rules_of_the_names_page_are_read(tmp_path: Path) -> None:
 # The format.
 
 
-def test_layouts_of_the_design_page_are_layouts() -> None:
+def test_layouts_of_the_design_page_are_layouts():
     whole, in_parts = (b for b in blocks("json") if b.page.name == "design.md")
     assert Layout.decode(whole.code.encode(), end=1 << 30).aliases
     assert Layout.decode(in_parts.code.encode(), end=1 << 30).is_in_parts
@@ -332,7 +325,7 @@ def test_layouts_of_the_design_page_are_layouts() -> None:
         ("### Receivers in a bucket", objects.BucketReceivers),
     ],
 )
-def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) -> None:
+def test_the_design_page_names_every_field_of_a_record(heading, kind):
     text = (DOCS / "design.md").read_text(encoding="utf-8")
     section = text.split(heading)[1].split("\n#")[0]
     rows = re.findall(r"^\| (`.+?) \|", section, flags=re.MULTILINE)
@@ -340,7 +333,7 @@ def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) 
     assert sorted(named) == sorted(["format", *(item.name for item in dataclasses.fields(kind))])
 
 
-def test_the_plain_reader_reads_parts(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_reader_reads_parts(shm_path, monkeypatch):
     read_newest = follow(DOCS / "design.md", shm_path)["read_newest"]
 
     remote, local = shm_path / "parts", shm_path / "mirrored"
@@ -370,14 +363,14 @@ def publish_rows(rank: int, store: Path) -> None:
 # Names, figures and links.
 
 
-def test_the_errors_page_is_current() -> None:
+def test_the_errors_page_is_current():
     made = runpy.run_path(str(DOCS / "make_errors.py"))["errors_page"]()
     assert (DOCS / "errors.md").read_text(encoding="utf-8") == made, (
         "dbuffer/errors.py has changed: run python3 docs/make_errors.py"
     )
 
 
-def test_every_error_is_in_the_table() -> None:
+def test_every_error_is_in_the_table():
     text = (DOCS / "errors.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", text, flags=re.MULTILINE)
     errors = {name for name in dbuffer.__all__ if name.endswith("Error")}
@@ -412,13 +405,13 @@ def metric_names(tmp_path: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_every_metric_is_documented(metric_names: dict[str, set[str]]) -> None:
+def test_every_metric_is_documented(metric_names):
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     documented_names = re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)
     assert set(documented_names) == set(metric_names)
 
 
-def test_the_dashboard_shows_each_metric(metric_names: dict[str, set[str]]) -> None:
+def test_the_dashboard_shows_each_metric(metric_names):
     board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
@@ -428,7 +421,7 @@ def test_the_dashboard_shows_each_metric(metric_names: dict[str, set[str]]) -> N
     assert len(places) == len(board["panels"]), "two panels are at one place"
 
 
-def test_prometheus_answered_each_query_of_the_dashboard() -> None:
+def test_prometheus_answered_each_query_of_the_dashboard():
     """In the tutorial's run (`python -m benchmarks.board`), whose panels are drawn."""
     board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     panels = {each["title"]: each for each in board["panels"] if each["type"] != "row"}
@@ -443,7 +436,7 @@ def test_prometheus_answered_each_query_of_the_dashboard() -> None:
         assert not [series["name"] for series in drawn if "{{" in series["name"]]
 
 
-def test_every_option_of_an_engine_is_documented() -> None:
+def test_every_option_of_an_engine_is_documented():
     from dbuffer.integrations.engine.engine_options import EngineOptions
 
     text = (DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8")
@@ -463,13 +456,13 @@ def public_names() -> list[str]:
     return names
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_the_reference():
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"\bdbuffer(?:\.\w+)+", text))
     assert {name for name in public_names() if name not in shown} == set()
 
 
-def test_every_public_name_has_an_example() -> None:
+def test_every_public_name_has_an_example():
     """The example is run, or says which test shows it."""
     code = "\n".join(
         block.code
@@ -504,9 +497,7 @@ def result(name: str) -> str:
         ("object-storage.md", "objects.txt", "## Speed", "## Troubleshooting"),
     ],
 )
-def test_figures_are_those_of_the_results(
-    page: str, results: str, since: str, until: str | None
-) -> None:
+def test_figures_are_those_of_the_results(page, results, since, until):
     text = (DOCS / page).read_text(encoding="utf-8").partition(until or "\0")[0]
     text = text.partition(since)[2]
     shown = [row for row in rows_of(text) if re.search(r"\d\.\d", "".join(row))]
@@ -516,7 +507,7 @@ def test_figures_are_those_of_the_results(
         assert [re.sub(r"missed.", "FAIL", cell.replace("`", "")) for cell in row] in measured
 
 
-def test_torchrls_figures_are_those_of_the_results() -> None:
+def test_torchrls_figures_are_those_of_the_results():
     measured = []
     for table in result("torchrl.txt").split("\n\n"):
         rows = {name: cells for name, *cells in rows_of(table)}
@@ -546,14 +537,14 @@ def test_torchrls_figures_are_those_of_the_results() -> None:
     assert [row[1:3] for row in rows_of(section)[-6:]] == expected
 
 
-def test_costs_are_computed_with_the_prices_that_are_shown() -> None:
+def test_costs_are_computed_with_the_prices_that_are_shown():
     text = " ".join((DOCS / "object-storage.md").read_text(encoding="utf-8").split())
     results = (ROOT / "benchmarks" / "results" / "objects.txt").read_text(encoding="utf-8")
     assert PRICES in text
     assert PRICES in results
 
 
-def test_the_fleets_figures_are_those_of_the_results() -> None:
+def test_the_fleets_figures_are_those_of_the_results():
     page = (DOCS / "across-nodes.md").read_text(encoding="utf-8")
     results = result("fleet.txt")
     shown = rows_of(page.partition("## A fleet")[2].partition("¹ If")[0])[2:]
@@ -586,7 +577,7 @@ def live_pauses() -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
 
-def test_the_first_screen_has_the_measured_pause() -> None:
+def test_the_first_screen_has_the_measured_pause():
     ways = live_pauses()
     ours, memcpy, floor = (
         ways[way]["pause ms"]
@@ -600,7 +591,7 @@ def test_the_first_screen_has_the_measured_pause() -> None:
     assert f"From publish to served it took {total_ms:.0f} ms" in README.read_text("utf-8")
 
 
-def test_the_page_on_transports_has_the_measured_figures() -> None:
+def test_the_page_on_transports_has_the_measured_figures():
     ways = live_pauses()
     ours, memcpy, disk = (
         float(ways[way]["pause ms"])
@@ -627,7 +618,7 @@ def test_the_page_on_transports_has_the_measured_figures() -> None:
         assert phrase in text, phrase
 
 
-def test_the_first_screen_has_the_counted_kills() -> None:
+def test_the_first_screen_has_the_counted_kills():
     text = result("torchrl.txt").partition("killed in mid-write")[2].partition("\nTargets")[0]
     titles, _, *rows = rows_of(text)
     ours, peer = (dict(zip(titles, row, strict=True)) for row in rows)
@@ -638,7 +629,7 @@ def test_the_first_screen_has_the_counted_kills() -> None:
     assert f"{whole[1]} times; {peer['a mix']} times it loads a mix" in beside
 
 
-def test_the_first_screen_has_the_counted_bytes_of_a_delta() -> None:
+def test_the_first_screen_has_the_counted_bytes_of_a_delta():
     (share,) = (
         row[2]
         for row in rows_of(result("delta.txt"))
@@ -648,7 +639,7 @@ def test_the_first_screen_has_the_counted_bytes_of_a_delta() -> None:
     assert shown == f"{share.replace('%', ' %')} of the model"
 
 
-def test_the_bytes_of_deltas_are_those_of_the_results() -> None:
+def test_the_bytes_of_deltas_are_those_of_the_results():
     measured = [
         row[2] for row in rows_of(result("delta.txt")) if row[0].startswith("bytes a changed")
     ]
@@ -656,7 +647,7 @@ def test_the_bytes_of_deltas_are_those_of_the_results() -> None:
     assert next(row for row in rows_of(text) if not row[0])[1:] == measured
 
 
-def test_the_times_of_deltas_are_those_of_the_results() -> None:
+def test_the_times_of_deltas_are_those_of_the_results():
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
     results = result("delta.txt")
     tables = [part for part in results.split("\n\n") if "| of memcpy's time |" in part]
@@ -689,7 +680,7 @@ def test_the_times_of_deltas_are_those_of_the_results() -> None:
     assert f"writing them alone takes {alone[1]} of it" in " ".join(text.split())
 
 
-def test_the_memory_of_engines_is_that_of_the_results() -> None:
+def test_the_memory_of_engines_is_that_of_the_results():
     rows = [row for row in rows_of(result("pause.txt")) if row[0] == "memory to stage a version"]
     packed, live, experts = (float(row[2]) for row in rows)
     guide = " ".join((DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8").split())
@@ -701,7 +692,7 @@ def test_the_memory_of_engines_is_that_of_the_results() -> None:
     assert f"[{float(sender[2]):.1f} MB measured](benchmarks.md#targets)" in tuning
 
 
-def test_figures_in_the_text_of_pages_are_those_of_the_results() -> None:
+def test_figures_in_the_text_of_pages_are_those_of_the_results():
     def cells(name: str, row: str, since: str = "") -> list[str]:
         """The first such row with figures, after ``since``."""
         rows = rows_of(result(name).partition(since)[2] if since else result(name))
@@ -736,7 +727,7 @@ def test_figures_in_the_text_of_pages_are_those_of_the_results() -> None:
         assert phrase in text, phrase
 
 
-def test_outputs_of_figures_are_kept() -> None:
+def test_outputs_of_figures_are_kept():
     """The outputs of soaks are not yet."""
     pages = [p for p in PAGES if re.search(r"not\s+kept", p.read_text(encoding="utf-8"))]
     assert [relative(page) for page in pages] == ["docs/guarantees.md"]
@@ -749,7 +740,7 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if link.startswith("http"):
             continue
@@ -761,7 +752,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(slug, headings), link
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
@@ -791,12 +782,12 @@ def run_sphinx(_: Connection, arguments: list[str]) -> None:
     sys.exit(main(arguments))
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     assert build(DOCS, tmp_path / "site") == (0, "")
     assert "Six guarantees" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
 
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
     shutil.copy(DOCS / "conf.py", docs)

@@ -101,7 +101,7 @@ def run(
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_cartpole_is_solved_over_the_scheme(shm_path: Path) -> None:
+def test_cartpole_is_solved_over_the_scheme(shm_path):
     done = run("torchrl_cartpole.py", shm_path)
     assert done.code == 0, done.text
     assert done.numbers(r"return +([\d.]+)")[-1] >= 150
@@ -111,7 +111,7 @@ def test_cartpole_is_solved_over_the_scheme(shm_path: Path) -> None:
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path: Path) -> None:
+def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path):
     done = run("torchrl_cartpole.py", shm_path, held_back=True)
     assert done.code == 1, done.text
     # In the same number of batches, and not by a hair.
@@ -121,7 +121,7 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path: Path) -
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_an_adapter_learns_with_its_sampler(shm_path: Path) -> None:
+def test_an_adapter_learns_with_its_sampler(shm_path):
     done = run("peft_lora.py", shm_path)
     assert done.code == 0, done.text
     assert "the sampler and the adapter: equal" in done.text
@@ -131,7 +131,7 @@ class TestAsynchronousRL:
     pytestmark = NEEDS_VLLM
 
     @in_soaks_alone
-    def test_engine_learns_while_stale_tokens_are_masked(self, shm_path: Path) -> None:
+    def test_engine_learns_while_stale_tokens_are_masked(self, shm_path):
         done = run("async_rl.py", shm_path)
         assert done.code == 0, done.text
         dropped = done.numbers(r"(\d+) of 16 samples dropped")
@@ -141,7 +141,7 @@ class TestAsynchronousRL:
         assert done.numbers(r"(\d+) tokens masked$") == [sum(masked)]
 
     @in_soaks_alone
-    def test_samples_of_an_engine_without_new_weights_are_dropped(self, shm_path: Path) -> None:
+    def test_samples_of_an_engine_without_new_weights_are_dropped(self, shm_path):
         done = run("async_rl.py", shm_path, held_back=True)
         assert done.code == 1, done.text
         # All are of version 1, and up to three versions behind they are used.
@@ -153,19 +153,19 @@ class TestGRPO:
     pytestmark = NEEDS_VLLM
 
     @in_soaks_alone
-    def test_engine_learns_with_torchrls_loss(self, shm_path: Path) -> None:
+    def test_engine_learns_with_torchrls_loss(self, shm_path):
         done = run("torchrl_grpo.py", shm_path)
         assert done.code == 0, done.text
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
 
     @in_soaks_alone
-    def test_engine_learns_with_trls_trainer(self, shm_path: Path) -> None:
+    def test_engine_learns_with_trls_trainer(self, shm_path):
         done = run("trl_grpo.py", shm_path)
         assert done.code == 0, done.text
 
     @in_soaks_alone
-    def test_trls_engine_without_new_weights_is_seen(self, shm_path: Path) -> None:
+    def test_trls_engine_without_new_weights_is_seen(self, shm_path):
         done = run("trl_grpo.py", shm_path, held_back=True)
         assert done.code == 1, done.text
         first, *_, last = done.numbers(r"reward ([\d.]+)")
@@ -177,14 +177,14 @@ class TestLightRFT:
     pytestmark = NEEDS_VLLM
 
     @in_soaks_alone
-    def test_engines_of_all_ranks_follow_the_actor(self, shm_path: Path) -> None:
+    def test_engines_of_all_ranks_follow_the_actor(self, shm_path):
         done = run("lightrft_ranks.py", shm_path, TORCHRUN)
         assert done.code == 0, done.text
         assert done.text.count("its engine and of a fresh one: equal") == 2
         assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
     @in_soaks_alone
-    def test_engines_without_new_weights_are_seen(self, shm_path: Path) -> None:
+    def test_engines_without_new_weights_are_seen(self, shm_path):
         done = run("lightrft_ranks.py", shm_path, TORCHRUN, held_back=True)
         assert done.code == 1, done.text
         assert done.text.count("its engine and of a fresh one: differ") == 2
@@ -195,7 +195,7 @@ class TestAtropos:
     pytestmark = NEEDS_VLLM
 
     @in_soaks_alone
-    def test_server_answers_with_what_was_trained(self, shm_path: Path) -> None:
+    def test_server_answers_with_what_was_trained(self, shm_path):
         done = run("atropos_bridge.py", shm_path)
         assert done.code == 0, done.text
         assert "the server and of a fresh one: equal" in done.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -22,38 +21,38 @@ def ends(transfers: list[Transfer], **bytes_per_s: float) -> list[float]:
     return simulate(transfers, bytes_per_s).ended_s
 
 
-def test_one_transfer_is_as_fast_as_its_slowest_link() -> None:
+def test_one_transfer_is_as_fast_as_its_slowest_link():
     outcome = simulate([Transfer(100, (A, B, C))], {"a": 10, "b": 4, "c": 5})
     assert outcome.ended_s == pytest.approx([25])
     assert outcome.waited_for == pytest.approx({"b": 25})
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])
-def test_a_link_is_shared(count: int) -> None:
+def test_a_link_is_shared(count):
     assert ends([Transfer(100, (A,))] * count, a=10) == pytest.approx([10 * count] * count)
 
 
-def test_what_one_cannot_use_the_others_get() -> None:
+def test_what_one_cannot_use_the_others_get():
     """Two share 10; one of them is held to 2 elsewhere, so the other one has 8."""
     assert ends([Transfer(80, (A, B)), Transfer(80, (A,))], a=10, b=2) == pytest.approx([40, 10])
 
 
-def test_what_one_does_not_need_any_more_the_others_get() -> None:
+def test_what_one_does_not_need_any_more_the_others_get():
     """At 5 each until 4 s; then the longer one has all."""
     assert ends([Transfer(20, (A,)), Transfer(100, (A,))], a=10) == pytest.approx([4, 12])
 
 
-def test_one_begins_when_the_one_before_it_has_ended() -> None:
+def test_one_begins_when_the_one_before_it_has_ended():
     chain = [Transfer(100, (A,)), Transfer(100, (B,), after=0), Transfer(100, (C,), after=1)]
     assert ends(chain, a=10, b=20, c=50) == pytest.approx([10, 15, 17])
 
 
-def test_numbers_of_one_kind_are_links_of_their_own() -> None:
+def test_numbers_of_one_kind_are_links_of_their_own():
     two = [Transfer(100, (Link("a", number),)) for number in (1, 2)]
     assert ends(two, a=10) == pytest.approx([10, 10])
 
 
-def test_shares_are_max_min_fair() -> None:
+def test_shares_are_max_min_fair():
     """No link carries too much; and each flow has a full link on which nobody has more."""
     rng = random.Random(3)
     for _ in range(50):
@@ -77,7 +76,7 @@ def test_shares_are_max_min_fair() -> None:
             assert any(rates[index] >= rate * (1 - 1e-6) for rate in most.values())
 
 
-def test_a_flat_fleet_waits_for_the_server() -> None:
+def test_a_flat_fleet_waits_for_the_server():
     fleet = Fleet(num_bytes=140e9, nodes=1000, server=12.5e9)
     [one] = [a for a in benchmark.arrivals(fleet, []) if a.way == "NFS server, a mirror a node"]
     assert one.published_s == pytest.approx(11.2)
@@ -85,7 +84,7 @@ def test_a_flat_fleet_waits_for_the_server() -> None:
     assert one.bottleneck == benchmark.SERVER
 
 
-def test_a_small_fleet_waits_for_its_own_copy() -> None:
+def test_a_small_fleet_waits_for_its_own_copy():
     fleet = Fleet(num_bytes=80e9, nodes=1, copy=8e9)
     one = benchmark._arrival("", simulate(fleet.flat(benchmark.SERVER), fleet.links))
     assert one.all_s == pytest.approx(80 / 12.5 + 10)
@@ -93,7 +92,7 @@ def test_a_small_fleet_waits_for_its_own_copy() -> None:
 
 
 @pytest.mark.parametrize(("fan_out", "levels"), [(2, 9), (3, 6), (4, 5), (10, 3)])
-def test_a_full_tree_takes_as_long_as_its_levels(fan_out: int, levels: int) -> None:
+def test_a_full_tree_takes_as_long_as_its_levels(fan_out, levels):
     """On each, a network goes out to so many children, one version each."""
     nodes = sum(fan_out**level for level in range(1, levels + 1))
     fleet = Fleet(num_bytes=140e9, nodes=nodes)
@@ -104,7 +103,7 @@ def test_a_full_tree_takes_as_long_as_its_levels(fan_out: int, levels: int) -> N
     assert len(one.ended_s) == nodes
 
 
-def test_a_delta_is_found_then_read_then_written() -> None:
+def test_a_delta_is_found_then_read_then_written():
     fleet = Fleet(num_bytes=100e9, nodes=2, copy=10e9, server=10e9, network=10e9, find=5e9)
     flat, tree = (
         benchmark._arrival("", simulate(fleet.deltas(fan_out), fleet.links), each=2)
@@ -117,14 +116,14 @@ def test_a_delta_is_found_then_read_then_written() -> None:
     assert tree.ended_s == pytest.approx([20 + 2 * delta_s + 10, 20 + 3 * delta_s + 20])
 
 
-def test_a_tree_of_real_mirrors(shm_path: Path) -> None:
+def test_a_tree_of_real_mirrors(shm_path):
     found = benchmark.real_tree(shm_path, fan_out=2, levels=2, versions=2)
     assert len(found.reads) == 6
     assert all(1 <= reads < 1.05 for reads in found.reads), "a version is read once a mirror"
     assert not list(shm_path.iterdir())
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     files = {name: tmp_path / name for name in ("results.json", "plot.png")}
     arguments = ["fleet", "--no-real", "--nodes", "30", "--fan-out", "3"]
     assert (

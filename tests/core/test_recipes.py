@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,18 +43,18 @@ def all_commands(job: SlurmJob) -> list[list[str]]:
 # SLURM, by stand-ins for its commands.
 
 
-def test_a_job_ends_with_its_trainer_and_leaves_nothing(job: SlurmJob) -> None:
+def test_a_job_ends_with_its_trainer_and_leaves_nothing(job):
     assert job.code == 0, job.errors
     assert job.left == []
 
 
-def test_a_job_whose_trainer_fails_fails_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_whose_trainer_fails_fails_and_leaves_nothing(tmp_path):
     failed = SlurmJob(tmp_path / "job", trainer_exits_with=7)
     assert failed.code == 7
     assert failed.left == []
 
 
-def test_a_job_passes_options_to_vllm_and_waits_for_all_engines(job: SlurmJob) -> None:
+def test_a_job_passes_options_to_vllm_and_waits_for_all_engines(job):
     server, trainer = job.commands
     assert server[:3] == ["vllm", "serve", "/shared/checkpoint"]
     assert tuple(server[-2:]) == MODEL_OPTIONS
@@ -65,7 +64,7 @@ def test_a_job_passes_options_to_vllm_and_waits_for_all_engines(job: SlurmJob) -
 # Commands.
 
 
-def test_dbuffers_commands_are_understood(all_commands: list[list[str]]) -> None:
+def test_dbuffers_commands_are_understood(all_commands):
     group = typer.main.get_command(app)
     found = [command[1:] for command in all_commands if command[0] == "dbuffer"]
     assert found
@@ -86,7 +85,7 @@ def options_of_trainer() -> set[str]:
     }
 
 
-def test_the_trainer_has_its_options(all_commands: list[list[str]]) -> None:
+def test_the_trainer_has_its_options(all_commands):
     found = [command for command in all_commands if command[0] == "python3"]
     assert len(found) == 3
     for _, program, *arguments in found:
@@ -95,7 +94,7 @@ def test_the_trainer_has_its_options(all_commands: list[list[str]]) -> None:
         assert len([name for name in arguments if name.startswith("/")]) == 2
 
 
-def test_engines_follow_the_store_that_the_trainer_writes(all_commands: list[list[str]]) -> None:
+def test_engines_follow_the_store_that_the_trainer_writes(all_commands):
     """Or, in a pod, the copy that the mirror beside them makes."""
     stores = {command[3] for command in all_commands if command[0] == "python3"}
     copies = {command[3]: command[2] for command in all_commands if command[0] == "dbuffer"}
@@ -114,7 +113,7 @@ def test_engines_follow_the_store_that_the_trainer_writes(all_commands: list[lis
 # Kubernetes and Compose.
 
 
-def test_mounts_of_pods_are_volumes() -> None:
+def test_mounts_of_pods_are_volumes():
     claims = {o["metadata"]["name"] for n, o in kubernetes_objects().items() if "Claim" in n}
     for pod in pods():
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -131,7 +130,7 @@ def test_mounts_of_pods_are_volumes() -> None:
                 assert volume["emptyDir"].keys() == {"medium", "sizeLimit"}
 
 
-def test_pods_run_as_one_user_without_a_group_of_the_volume() -> None:
+def test_pods_run_as_one_user_without_a_group_of_the_volume():
     users = [pod["securityContext"] for pod in pods()]
     assert users[0]["runAsNonRoot"]
     assert all(user == users[0] for user in users)
@@ -139,7 +138,7 @@ def test_pods_run_as_one_user_without_a_group_of_the_volume() -> None:
     assert not any("runAsUser" in container["securityContext"] for container in containers())
 
 
-def test_memory_of_the_copy_fits_its_volume_and_its_writer() -> None:
+def test_memory_of_the_copy_fits_its_volume_and_its_writer():
     (pod,) = (pod for pod in pods() if "initContainers" in pod)
     (mirror,) = pod["initContainers"]
     (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
@@ -147,7 +146,7 @@ def test_memory_of_the_copy_fits_its_volume_and_its_writer() -> None:
     assert int(limit.removesuffix("Gi")) > int(size.removesuffix("Gi")) >= 3 * 16e9 / 2**30
 
 
-def test_probes_and_the_service_name_ports() -> None:
+def test_probes_and_the_service_name_ports():
     for container in containers():
         ports = {port["name"] for port in container.get("ports", [])}
         probes = [probe for name, probe in container.items() if name.endswith("Probe")]
@@ -160,7 +159,7 @@ def test_probes_and_the_service_name_ports() -> None:
     assert port["targetPort"] in {p["name"] for p in served["spec"]["containers"][0]["ports"]}
 
 
-def test_services_of_compose_share_the_store() -> None:
+def test_services_of_compose_share_the_store():
     project = compose()
     services: dict[str, Any] = project["services"]
     for service in services.values():

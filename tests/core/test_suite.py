@@ -46,12 +46,12 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "clone"
 
 
-def test_a_clean_clone_leaves_out_nothing(clone: Path) -> None:
+def test_a_clean_clone_leaves_out_nothing(clone):
     assert changed_since("origin/main", clone) == []
     assert left_out([]) == []
 
 
-def test_what_changed_is_committed_or_not_and_new_or_gone(clone: Path) -> None:
+def test_what_changed_is_committed_or_not_and_new_or_gone(clone):
     (clone / "README.md").write_text("more\n")
     assert changed_since("origin/main", clone) == ["README.md"]
     git(clone, "commit", "-a", "-m", "two")
@@ -63,7 +63,7 @@ def test_what_changed_is_committed_or_not_and_new_or_gone(clone: Path) -> None:
     assert set(changed) == {"README.md", "a name\nof two lines", *moved}
 
 
-def test_what_others_landed_is_no_change(clone: Path) -> None:
+def test_what_others_landed_is_no_change(clone):
     (clone.parent / "origin" / "dbuffer" / "store" / "mounts.py").write_text("2\n")
     git(clone.parent / "origin", "commit", "-a", "-m", "theirs")
     (clone / "README.md").write_text("more\n")
@@ -72,9 +72,7 @@ def test_what_others_landed_is_no_change(clone: Path) -> None:
     assert changed_since("origin/main", clone) == ["README.md"]
 
 
-def test_without_a_landing_everything_runs(
-    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_landing_everything_runs(clone, tmp_path, monkeypatch):
     assert changed_since("no-such-revision", clone) is None
     assert changed_since("origin/main", tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -98,16 +96,14 @@ def test_without_a_landing_everything_runs(
         ("dbuffer/integrations/trl/sync.py", set()),
     ],
 )
-def test_a_change_runs_what_depends_on_it(
-    monkeypatch: pytest.MonkeyPatch, changed: str, runs: set[str]
-) -> None:
+def test_a_change_runs_what_depends_on_it(monkeypatch, changed, runs):
     monkeypatch.delenv("DBUFFER_SOAK", raising=False)
     assert NAMES - set(left_out(["CHANGELOG.md", changed])) == runs
     monkeypatch.setenv("DBUFFER_SOAK", "1")
     assert left_out(["CHANGELOG.md", changed]) == []
 
 
-def test_each_rule_selects_tests_and_says_why() -> None:
+def test_each_rule_selects_tests_and_says_why():
     class Item(SimpleNamespace):
         def add_marker(self, mark: pytest.MarkDecorator) -> None:
             self.marks = {**self.marks, mark.name: mark.kwargs.get("reason")}
@@ -133,7 +129,7 @@ def test_each_rule_selects_tests_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("framework", ["sglang", "verl"])
-def test_what_stands_for_a_gpu_is_where_dev_py_says(framework: str) -> None:
+def test_what_stands_for_a_gpu_is_where_dev_py_says(framework):
     stubs: Path = runpy.run_path(str(unchanged.ROOT / "dev.py"))["stubs_for"](framework)
     assert (stubs / f"{framework}_without_gpu.py").is_file()
 
@@ -145,7 +141,7 @@ def work(connection: Connection, seconds: float) -> None:
     connection.recv()
 
 
-def test_processor_time_is_that_of_all_processes_below() -> None:
+def test_processor_time_is_that_of_all_processes_below():
     """Of a child of a child, while it runs and after it has ended."""
     work_s, lost_s = 0.3, 0.05
     with Child(id) as started:
@@ -159,9 +155,7 @@ def test_processor_time_is_that_of_all_processes_below() -> None:
     assert durations.processor_s(os.getpid()) - before_s > work_s - lost_s
 
 
-def test_a_table_keeps_rows_of_files_that_did_not_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_table_keeps_rows_of_files_that_did_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(durations, "TABLE", tmp_path / "table.json")
     ran, kept = "tests/core/test_suite.py", "tests/core/test_docs.py"
     durations.write({kept: Duration(1, 2), ran: Duration(9, 9), "tests/gone.py": Duration(3, 4)})
@@ -194,20 +188,20 @@ def names_imported(module: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_files_that_run_vllm_are_in_scopes() -> None:
+def test_files_that_run_vllm_are_in_scopes():
     for path, module in modules().items():
         name = path.relative_to(unchanged.ROOT).as_posix()
         if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
             assert scope_of(name) != name, f"tests/support/scopes.py does not name {name}"
 
 
-def test_scopes_name_files_that_exist() -> None:
+def test_scopes_name_files_that_exist():
     for name, beginnings in SCOPES.items():
         assert all((unchanged.ROOT / beginning).exists() for beginning in beginnings)
         assert {scope_of(beginning) for beginning in beginnings} == {name}
 
 
-def test_no_test_file_imports_at_once_what_takes_seconds() -> None:
+def test_no_test_file_imports_at_once_what_takes_seconds():
     """`Later` imports it when a test uses it."""
     slow = re.compile(r"(peft|transformers|trl|vllm|torchrl\.(collectors|envs|modules))(\.|$)")
     importing = [
@@ -222,7 +216,7 @@ def test_no_test_file_imports_at_once_what_takes_seconds() -> None:
     assert not importing, "\n".join(importing)
 
 
-def test_no_module_imports_a_test_module() -> None:
+def test_no_module_imports_a_test_module():
     """Tests share code in `tests/support/`."""
     importing = [
         f"{path.relative_to(unchanged.ROOT)}: {name}"
@@ -233,7 +227,7 @@ def test_no_module_imports_a_test_module() -> None:
     assert not importing, "\n".join(importing)
 
 
-def test_programs_hold_no_tests() -> None:
+def test_programs_hold_no_tests():
     tests = [
         f"{path.relative_to(unchanged.ROOT)}:{node.lineno}: {node.name}"
         for path, module in modules().items()
@@ -245,7 +239,7 @@ def test_programs_hold_no_tests() -> None:
     assert not tests, "\n".join(tests)
 
 
-def test_only_until_waits_in_a_loop() -> None:
+def test_only_until_waits_in_a_loop():
     """A pause in a loop that is part of a scenario is a constant with a name.
 
     Programs in the lab's guests and forks of helpers have loops of their own.

@@ -16,7 +16,7 @@ pytest.importorskip("mypy")
 
 
 @pytest.mark.slow
-def test_mypy_finds_no_error(tmp_path: Path) -> None:
+def test_mypy_finds_no_error(tmp_path):
     """In the package and in each page's Python; lines are those of the page.
 
     The tutorial has excerpts of programs in `examples`, which are checked whole.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -43,16 +42,16 @@ class Span:
         SimpleNamespace(model_dump=lambda: {"choices": [{"weight_versions": SPANS}]}),
     ],
 )
-def test_spans_are_read_in_each_shape(output: Any) -> None:
+def test_spans_are_read_in_each_shape(output):
     assert versions_of(output) == EXPECTED
 
 
-def test_label_that_carries_more_than_the_version_is_taken_apart() -> None:
+def test_label_that_carries_more_than_the_version_is_taken_apart():
     spans = [Span(f'7 {{"history": "{HISTORY}", "metadata": {{"step": 70}}}}', 0, 2)]
     assert versions_of(SimpleNamespace(weight_versions=spans)) == EXPECTED[:1]
 
 
-def test_output_without_tokens_has_no_spans() -> None:
+def test_output_without_tokens_has_no_spans():
     assert versions_of({"weight_versions": []}) == []
 
 
@@ -65,7 +64,7 @@ def test_output_without_tokens_has_no_spans() -> None:
         (("7", None), [7, None]),
     ],
 )
-def test_versions_at_both_ends_are_not_exact(ends: tuple[Any, Any], expected: list[Any]) -> None:
+def test_versions_at_both_ends_are_not_exact(ends, expected):
     choice = {"weight_version_start": ends[0], "weight_version_end": ends[1], "token_ids": [1, 2]}
     assert versions_of(choice) == [
         VersionSpan(version, 0, 2, is_exact=False) for version in expected
@@ -83,11 +82,11 @@ def test_versions_at_both_ends_are_not_exact(ends: tuple[Any, Any], expected: li
         {"meta_info": {"weight_version": "7"}},
     ],
 )
-def test_output_that_does_not_tell_is_refused(output: Any) -> None:
+def test_output_that_does_not_tell_is_refused(output):
     with pytest.raises(dbuffer.OptionError, match="X-Weight-Versions"):
         versions_of(output)
 
 
-def test_one_of_several_outputs_is_not_chosen() -> None:
+def test_one_of_several_outputs_is_not_chosen():
     with pytest.raises(dbuffer.OptionError, match="choices"):
         versions_of({"choices": [{"weight_versions": SPANS}] * 2})

@@ -118,8 +118,8 @@ def send(store: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_request_of_an_upload_fails(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind, fault, times
-) -> None:
+    send, store, local, proxy, bucket_url, direct, kind, fault, times
+):
     """The bucket has the version that was published, whole."""
     pattern, _ = KINDS[kind]
     send(1)
@@ -141,8 +141,8 @@ def test_each_request_of_an_upload_fails(
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_request_of_a_download_fails(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind, fault, times
-) -> None:
+    send, store, local, proxy, bucket_url, direct, kind, fault, times
+):
     """The local store has the version that was published, whole."""
     pattern, _ = KINDS[kind]
     for nth in numbers(first=1 + list(FAULTS).index(fault) % 3):
@@ -162,8 +162,8 @@ def test_each_request_of_a_download_fails(
 @in_soaks_alone
 @pytest.mark.timing(request_s=0.4)
 def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind
-) -> None:
+    send, store, local, proxy, bucket_url, direct, kind
+):
     """Some come after the pointer was put: readers find the newest version still."""
     pattern, _ = KINDS[kind]
     send(1)
@@ -213,8 +213,8 @@ def kill_at(proxy: FaultyProxy, nth: int, last: Fault, remote: object, local: ob
 
 @pytest.mark.parametrize("last", [drop, lose_answer])
 def test_an_upload_is_killed_at_each_request(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind, last
-) -> None:
+    send, store, local, proxy, bucket_url, direct, kind, last
+):
     """A reader finds the version before or the new one, whole; the next mirror goes on.
 
     Every second request outside of soaks: the bucket does without one request in one way, and has
@@ -236,9 +236,7 @@ def test_an_upload_is_killed_at_each_request(
     assert nth > MIN_REQUESTS
 
 
-def test_a_download_is_killed_at_each_request(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind
-) -> None:
+def test_a_download_is_killed_at_each_request(send, store, local, proxy, bucket_url, direct, kind):
     """The local store has the version before or the new one, whole; the next mirror goes on."""
     pattern, _ = KINDS[kind]
     send(1)
@@ -263,8 +261,8 @@ def test_a_download_is_killed_at_each_request(
     "part_bytes", [OTHER_PART_BYTES, pytest.param(PART_BYTES, marks=IN_SOAKS_ALONE)]
 )
 def test_a_writer_is_overtaken_at_each_request(
-    send, store: Path, local: Path, proxy: FaultyProxy, bucket_url: str, direct, kind, part_bytes
-) -> None:
+    send, store, local, proxy, bucket_url, direct, kind, part_bytes
+):
     """A request of the first is held while a second mirror publishes: the bucket is the second's.
 
     What the first still puts does not change what readers find, even if it cuts parts as another
@@ -300,7 +298,7 @@ def test_a_writer_is_overtaken_at_each_request(
 
 
 @pytest.mark.timing(bucket_grace_s=0.0)
-def test_objects_of_others_stay(send, store: Path, local: Path, bucket_url: str, kind) -> None:
+def test_objects_of_others_stay(send, store, local, bucket_url, kind):
     """Beside the prefix, and below it: what old versions have left is deleted, and nothing else."""
     parent, _, name = bucket_url.rpartition("/")
     objects = obstore.store.from_url(parent)

@@ -21,7 +21,6 @@ from obstore.exceptions import (
 
 from tests.support import ROOT
 from tests.support.children import Child, is_running
-from tests.support.object_server import ObjectServer
 from tests.support.object_store import (
     FAULTS,
     Exchange,
@@ -50,14 +49,14 @@ def spoiled(bucket_url: str, **options: object):
     return obstore.store.from_url(bucket_url, **options)
 
 
-def test_an_object_is_created_once(store) -> None:
+def test_an_object_is_created_once(store):
     store.put("pointer", b"1", mode="create")
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"2", mode="create")
     assert bytes(store.get("pointer").bytes()) == b"1"
 
 
-def test_an_object_is_replaced_only_by_who_knows_it(store) -> None:
+def test_an_object_is_replaced_only_by_who_knows_it(store):
     first = store.put("pointer", b"1")["e_tag"]
     second = store.put("pointer", b"2", mode={"e_tag": first})["e_tag"]
     with pytest.raises(PreconditionError):
@@ -68,7 +67,7 @@ def test_an_object_is_replaced_only_by_who_knows_it(store) -> None:
     assert bytes(store.get("pointer", options={"if_none_match": first}).bytes()) == b"2"
 
 
-def test_ranges_and_names(store) -> None:
+def test_ranges_and_names(store):
     store.put("some/weights", BODY)
     store.put("other/weights", b"")
     assert bytes(store.get_range("some/weights", start=1000, length=300)) == BODY[1000:1300]
@@ -80,7 +79,7 @@ def test_ranges_and_names(store) -> None:
         store.get("some/weights")
 
 
-def test_parts_become_one_object(store) -> None:
+def test_parts_become_one_object(store):
     body = os.urandom(5 << 20) * 3
     store.put("weights", body, use_multipart=True, chunk_size=5 << 20, max_concurrency=3)
     assert bytes(store.get("weights").bytes()) == body
@@ -90,18 +89,18 @@ def put_in_child(connection: Connection, url: str) -> None:
     obstore.store.from_url(url).put("of-child", b"1")
 
 
-def test_a_child_finds_the_server_in_its_environment(store, bucket_url: str) -> None:
+def test_a_child_finds_the_server_in_its_environment(store, bucket_url):
     with Child(put_in_child, bucket_url) as child:
         assert child.wait() == 0
     assert bytes(store.get("of-child").bytes()) == b"1"
 
 
-def test_tests_do_not_see_the_objects_of_others(store, bucket_url: str) -> None:
+def test_tests_do_not_see_the_objects_of_others(store, bucket_url):
     assert not store.list().collect()
     assert bucket_url.startswith("s3://weights/")
 
 
-def test_the_proxy_records_requests(store, proxy: FaultyProxy, bucket_url: str) -> None:
+def test_the_proxy_records_requests(store, proxy, bucket_url):
     store.put("weights", BODY)
     through = spoiled(bucket_url)
     through.get_range("weights", start=0, length=500)
@@ -115,7 +114,7 @@ def test_the_proxy_records_requests(store, proxy: FaultyProxy, bucket_url: str) 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_of_one_request(store, proxy: FaultyProxy, bucket_url: str, name: str) -> None:
+def test_a_fault_is_of_one_request(store, proxy, bucket_url, name):
     """The client does not retry. What it is told, and what the server has."""
     through = spoiled(bucket_url, retry_config=WITHOUT_RETRIES)
     store.put("old", BODY)
@@ -148,7 +147,7 @@ def test_a_fault_is_of_one_request(store, proxy: FaultyProxy, bucket_url: str, n
 
 
 @pytest.mark.parametrize("name", ["drop", "503"])
-def test_a_client_that_retries_succeeds(proxy: FaultyProxy, bucket_url: str, name: str) -> None:
+def test_a_client_that_retries_succeeds(proxy, bucket_url, name):
     through = spoiled(bucket_url)
     through.put("weights", BODY)
     proxy.inject(FAULTS[name], times=2)
@@ -156,9 +155,7 @@ def test_a_client_that_retries_succeeds(proxy: FaultyProxy, bucket_url: str, nam
     assert [request.is_faulty for request in proxy.requests] == [False, True, True, False]
 
 
-def test_a_request_that_a_client_gave_up_is_done_later(
-    store, proxy: FaultyProxy, bucket_url: str
-) -> None:
+def test_a_request_that_a_client_gave_up_is_done_later(store, proxy, bucket_url):
     options = {"allow_http": True, "timeout": "200ms"}
     through = spoiled(bucket_url, client_options=options, retry_config=WITHOUT_RETRIES)
     proxy.inject(delay(0.5))
@@ -168,7 +165,7 @@ def test_a_request_that_a_client_gave_up_is_done_later(
     until("the server has it", lambda: store.list().collect())
 
 
-def test_a_slow_line(store, proxy: FaultyProxy, bucket_url: str) -> None:
+def test_a_slow_line(store, proxy, bucket_url):
     store.put("weights", BODY)
     options = {"allow_http": True, "timeout": "300ms"}
     through = spoiled(bucket_url, client_options=options, retry_config=WITHOUT_RETRIES)
@@ -177,7 +174,7 @@ def test_a_slow_line(store, proxy: FaultyProxy, bucket_url: str) -> None:
         through.get("weights").bytes()
 
 
-def test_a_test_acts_while_a_request_is_held(store, proxy: FaultyProxy, bucket_url: str) -> None:
+def test_a_test_acts_while_a_request_is_held(store, proxy, bucket_url):
     store.put("pointer", b"1")
     through = spoiled(bucket_url)
     read = []
@@ -196,7 +193,7 @@ def put_until_killed(connection: Connection, url: str) -> None:
     obstore.store.from_url(url).put("weights", BODY)
 
 
-def test_a_fault_may_be_of_the_test(store, proxy: FaultyProxy, bucket_url: str) -> None:
+def test_a_fault_may_be_of_the_test(store, proxy, bucket_url):
     """A client that is killed as its request comes to the server."""
     with Child(put_until_killed, bucket_url) as child:
 
@@ -209,7 +206,7 @@ def test_a_fault_may_be_of_the_test(store, proxy: FaultyProxy, bucket_url: str) 
     assert not store.list().collect()
 
 
-def test_a_fault_lasts_until_the_proxy_is_healed(proxy: FaultyProxy, bucket_url: str) -> None:
+def test_a_fault_lasts_until_the_proxy_is_healed(proxy, bucket_url):
     through = spoiled(bucket_url, retry_config=WITHOUT_RETRIES)
     proxy.inject(status(503), times=10)
     for _ in range(2):
@@ -219,7 +216,7 @@ def test_a_fault_lasts_until_the_proxy_is_healed(proxy: FaultyProxy, bucket_url:
     through.put("weights", b"")
 
 
-def test_a_failure_of_the_proxy_is_not_silent(object_server: ObjectServer) -> None:
+def test_a_failure_of_the_proxy_is_not_silent(object_server):
     def fail(exchange: Exchange) -> None:
         raise ZeroDivisionError
 
@@ -246,7 +243,7 @@ sys.stdin.read()
 """
 
 
-def test_a_server_ends_with_its_run() -> None:
+def test_a_server_ends_with_its_run():
     """The run is killed: no process and no file of the server stays."""
     with subprocess.Popen(
         [sys.executable, "-c", START],

@@ -18,7 +18,7 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child, Command
 from tests.support.moments import die_before_call
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish, received
-from tests.support.soak import Record, numbers
+from tests.support.soak import numbers
 from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
 from tests.support.worlds import World
 
@@ -43,9 +43,7 @@ def readable(store: Path, last: int, pattern: Pattern = SMALL) -> list[int]:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_so_many_versions_are_kept_besides_the_newest_two(
-    store: Path, mount: str, delta: bool
-) -> None:
+def test_so_many_versions_are_kept_besides_the_newest_two(store, mount, delta):
     pattern = SPARSE if delta else SMALL
     with dbuffer.WeightSender(store, keep=KEEP, delta=delta) as sender:
         for version in range(1, 9):
@@ -55,7 +53,7 @@ def test_so_many_versions_are_kept_besides_the_newest_two(
     assert newest(store) == 8
 
 
-def test_a_pinned_version_stays_until_it_is_unpinned(store: Path, mount: str) -> None:
+def test_a_pinned_version_stays_until_it_is_unpinned(store, mount):
     view = DoubleBuffer(store)
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1, 2)
@@ -72,7 +70,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(store: Path, mount: str) ->
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_going_back(store: Path, mount: str, delta: bool) -> None:
+def test_going_back(store, mount, delta):
     pattern = SPARSE if delta else SMALL
     with dbuffer.WeightSender(store, keep=KEEP, delta=delta) as sender:
         for version in range(1, 6):
@@ -88,7 +86,7 @@ def test_going_back(store: Path, mount: str, delta: bool) -> None:
     assert newest(store) == 21
 
 
-def test_going_back_without_keeping(store: Path, mount: str) -> None:
+def test_going_back_without_keeping(store, mount):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1, 2)
         sender.republish(1)
@@ -101,7 +99,7 @@ def test_going_back_without_keeping(store: Path, mount: str) -> None:
     assert newest(store) == 8
 
 
-def test_keeping_copies_nothing(store: Path, mount: str) -> None:
+def test_keeping_copies_nothing(store, mount):
     with dbuffer.WeightSender(store, keep=1) as sender:
         publish(sender, 1, 2, 3)
         view = DoubleBuffer(store)
@@ -115,7 +113,7 @@ def test_keeping_copies_nothing(store: Path, mount: str) -> None:
     assert view.weights_path(pointer.buffer, newest_manifest).stat().st_ino == inode
 
 
-def test_nothing_is_left_of_what_is_not_kept(store: Path, mount: str) -> None:
+def test_nothing_is_left_of_what_is_not_kept(store, mount):
     with dbuffer.WeightSender(store, keep=2, delta=True) as sender:
         publish(sender, *range(1, 9), pattern=SPARSE)
     with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
@@ -124,14 +122,14 @@ def test_nothing_is_left_of_what_is_not_kept(store: Path, mount: str) -> None:
     assert_tidy(store)
 
 
-def test_bytes_bound_what_is_kept(store: Path) -> None:
+def test_bytes_bound_what_is_kept(store):
     num_bytes = sum(tensor.nbytes for tensor in SMALL.weights(1).values())
     with dbuffer.WeightSender(store, keep=10, keep_bytes=3 * num_bytes) as sender:
         publish(sender, *range(1, 9))
     assert readable(store, 8) == [5, 6, 7, 8]
 
 
-def test_a_sender_that_rewrites_files_spares_a_kept_one(store: Path) -> None:
+def test_a_sender_that_rewrites_files_spares_a_kept_one(store):
     """Killed between keeping a version and marking its buffer, a sender leaves one file in both."""
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1, 2)
@@ -142,7 +140,7 @@ def test_a_sender_that_rewrites_files_spares_a_kept_one(store: Path) -> None:
     assert opened(store, 1) == 1
 
 
-def test_a_reader_of_a_kept_version_outlives_it(store: Path, mount: str) -> None:
+def test_a_reader_of_a_kept_version_outlives_it(store, mount):
     with dbuffer.WeightSender(store, keep=1, reader_timeout_s=30) as sender:
         publish(sender, 1, 2, 3)
         with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=1) as snapshot:
@@ -151,7 +149,7 @@ def test_a_reader_of_a_kept_version_outlives_it(store: Path, mount: str) -> None
     assert opened(store, 1) is None
 
 
-def test_a_damaged_version_is_not_published_again(store: Path, mount: str) -> None:
+def test_a_damaged_version_is_not_published_again(store, mount):
     with dbuffer.WeightSender(store, keep=1, delta=True, checksum=True) as sender:
         publish(sender, 1, 2, 3, pattern=OTHER)
         [(buffer, manifest)] = DoubleBuffer(store).kept().items()
@@ -163,9 +161,7 @@ def test_a_damaged_version_is_not_published_again(store: Path, mount: str) -> No
     assert newest(store) == 3
 
 
-def test_a_version_whose_file_is_lost_is_not_kept(
-    store: Path, mount: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_whose_file_is_lost_is_not_kept(store, mount, caplog):
     with dbuffer.WeightSender(store, keep=1) as sender:
         publish(sender, 1, 2)
         view = DoubleBuffer(store)
@@ -177,7 +173,7 @@ def test_a_version_whose_file_is_lost_is_not_kept(
     assert "version 1 is not kept" in caplog.text
 
 
-def test_a_kept_version_is_read_beside_a_damaged_one(store: Path, mount: str) -> None:
+def test_a_kept_version_is_read_beside_a_damaged_one(store, mount):
     with dbuffer.WeightSender(store, keep=1) as sender:
         publish(sender, 1, 2, 3)
         view = DoubleBuffer(store)
@@ -201,9 +197,7 @@ def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("delta", [False, True])
-def test_killed_at_any_call_a_sender_loses_no_kept_version(
-    shm_path: Path, mount: str, delta: bool, record_property: Record
-) -> None:
+def test_killed_at_any_call_a_sender_loses_no_kept_version(shm_path, mount, delta, record_property):
     """All that was kept is there afterwards, but for the version that is beyond what is kept."""
     template, num_kills = shm_path / "template", 0
     with dbuffer.WeightSender(template, keep=KEEP, delta=delta) as sender:
@@ -242,7 +236,7 @@ def _send_as_rank(rank: int, store: Path) -> None:
             sender.send(SMALL.weights(version), version=version)
 
 
-def test_ranks_keep_versions_too(store: Path, mount: str, tmp_path: Path) -> None:
+def test_ranks_keep_versions_too(store, mount, tmp_path):
     with World(tmp_path, 2) as world:
         world.run(_send_as_rank, store)
     assert readable(store, 5) == [2, 3, 4, 5]
@@ -251,9 +245,7 @@ def test_ranks_keep_versions_too(store: Path, mount: str, tmp_path: Path) -> Non
     assert SMALL.version_of(received(store)) == 2
 
 
-def test_a_filesystem_without_second_names_is_refused_at_once(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filesystem_without_second_names_is_refused_at_once(store, monkeypatch):
     def link(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -265,7 +257,7 @@ def test_a_filesystem_without_second_names_is_refused_at_once(
     assert not list((store / "tmp").iterdir())
 
 
-def test_a_resident_model_spares_a_pinned_version(store: Path) -> None:
+def test_a_resident_model_spares_a_pinned_version(store):
     model = torch.nn.Linear(4, 4)
     with dbuffer.ResidentModel(model, store) as resident:
         for value in (1.0, 2.0, 3.0, 4.0, 5.0):
@@ -285,7 +277,7 @@ def run(directory: Path, *arguments: object) -> tuple[int, str, str]:
         return command.communicate()
 
 
-def test_the_command_line_pins_and_goes_back(store: Path, tmp_path: Path) -> None:
+def test_the_command_line_pins_and_goes_back(store, tmp_path):
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1), metadata={"step": 10})
         publish(sender, 2)
@@ -311,7 +303,7 @@ def test_the_command_line_pins_and_goes_back(store: Path, tmp_path: Path) -> Non
     assert "version 2" in errors
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path):
     """A version for which there is no room is not published, and what is kept stays."""
     with small_disk(tmp_path / "disk", 6 << 20) as disk:
         store, large = disk / "store", Pattern(num_tensors=4, numel=1 << 15)

@@ -1050,9 +1050,7 @@ def test_a_reader_killed_while_it_reads_keeps_no_file_and_delays_no_publish(stor
 
 
 @pytest.mark.timing(settle_s=0.5)
-def test_a_reader_whose_file_is_gone_looks_ever_more_rarely(
-    store: Path, sender: dbuffer.WeightSender
-) -> None:
+def test_a_reader_whose_file_is_gone_looks_ever_more_rarely(store, sender):
     publish(sender, 1)
     weights_file(store)[0].unlink()
     looks: list[int] = []

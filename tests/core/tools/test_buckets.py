@@ -27,7 +27,6 @@ from dbuffer.format.objects import (
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import newest_pointer
-from dbuffer.runtime.timing import Timing
 from dbuffer.tools.doctor import bucket as doctor
 from dbuffer.tools.doctor import examine_bucket
 from dbuffer.tools.verification import verify_bucket
@@ -171,7 +170,7 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     )
 
 
-def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing: Timing):
+def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
     with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
         down.start().wait_until_current(TIMEOUT_S)
         with dbuffer.WeightReceiver(local, receiver_id="engine-1") as receiver:
@@ -187,7 +186,7 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing: T
     assert lines[1].startswith("mirrors look dead, and with them their receivers: mirror-")
 
 
-def test_a_mirror_that_was_stopped_is_not_dead(capsys, remote, local, bucket_url, timing: Timing):
+def test_a_mirror_that_was_stopped_is_not_dead(capsys, remote, local, bucket_url, timing):
     with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
         down.start().wait_until_current(TIMEOUT_S)
     timing.bucket_presumed_dead_after_s = -1.0

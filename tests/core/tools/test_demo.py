@@ -68,7 +68,7 @@ def run(scratch: Path, before: str = "") -> tuple[int, str]:
 class TestWithAnEngine:
     pytestmark = NEEDS_VLLM
 
-    def test_engine_follows_the_trainer(self, tmp_path: Path) -> None:
+    def test_engine_follows_the_trainer(self, tmp_path):
         code, text = run(tmp_path)
         assert code == 0, text
         rows = re.findall(r"^ *(\d+) +(\d+) +([\d.]+) +[\d.]+ +[\d.]+ +([\d.]+)$", text, re.M)
@@ -80,14 +80,14 @@ class TestWithAnEngine:
         assert text.endswith("success: the engine followed its trainer\n")
 
     @in_soaks_alone
-    def test_without_weights_in_the_engine_it_fails(self, tmp_path: Path) -> None:
+    def test_without_weights_in_the_engine_it_fails(self, tmp_path):
         code, text = run(tmp_path, f"LAST_VERSION = 0\n{DEAF}")
         assert code == 1, text
         assert "fresh engine: different" in text
         assert "success" not in text
 
     @in_soaks_alone
-    def test_a_reward_that_climbs_is_no_success_alone(self, tmp_path: Path) -> None:
+    def test_a_reward_that_climbs_is_no_success_alone(self, tmp_path):
         code, text = run(tmp_path, f"LAST_VERSION = 25\n{DEAF}")
         assert code == 1, text
         before, after = re.findall(r"^reward: ([\d.]+) to ([\d.]+)$", text, re.M)[0]
@@ -96,7 +96,7 @@ class TestWithAnEngine:
 
 
 @pytest.mark.parametrize("package", ["transformers", "vllm"])
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_a_missing_package_is_named(monkeypatch, package):
     monkeypatch.delitem(sys.modules, "dbuffer.tools.demo", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -120,28 +120,28 @@ def test_a_good_place(any_place: Path, timing: Timing) -> None:
     assert list(any_place.iterdir()) == []
 
 
-def test_where_a_mount_comes_from(disk: Path) -> None:
+def test_where_a_mount_comes_from(disk):
     examination = doctor.examine(disk)
     assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
     assert f"size={8 * MEGABYTE // 1024}k" in examination.options
     assert "8.39 MB" in found_by(examination, "room").result
 
 
-def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:
+def test_a_place_that_is_not_there_is_not_made(place):
     examination = doctor.examine(place / "on the way" / "store")
     assert examination.probed_in == str(place)
     assert examination.broken == ()
     assert list(place.iterdir()) == []
 
 
-def test_a_file_is_no_place(place: Path) -> None:
+def test_a_file_is_no_place(place):
     (place / "file").touch()
     for path in (place / "file", place / "file" / "store"):
         with pytest.raises(dbuffer.StoreAccessError):
             doctor.examine(path)
 
 
-def test_a_store_is_not_touched(damaged: Path) -> None:
+def test_a_store_is_not_touched(damaged):
     def state() -> dict[Path, tuple[int, bytes]]:
         files = [path for path in damaged.rglob("*") if path.is_file()]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
@@ -156,7 +156,7 @@ def test_a_store_is_not_touched(damaged: Path) -> None:
     assert newest(damaged) == 4
 
 
-def test_progress_names_each_probe(place: Path) -> None:
+def test_progress_names_each_probe(place):
     said: list[str] = []
     examination = doctor.examine(place, progress=said.append)
     assert said == [each.probe for each in examination.findings if each.probe != "other hosts"]
@@ -166,7 +166,7 @@ def test_progress_names_each_probe(place: Path) -> None:
 # Places where a guarantee cannot hold
 
 
-def test_read_only(disk: Path) -> None:
+def test_read_only(disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk.parent)], check=True)
     examination = doctor.examine(disk)
     assert broken_guarantees(examination) == {"write and flush": 3}
@@ -175,7 +175,7 @@ def test_read_only(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("leave_bytes", [0, MEGABYTE // 2])
-def test_no_room(disk: Path, leave_bytes: int) -> None:
+def test_no_room(disk, leave_bytes):
     stats = os.statvfs(disk)
     with (disk / "filler").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
@@ -185,13 +185,13 @@ def test_no_room(disk: Path, leave_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
-def test_a_directory_that_others_can_write_to(place: Path, mode: int) -> None:
+def test_a_directory_that_others_can_write_to(place, mode):
     place.chmod(mode)
     assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
     assert doctor.examine(place, allow_shared_store=True).broken == ()
 
 
-def test_a_directory_for_everybody_may_hold_stores_and_be_none(place: Path) -> None:
+def test_a_directory_for_everybody_may_hold_stores_and_be_none(place):
     place.chmod(0o1777)  # as /dev/shm
     assert found_by(doctor.examine(place), "owner and mode").verdict == "adapted"
     with dbuffer.WeightSender(place, allow_shared_store=True) as sender:
@@ -200,7 +200,7 @@ def test_a_directory_for_everybody_may_hold_stores_and_be_none(place: Path) -> N
 
 
 @needs_root
-def test_a_store_of_somebody_else(damaged: Path) -> None:
+def test_a_store_of_somebody_else(damaged):
     os.chown(damaged, NOBODY, -1)
     assert broken_guarantees(doctor.examine(damaged)) == {"owner and mode": 6}
     assert doctor.examine(damaged, allow_shared_store=True).broken == ()
@@ -249,14 +249,7 @@ def make_open_directory(path: Path, *, parents: bool = False) -> None:
         ("make_directory", make_open_directory, {"private directories": 6}),
     ],
 )
-def test_what_does_not_work(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    behaviour: Callable[..., Any],
-    broken: dict[str, int],
-    timing: Timing,
-) -> None:
+def test_what_does_not_work(place, monkeypatch, function, behaviour, broken, timing):
     monkeypatch.setattr(filesystem, function, behaviour)
     if function == "replace_file":
         timing.doctor_watch_s = WATCH_S
@@ -265,9 +258,7 @@ def test_what_does_not_work(
 
 
 @pytest.mark.parametrize("kind", [mmap.MAP_PRIVATE, mmap.MAP_SHARED])
-def test_mappings_of_the_other_kind(
-    place: Path, monkeypatch: pytest.MonkeyPatch, kind: int
-) -> None:
+def test_mappings_of_the_other_kind(place, monkeypatch, kind):
     class Mapping(mmap.mmap):
         def __new__(cls, file: int, num_bytes: int, *_: int) -> Any:
             return super().__new__(cls, file, num_bytes, kind)
@@ -276,9 +267,7 @@ def test_mappings_of_the_other_kind(
     assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
 
 
-def test_mappings_that_do_not_see_what_others_write(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mappings_that_do_not_see_what_others_write(place, monkeypatch):
     class Deaf(OtherProcess):
         def ask(self, task: str, *arguments: Any) -> Any:
             return None if task == "write_mapped" else super().ask(task, *arguments)
@@ -287,7 +276,7 @@ def test_mappings_that_do_not_see_what_others_write(
     assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
 
 
-def test_every_error_leaves_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_leaves_nothing_behind(place, monkeypatch):
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -303,7 +292,7 @@ def test_every_error_leaves_nothing_behind(place: Path, monkeypatch: pytest.Monk
 # What dbuffer does without
 
 
-def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks(place, monkeypatch):
     for name in ("try_lock", "lock_within", "unlock"):
         monkeypatch.setattr(filesystem, name, getattr(filesystem, name))
     without_flock()
@@ -313,9 +302,7 @@ def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timing(doctor_event_s=0.1)
-def test_without_events(
-    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_events(place, monkeypatch, caplog):
     monkeypatch.setattr("dbuffer.store.watcher.Observer.start", fail(errno.EMFILE))
     examination = doctor.examine(place)
     assert examination.broken == ()
@@ -324,7 +311,7 @@ def test_without_events(
     assert "poll_interval_s" in finding.consequence
 
 
-def test_few_inotify_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_inotify_instances(place, monkeypatch):
     class Library:
         """Of a kernel that has two more to give."""
 
@@ -340,7 +327,7 @@ def test_few_inotify_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (finding.verdict, finding.result) == ("adapted", "only 2 free")
 
 
-def test_on_a_network_mount(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_network_mount(place, monkeypatch):
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     examination = doctor.examine(place)
     assert examination.is_network
@@ -380,7 +367,7 @@ def examine_with(
 
 
 @pytest.mark.parametrize("waits_first", ["peer", "host"])
-def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
+def test_two_hosts_measure_together(any_place, waits_first):
     with Child(be_peer, any_place) as child:
         peer_pid = child.pid
         if waits_first == "peer":
@@ -400,7 +387,7 @@ def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
     assert list(any_place.iterdir()) == []
 
 
-def test_several_peers_are_measured_with_in_turn(place: Path) -> None:
+def test_several_peers_are_measured_with_in_turn(place):
     with Child(be_peer, place) as one, Child(be_peer, place) as other:
         wait_for_peers(place, 2)
         examination = doctor.examine(place)
@@ -413,7 +400,7 @@ def be_peer_on_a_network(connection: Connection, place: Path) -> None:
     be_peer(connection, place)
 
 
-def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
+def test_a_disk_of_one_host_that_another_mounts(place):
     examination = examine_with(place, be_peer_on_a_network)
     (finding,) = examination.broken
     assert finding.guarantee == 1
@@ -427,7 +414,7 @@ def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
 
 
 @pytest.mark.timing(peer_limit_s=0.1)
-def test_a_host_that_sees_nothing_new(place: Path) -> None:
+def test_a_host_that_sees_nothing_new(place):
     examination = examine_with(place, be_peer_that_sees_nothing_new)
     (meeting,) = examination.peers
     assert (meeting.is_late, meeting.delays_ms, meeting.locks_exclude) == (True, (), None)
@@ -442,7 +429,7 @@ def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
         peer.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
-def test_versions_that_are_not_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_are_not_whole(place, monkeypatch):
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     examination = examine_with(place, be_peer_that_reads_other_bytes)
     assert "damaged" in str(examination.peers[0].problem)
@@ -454,7 +441,7 @@ def be_peer_without_locks(connection: Connection, place: Path) -> None:
     be_peer(connection, place)
 
 
-def test_locks_that_do_not_reach_the_other_host(place: Path) -> None:
+def test_locks_that_do_not_reach_the_other_host(place):
     examination = examine_with(place, be_peer_without_locks)
     assert examination.peers[0].locks_exclude is False
     assert examination.broken == ()
@@ -468,7 +455,7 @@ def be_peer_that_dies(connection: Connection, place: Path) -> None:
 
 
 @pytest.mark.timing(peer_answer_s=0.5)
-def test_a_peer_that_dies(place: Path) -> None:
+def test_a_peer_that_dies(place):
     examination = examine_with(place, be_peer_that_dies, -signal.SIGKILL)
     assert examination.peers == ()
     assert found_by(examination, "other hosts").verdict == "unknown"
@@ -481,21 +468,21 @@ def be_host_that_dies(connection: Connection, place: Path) -> None:
 
 
 @pytest.mark.timing(peer_silence_s=1.0)
-def test_a_first_host_that_dies(place: Path) -> None:
+def test_a_first_host_that_dies(place):
     with Child(be_host_that_dies, place):
         with pytest.raises(dbuffer.StoreAccessError):
             peer.wait_for_host(place, timeout_s=TIMEOUT_S)
     assert list(place.iterdir()) == []
 
 
-def test_a_peer_that_nobody_comes_to(place: Path) -> None:
+def test_a_peer_that_nobody_comes_to(place):
     assert peer.wait_for_host(place, timeout_s=0.1) is None
     assert list(place.iterdir()) == []
 
 
 @needs_root
 @pytest.mark.parametrize("kind", ["of somebody else", "open to others", "a link"])
-def test_what_only_looks_like_a_peer_is_left_alone(place: Path, tmp_path: Path, kind: str) -> None:
+def test_what_only_looks_like_a_peer_is_left_alone(place, tmp_path, kind):
     trap = place / f"{scratch.PREFIX}peer-trap"
     trap.mkdir()
     (trap / "peer.json").write_text("{}")
@@ -514,7 +501,7 @@ def test_what_only_looks_like_a_peer_is_left_alone(place: Path, tmp_path: Path, 
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_what_killed_doctors_left_goes_after_a_while(place: Path) -> None:
+def test_what_killed_doctors_left_goes_after_a_while(place):
     old, young = place / f"{scratch.PREFIX}peer-old", place / f"{scratch.PREFIX}probe-young"
     for path in (old, young):
         (path / "inside").mkdir(parents=True)
@@ -580,7 +567,7 @@ def test_command_when_the_other_host_does_not_come(
     assert list(place.iterdir()) == []
 
 
-def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
+def test_commands_on_two_hosts(any_place, tmp_path):
     arguments = ("doctor", any_place, "--timeout-s", 60, "--json")
     with Command(tmp_path, *arguments, "--peer") as waiting, Command(tmp_path, *arguments) as host:
         code, found, errors = host.communicate()
@@ -596,7 +583,7 @@ def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_command_that_is_told_to_stop(place: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_command_that_is_told_to_stop(place, tmp_path, number):
     with Command(tmp_path, "doctor", place, "--peer") as waiting:
         wait_for_peers(place)
         waiting.signal(number)

@@ -36,9 +36,7 @@ def refusal(store: Path, published: Any, target: Any, **options: Any) -> str:
         ("base_model.model.", "", ".prefix('base_model.model.', '')"),
     ],
 )
-def test_the_rule_that_is_named_mends_the_names(
-    tmp_path: Path, before: str, after: str, rule: str
-) -> None:
+def test_the_rule_that_is_named_mends_the_names(tmp_path, before, after, rule):
     published = weights(*(before + name for name in NAMES))
     target = {after + name: torch.zeros(3, 2) for name in NAMES}
     message = refusal(tmp_path / "store", published, target)
@@ -54,14 +52,14 @@ def test_the_rule_that_is_named_mends_the_names(
     assert [float(tensor[0, 0]) for tensor in target.values()] == [0.0, 1.0, 2.0]
 
 
-def test_wrappers_in_several_places_are_found(tmp_path: Path) -> None:
+def test_wrappers_in_several_places_are_found(tmp_path):
     published = weights("actor.base_model.model.a.base_layer.weight", "actor.base_model.model.b")
     message = refusal(tmp_path / "store", published, weights("a.weight", "b"))
     rules = ".prefix('actor.', '').prefix('base_model.model.', '').part('base_layer')"
     assert f"with rename=dbuffer.NameMap(){rules} of the sender" in message
 
 
-def test_a_part_of_the_weights_is_enough_where_a_part_is_loaded(tmp_path: Path) -> None:
+def test_a_part_of_the_weights_is_enough_where_a_part_is_loaded(tmp_path):
     target = weights(*NAMES)
     message = refusal(tmp_path / "store", weights("actor.layers.1.weight"), target, partial=True)
     assert "with rename=dbuffer.NameMap().prefix('actor.', '') of the sender" in message
@@ -79,12 +77,12 @@ def test_a_part_of_the_weights_is_enough_where_a_part_is_loaded(tmp_path: Path) 
     ],
     ids=["one more", "three prefixes", "shapes and names", "shapes"],
 )
-def test_no_rule_is_named_that_does_not_mend_all(tmp_path: Path, published: Any) -> None:
+def test_no_rule_is_named_that_does_not_mend_all(tmp_path, published):
     message = refusal(tmp_path / "store", published, weights(*NAMES))
     assert "rename" not in message
 
 
-def test_fused_experts_are_named(tmp_path: Path) -> None:
+def test_fused_experts_are_named(tmp_path):
     fused = {"layers.0.experts.gate_up_proj": torch.zeros(2, 4, 3)}
     alone = {f"layers.0.experts.{number}.up_proj.weight": torch.zeros(2, 3) for number in range(2)}
     message = refusal(tmp_path / "one", fused, alone)

@@ -75,9 +75,7 @@ def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
-def test_every_family_is_its_checkpoint_and_nothing_is_copied(
-    family: str, tmp_path: Path, store: Path, sender: WeightSender
-) -> None:
+def test_every_family_is_its_checkpoint_and_nothing_is_copied(family, tmp_path, store, sender):
     model = make_family(family, 0, embeds=family == "bert")
     sender.send(model)
     assert_same(received(store), saved(model, tmp_path))
@@ -87,15 +85,13 @@ def test_every_family_is_its_checkpoint_and_nothing_is_copied(
     assert source.eager
 
 
-def test_a_loaded_model_is_published_as_what_it_was_loaded_from(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
-) -> None:
+def test_a_loaded_model_is_published_as_what_it_was_loaded_from(mixtral, tmp_path, store, sender):
     expected = saved(mixtral, tmp_path)
     sender.send(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     assert_same(received(store), expected)
 
 
-def test_a_change_of_one_expert_publishes_that_expert_alone(mixtral: Any, store: Path) -> None:
+def test_a_change_of_one_expert_publishes_that_expert_alone(mixtral, store):
     with WeightSender(store, delta=True) as sender:
         sender.send(mixtral)
         before = received(store)
@@ -111,9 +107,7 @@ def test_a_change_of_one_expert_publishes_that_expert_alone(mixtral: Any, store:
     assert [name for name in after if not torch.equal(before[name], after[name])] == [EXPERT]
 
 
-def test_steps_of_training_are_in_what_is_sent_next(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
-) -> None:
+def test_steps_of_training_are_in_what_is_sent_next(mixtral, tmp_path, store, sender):
     optimizer = torch.optim.SGD(mixtral.parameters(), lr=1.0)
     for step in range(3):
         mixtral(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
@@ -123,9 +117,7 @@ def test_steps_of_training_are_in_what_is_sent_next(
         assert_same(received(store), saved(mixtral, tmp_path / str(step)))
 
 
-def test_a_module_whose_tensors_change_is_converted_anew(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
-) -> None:
+def test_a_module_whose_tensors_change_is_converted_anew(mixtral, tmp_path, store, sender):
     sender.send(mixtral)
     experts = mixtral.model.layers[1].mlp.experts
     for name, fused in list(experts.named_parameters()):
@@ -147,9 +139,7 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("moved", [in_a_larger_storage, transposed])
-def test_experts_are_views_wherever_their_tensor_lies(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender, moved: Any
-) -> None:
+def test_experts_are_views_wherever_their_tensor_lies(mixtral, tmp_path, store, sender, moved):
     expected = saved(mixtral, tmp_path)
     sender.send(mixtral)
     for parameter in mixtral.model.layers[1].mlp.experts.parameters():
@@ -158,7 +148,7 @@ def test_experts_are_views_wherever_their_tensor_lies(
     assert_same(received(store), expected)
 
 
-def test_a_change_meanwhile_is_detected_in_a_view(mixtral: Any, sender: WeightSender) -> None:
+def test_a_change_meanwhile_is_detected_in_a_view(mixtral, sender):
     pending = sender.send(mixtral, wait=False)
     pending.wait()
     source = Describer().describe(mixtral)
@@ -169,13 +159,13 @@ def test_a_change_meanwhile_is_detected_in_a_view(mixtral: Any, sender: WeightSe
         check()
 
 
-def test_the_modules_own_tensors_are_published_if_asked(mixtral: Any, store: Path) -> None:
+def test_the_modules_own_tensors_are_published_if_asked(mixtral, store):
     with WeightSender(store, as_checkpoint=False) as sender:
         sender.send(mixtral)
     assert_same(received(store), mixtral.state_dict())
 
 
-def test_an_option_that_is_no_flag_is_refused(store: Path) -> None:
+def test_an_option_that_is_no_flag_is_refused(store):
     with pytest.raises(dbuffer.OptionError, match="as_checkpoint"):
         WeightSender(store, as_checkpoint="no")  # type: ignore[arg-type]
 
@@ -199,9 +189,7 @@ def in_two_wrappers(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("wrap", "prefix"), [(in_two_wrappers, ""), (nn.DataParallel, ""), (Actor, "model.")]
 )
-def test_a_model_in_another_module_is_converted_too(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender, wrap: Any, prefix: str
-) -> None:
+def test_a_model_in_another_module_is_converted_too(mixtral, tmp_path, store, sender, wrap, prefix):
     expected = {prefix + name: tensor for name, tensor in saved(mixtral, tmp_path).items()}
     wrapped = wrap(mixtral)
     if isinstance(wrapped, Actor):
@@ -210,9 +198,7 @@ def test_a_model_in_another_module_is_converted_too(
     assert_same(received(store), expected)
 
 
-def test_a_layer_in_a_wrapper_keeps_its_place(
-    mixtral: Any, tmp_path: Path, store: Path, sender: WeightSender
-) -> None:
+def test_a_layer_in_a_wrapper_keeps_its_place(mixtral, tmp_path, store, sender):
     expected = saved(mixtral, tmp_path)
     layer = nn.Module()
     layer._orig_mod = mixtral.model.layers[1]
@@ -221,9 +207,7 @@ def test_a_layer_in_a_wrapper_keeps_its_place(
     assert_same(received(store), expected)
 
 
-def test_what_was_converted_is_logged_once(
-    mixtral: Any, store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_converted_is_logged_once(mixtral, store, caplog):
     with caplog.at_level(logging.INFO, logger="dbuffer"), WeightSender(store) as sender:
         sender.send(mixtral)
         sender.send(mixtral)
@@ -235,15 +219,13 @@ def test_what_was_converted_is_logged_once(
     )
 
 
-def test_a_model_that_is_its_checkpoint_is_not_logged(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_is_its_checkpoint_is_not_logged(store, caplog):
     with caplog.at_level(logging.INFO, logger="dbuffer"), WeightSender(store) as sender:
         sender.send(make_family("granite", 0))
     assert not [m for m in caplog.messages if "checkpoint" in m]
 
 
-def test_what_transformers_cannot_save_is_refused(mixtral: Any, store: Path) -> None:
+def test_what_transformers_cannot_save_is_refused(mixtral, store):
     from transformers.core_model_loading import Chunk, WeightConverter
 
     broken = WeightConverter("gate.weight", "gate.weight", [Chunk(0)])
@@ -260,7 +242,7 @@ class TestComputed:
     """Tensors that transformers computes when it saves."""
 
     @pytest.mark.parametrize("delta", [False, True])
-    def test_they_are_made_one_by_one(self, store: Path, tmp_path: Path, delta: bool) -> None:
+    def test_they_are_made_one_by_one(self, store, tmp_path, delta):
         model = make_computed()
         lazy = [t for t in Describer().describe(model).tensors if not isinstance(t, torch.Tensor)]
         assert lazy
@@ -271,13 +253,13 @@ class TestComputed:
                 with torch.no_grad():
                     next(model.parameters()).add_(1)
 
-    def test_they_have_no_place_in_a_resident_model(self, store: Path) -> None:
+    def test_they_have_no_place_in_a_resident_model(self, store):
         with pytest.raises(dbuffer.UnsupportedError, match=r"transformers computes '.*qkv_proj"):
             ResidentModel(make_computed(), store)
         with ResidentModel(make_computed(), store, as_checkpoint=False) as resident:
             resident.publish()
 
-    def test_they_are_not_loaded_into_a_module(self, store: Path, sender: WeightSender) -> None:
+    def test_they_are_not_loaded_into_a_module(self, store, sender):
         sender.send(make_computed())
         target = make_computed(1)
         before = copy.deepcopy(target.state_dict())
@@ -291,7 +273,7 @@ class TestTarget:
     """A transformers module is filled from its checkpoint's tensors."""
 
     @pytest.mark.parametrize("as_checkpoint", [True, False])
-    def test_it_is_filled_from_either(self, mixtral: Any, store: Path, as_checkpoint: bool) -> None:
+    def test_it_is_filled_from_either(self, mixtral, store, as_checkpoint):
         target = make_family("mixtral", 1)
         with (
             WeightSender(store, as_checkpoint=as_checkpoint) as sender,
@@ -305,7 +287,7 @@ class TestTarget:
                     for parameter in mixtral.parameters():
                         parameter.mul_(2)
 
-    def test_a_missing_expert_is_named(self, mixtral: Any, store: Path, tmp_path: Path) -> None:
+    def test_a_missing_expert_is_named(self, mixtral, store, tmp_path):
         weights = saved(mixtral, tmp_path)
         del weights[EXPERT]
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
@@ -313,9 +295,7 @@ class TestTarget:
             with pytest.raises(dbuffer.WeightsMismatchError, match=f"the store has no '{EXPERT}'"):
                 receiver.load_into(mixtral)
 
-    def test_what_differs_is_told_by_the_names_of_the_store(
-        self, mixtral: Any, store: Path, tmp_path: Path
-    ) -> None:
+    def test_what_differs_is_told_by_the_names_of_the_store(self, mixtral, store, tmp_path):
         more = {"more": torch.ones(1)}
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
             for weights in (mixtral.state_dict(), saved(mixtral, tmp_path)):
@@ -324,7 +304,7 @@ class TestTarget:
                     receiver.load_into(mixtral)
                 assert str(caught.value).endswith("not touched: the target has no more float32[1]")
 
-    def test_one_expert_is_a_part(self, mixtral: Any, store: Path) -> None:
+    def test_one_expert_is_a_part(self, mixtral, store):
         fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
         before = fused.detach().clone()
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
@@ -338,9 +318,7 @@ class TestResident:
     """Fused experts live in the store as the checkpoint's experts, one after another."""
 
     @pytest.mark.parametrize("delta", [False, True])
-    def test_it_trains_in_what_it_publishes(
-        self, mixtral: Any, shm_path: Path, tmp_path: Path, delta: bool
-    ) -> None:
+    def test_it_trains_in_what_it_publishes(self, mixtral, shm_path, tmp_path, delta):
         optimizer = torch.optim.SGD(mixtral.parameters(), lr=1.0)
         fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
         store = shm_path / "store"
@@ -355,7 +333,7 @@ class TestResident:
             values = copy.deepcopy(mixtral.state_dict())
         assert_same(mixtral.state_dict(), values)
 
-    def test_experts_that_would_not_lie_together_are_refused(self, store: Path) -> None:
+    def test_experts_that_would_not_lie_together_are_refused(self, store):
         config = transformers.MixtralConfig(
             **SHAPE | {"hidden_size": 6, "intermediate_size": 3}, num_attention_heads=2
         )

@@ -31,24 +31,24 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_server_with_the_routes_answers_with_each_update(seen: dict[str, Any]) -> None:
+def test_server_with_the_routes_answers_with_each_update(seen):
     assert seen["routes"]["answers"] == {str(v): tokens_of(v) for v in VERSIONS}
 
 
-def test_server_with_the_routes_has_taken_note_of_each_update(seen: dict[str, Any]) -> None:
+def test_server_with_the_routes_has_taken_note_of_each_update(seen):
     assert seen["routes"]["updates"] == list(VERSIONS)
 
 
-def test_stock_server_answers_with_each_update(seen: dict[str, Any]) -> None:
+def test_stock_server_answers_with_each_update(seen):
     assert seen["stock"]["answers"] == {str(v): tokens_of(v) for v in VERSIONS}
     assert seen["stock"]["versions"] == [str(v) for v in VERSIONS]
 
 
-def test_model_that_is_trained_lives_in_the_store(seen: dict[str, Any]) -> None:
+def test_model_that_is_trained_lives_in_the_store(seen):
     assert seen["stock"]["publisher"] == "ResidentModel"
 
 
-def test_misfit_is_raised_at_once_and_the_server_serves_on(seen: dict[str, Any]) -> None:
+def test_misfit_is_raised_at_once_and_the_server_serves_on(seen):
     kind, message = seen["stock"]["misfit"]
     assert kind == "EngineUpdateError"
     assert "lm_head.weight" in message
@@ -57,8 +57,6 @@ def test_misfit_is_raised_at_once_and_the_server_serves_on(seen: dict[str, Any])
     assert seen["stock"]["answer after a misfit"] == tokens_of(5)
 
 
-def test_pause_of_a_trainer_that_was_killed_ends_before_the_next_ones_first_update(
-    seen: dict[str, Any],
-) -> None:
+def test_pause_of_a_trainer_that_was_killed_ends_before_the_next_ones_first_update(seen):
     assert not seen["stock"]["paused for the next trainer"]
     assert seen["stock"]["answer to the next trainer"] == tokens_of(VERSIONS[-1])

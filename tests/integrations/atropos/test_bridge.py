@@ -135,9 +135,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("health", [200, 503, None])
-def test_initialize_warns_of_a_server_that_is_not_healthy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, health: int | None
-) -> None:
+def test_initialize_warns_of_a_server_that_is_not_healthy(tmp_path, caplog, health):
     with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
         url = server.url if health else "http://127.0.0.1:9"
         with VLLMWeightBridge(config_for(url), store=tmp_path / "store"):
@@ -152,12 +150,12 @@ def test_initialize_warns_of_a_server_that_is_not_healthy(
 # Settings
 
 
-def test_mode_is_local_without_inference_nodes() -> None:
+def test_mode_is_local_without_inference_nodes():
     assert BridgeConfig().is_local_mode
     assert not BridgeConfig(num_inference_nodes=1).is_local_mode
 
 
-def test_settings_come_from_a_training_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_come_from_a_training_config(monkeypatch):
     given = SimpleNamespace(
         model_name="m",
         device="cpu",
@@ -186,7 +184,7 @@ def test_settings_come_from_a_training_config(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["single_copy", "use_cuda_ipc"])
-def test_shared_gpu_memory_is_refused_with_what_to_do(name: str) -> None:
+def test_shared_gpu_memory_is_refused_with_what_to_do(name):
     given = SimpleNamespace(model_name="m", device="cpu", **{name: True})
     with pytest.raises(dbuffer.UnsupportedError, match="notify_update"):
         BridgeConfig.from_training_config(given)
@@ -204,12 +202,12 @@ def test_shared_gpu_memory_is_refused_with_what_to_do(name: str) -> None:
         {"timeout_seconds": 0},
     ],
 )
-def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_settings_are_refused(wrong):
     with pytest.raises(dbuffer.OptionError, match=next(iter(wrong))):
         BridgeConfig(**wrong)
 
 
-def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch):
     name = f"dbuffer-atropos-{os.getuid()}"
     assert VLLMWeightBridge(config_for("http://localhost:9001")).store == Path(
         f"/dev/shm/{name}-9001"
@@ -218,7 +216,7 @@ def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch: pytest.Monk
     assert VLLMWeightBridge(config_for("http://h")).store == Path(f"/dev/shm/{name}-job77-80")
 
 
-def test_store_of_several_nodes_is_in_the_directory_that_all_see() -> None:
+def test_store_of_several_nodes_is_in_the_directory_that_all_see():
     several = config_for(num_inference_nodes=1, log_dir="/shared/logs")
     assert VLLMWeightBridge(several).store == Path("/shared/logs/dbuffer-atropos")
     with pytest.raises(dbuffer.OptionError, match="log_dir"):
@@ -226,8 +224,8 @@ def test_store_of_several_nodes_is_in_the_directory_that_all_see() -> None:
 
 
 def test_directory_of_the_environment_counts_however_the_configuration_was_made(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     assert config_for().log_dir is None
     assert config_for(log_dir="/other").directory == "/other"
@@ -239,9 +237,7 @@ def test_directory_of_the_environment_counts_however_the_configuration_was_made(
     assert "first.w" in stored(tmp_path / "store")
 
 
-def test_mapping_in_the_working_directory_is_the_default(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapping_in_the_working_directory_is_the_default(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_mapping(tmp_path, {"0.weight": to("first.w")})
     with VLLMWeightBridge(config_for(), store=store) as bridge:
@@ -264,7 +260,7 @@ def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Mod
     return model
 
 
-def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> None:
+def test_tensors_of_the_trainer_are_published_as_they_are_then(store):
     with VLLMWeightBridge(config_for(), store=store) as bridge:
         model = attached(bridge)
         bridge.broadcast_weights_to_inference()
@@ -278,7 +274,7 @@ def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> N
     }
 
 
-def test_bridge_publishes_what_changed(store: Path) -> None:
+def test_bridge_publishes_what_changed(store):
     trained = {"a": torch.zeros(10_000)}
     with VLLMWeightBridge(config_for(), store=store, delta=True) as bridge:
         bridge.attach_to_vllm_weights(trained)
@@ -291,9 +287,7 @@ def test_bridge_publishes_what_changed(store: Path) -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_model_that_is_made_lives_in_the_store(
-    store: Path, checkpoint: Path, caplog: Any, tmp_path: Path, delta: bool
-) -> None:
+def test_model_that_is_made_lives_in_the_store(store, checkpoint, caplog, tmp_path, delta):
     caplog.set_level(logging.INFO)
     config = config_for(model_name=str(checkpoint))
     with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
@@ -321,9 +315,7 @@ def test_model_that_is_made_lives_in_the_store(
 
 
 @pytest.mark.parametrize("under", ["names of parameters", "all names"])
-def test_model_of_a_trainer_that_goes_on_is_what_it_attached(
-    store: Path, checkpoint: Path, caplog: Any, under: str
-) -> None:
+def test_model_of_a_trainer_that_goes_on_is_what_it_attached(store, checkpoint, caplog, under):
     """In the order of Atropos' documents: attach, then the model."""
     caplog.set_level(logging.INFO)
     from tests.support.engines.tiny_models import make_model
@@ -366,9 +358,7 @@ def test_model_of_a_trainer_that_goes_on_is_what_it_attached(
         ),
     ],
 )
-def test_what_is_attached_must_be_the_model(
-    store: Path, checkpoint: Path, change: Callable[[dict[str, Any]], object], problem: str
-) -> None:
+def test_what_is_attached_must_be_the_model(store, checkpoint, change, problem):
     from tests.support.engines.tiny_models import make_model
 
     given = dict(make_model("tied-qwen2", seed=7).state_dict())
@@ -380,8 +370,8 @@ def test_what_is_attached_must_be_the_model(
 
 
 def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
-    store: Path, checkpoint: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, checkpoint, caplog, monkeypatch
+):
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     caplog.set_level(logging.INFO)
     with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
@@ -393,7 +383,7 @@ def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
         assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
 
 
-def test_bridge_that_is_not_open_says_so(store: Path) -> None:
+def test_bridge_that_is_not_open_says_so(store):
     bridge = VLLMWeightBridge(config_for(), store=store)
     for call in (
         bridge.notify_update,
@@ -407,14 +397,14 @@ def test_bridge_that_is_not_open_says_so(store: Path) -> None:
     assert not store.exists()
 
 
-def test_bridge_with_nothing_to_publish_says_so(store: Path) -> None:
+def test_bridge_with_nothing_to_publish_says_so(store):
     with VLLMWeightBridge(config_for(), store=store) as bridge:
         with pytest.raises(dbuffer.NotReadyError, match="get_trainable_model"):
             bridge.notify_update()
         bridge.barrier()
 
 
-def test_bridge_can_be_opened_again_and_versions_go_on(store: Path) -> None:
+def test_bridge_can_be_opened_again_and_versions_go_on(store):
     bridge = VLLMWeightBridge(config_for(), store=store)
     for version in (1, 2):
         bridge.initialize()
@@ -429,9 +419,7 @@ def test_bridge_can_be_opened_again_and_versions_go_on(store: Path) -> None:
             assert (snapshot.version, snapshot.metadata) == (version, {"update_count": version})
 
 
-def test_bridge_is_made_and_opened_from_a_training_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bridge_is_made_and_opened_from_a_training_config(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     be_in_job(monkeypatch, tmp_path)
     write_mapping(tmp_path, {})
@@ -450,7 +438,7 @@ def test_bridge_is_made_and_opened_from_a_training_config(
 # Local mode
 
 
-def test_server_with_bridge_routes_is_notified_and_waited_for(store: Path) -> None:
+def test_server_with_bridge_routes_is_notified_and_waited_for(store):
     with running(store, WITH_ROUTES) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
             model = attached(bridge)
@@ -468,7 +456,7 @@ def test_server_with_bridge_routes_is_notified_and_waited_for(store: Path) -> No
         assert len(server.http.calls) == 3
 
 
-def test_broadcast_and_barrier_are_an_update_too(store: Path) -> None:
+def test_broadcast_and_barrier_are_an_update_too(store):
     """Also the first one, before any notify_update()."""
     with running(store, WITH_ROUTES) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
@@ -483,7 +471,7 @@ def test_broadcast_and_barrier_are_an_update_too(store: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [404, 405])
-def test_server_without_routes_that_follows_by_itself_is_waited_for(store: Path, code: int) -> None:
+def test_server_without_routes_that_follows_by_itself_is_waited_for(store, code):
     with running(store, {"POST /bridge/notify_update": code}) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
             attached(bridge)
@@ -493,9 +481,7 @@ def test_server_without_routes_that_follows_by_itself_is_waited_for(store: Path,
 
 
 @pytest.mark.parametrize("routes", [WITH_ROUTES, {}], ids=["with routes", "without"])
-def test_server_that_follows_nothing_is_not_waited_for_ever(
-    store: Path, routes: dict[str, int]
-) -> None:
+def test_server_that_follows_nothing_is_not_waited_for_ever(store, routes):
     with running(store, routes, follows=False) as server:
         config = config_for(server.url, timeout_seconds=SOON_S)
         with VLLMWeightBridge(config, store=store) as bridge:
@@ -509,7 +495,7 @@ def test_server_that_follows_nothing_is_not_waited_for_ever(
         assert len(stored(store)) == 4, "it is published all the same"
 
 
-def test_server_that_cannot_load_from_a_store_is_told_at_once(store: Path) -> None:
+def test_server_that_cannot_load_from_a_store_is_told_at_once(store):
     """What a stock vLLM in development mode says of itself that was started with no flag for us."""
     parallel = {"world_size": 1, "worker_extension_cls": "", "data_parallel_size": 1}
     said = {"instance_id": "a", "parallel_config": parallel, "weight_transfer_config": None}
@@ -525,9 +511,7 @@ def test_server_that_cannot_load_from_a_store_is_told_at_once(store: Path) -> No
             assert time.monotonic() - began < bridge.config.timeout_seconds
 
 
-def test_server_that_is_paused_and_cannot_be_driven_is_logged(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_server_that_is_paused_and_cannot_be_driven_is_logged(store, caplog):
     """It was somebody else who paused it, for a bridge cannot."""
     routes = {"GET /is_paused": {"is_paused": True}, "GET /server_info": 404}
     with running(store, routes, follows=False) as server:
@@ -536,7 +520,7 @@ def test_server_that_is_paused_and_cannot_be_driven_is_logged(
     assert f"the server at {server.url} is paused, and stays so" in caplog.text
 
 
-def test_error_of_the_server_is_raised(store: Path) -> None:
+def test_error_of_the_server_is_raised(store):
     with running(store, {"POST /bridge/notify_update": 500}) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
             attached(bridge)
@@ -544,7 +528,7 @@ def test_error_of_the_server_is_raised(store: Path) -> None:
                 bridge.notify_update()
 
 
-def test_server_that_is_not_there_is_told_in_time(store: Path) -> None:
+def test_server_that_is_not_there_is_told_in_time(store):
     url = f"http://127.0.0.1:{free_port()}"
     with VLLMWeightBridge(config_for(url, timeout_seconds=SOON_S), store=store) as bridge:
         attached(bridge)
@@ -554,7 +538,7 @@ def test_server_that_is_not_there_is_told_in_time(store: Path) -> None:
         assert time.monotonic() - began < TIMEOUT_S / 2
 
 
-def test_server_that_comes_late_is_waited_for(store: Path) -> None:
+def test_server_that_comes_late_is_waited_for(store):
     port = free_port()
     with contextlib.ExitStack() as stack:
 
@@ -608,9 +592,7 @@ def train_under_slurm(connection: Connection, log_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_engines_of_all_inference_nodes_are_waited_for(
-    tmp_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, mount, monkeypatch):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     be_in_job(monkeypatch, tmp_path, "trainer,gpu[08-09]", ("trainer", "gpu08", "gpu09"))
     store = tmp_path / "dbuffer-atropos"
@@ -646,7 +628,7 @@ def test_engines_of_all_inference_nodes_are_waited_for(
         assert trainer.wait() == 0
 
 
-def test_bridge_outside_of_a_job_opens_nothing(tmp_path: Path) -> None:
+def test_bridge_outside_of_a_job_opens_nothing(tmp_path):
     config = config_for(num_inference_nodes=1, log_dir=str(tmp_path))
     with pytest.raises(dbuffer.NotReadyError, match="SLURM_JOB_NODELIST"):
         VLLMWeightBridge(config).initialize()
@@ -689,9 +671,7 @@ def rank(
 
 
 @pytest.mark.parametrize(("follows", "delta"), [(True, False), (True, True), (False, False)])
-def test_all_ranks_publish_and_hear_of_it_together(
-    store: Path, tmp_path: Path, follows: bool, delta: bool
-) -> None:
+def test_all_ranks_publish_and_hear_of_it_together(store, tmp_path, follows, delta):
     with running(store, WITH_ROUTES, follows=follows) as server, contextlib.ExitStack() as stack:
         timeout_s = TIMEOUT_S if follows else SOON_S
         told = tmp_path / "meeting", store, server.url, timeout_s, delta
@@ -705,7 +685,7 @@ def test_all_ranks_publish_and_hear_of_it_together(
     assert len(list(store.glob("deltas/*"))) == delta
 
 
-def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path) -> None:
+def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
     with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
         first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
@@ -742,18 +722,18 @@ def publish_with(store: Path, tmp_path: Path) -> Callable[..., dict[str, torch.T
     return publish
 
 
-def test_names_are_those_of_the_mapping(publish_with: Any) -> None:
+def test_names_are_those_of_the_mapping(publish_with):
     found = publish_with({"0.weight": to("first.w"), "1.bias": to("1.bias")})
     assert sorted(found) == ["0.bias", "1.bias", "1.weight", "first.w"]
 
 
-def test_what_the_servers_call_their_own_is_passed_over(publish_with: Any) -> None:
+def test_what_the_servers_call_their_own_is_passed_over(publish_with):
     """Atropos' patched server writes its own names, fused ones among them, each to itself."""
     found = publish_with({"model.qkv_proj.weight": to("model.qkv_proj.weight")})
     assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
-def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None:
+def test_parts_of_a_fused_projection_keep_their_names(publish_with):
     found = publish_with({"0.weight": to("qkv"), "1.weight": to("qkv"), "0.bias": to("b")})
     assert sorted(found) == ["0.weight", "1.bias", "1.weight", "b"]
 
@@ -769,11 +749,8 @@ def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None
 )
 @pytest.mark.timing(mapping_settle_s=0.1)
 def test_mapping_for_another_model_is_refused_before_anything_is_written(
-    publish_with: Any,
-    store: Path,
-    entries: dict[str, Any],
-    problem: str,
-) -> None:
+    publish_with, store, entries, problem
+):
     with pytest.raises(dbuffer.OptionError, match=problem) as caught:
         publish_with(entries)
     assert MAPPING_FILE in str(caught.value)
@@ -781,7 +758,7 @@ def test_mapping_for_another_model_is_refused_before_anything_is_written(
         assert receiver.wait_for_version(timeout_s=0) is None
 
 
-def test_mapping_is_waited_for_while_it_is_written(tmp_path: Path) -> None:
+def test_mapping_is_waited_for_while_it_is_written(tmp_path):
     path = write_mapping(tmp_path, {"0.weight": to("w")})
     whole = path.read_text()
     path.write_text(whole[:40])
@@ -804,9 +781,7 @@ def written_soon(directory: Path, entries: dict[str, Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nodes", [0, 1])
-def test_mapping_that_comes_late_is_waited_for(
-    store: Path, tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypatch):
     be_in_job(monkeypatch, tmp_path)
     config = config_for(log_dir=str(tmp_path), num_inference_nodes=nodes)
     with written_soon(tmp_path, {"0.weight": to("first.w")}):
@@ -818,9 +793,7 @@ def test_mapping_that_comes_late_is_waited_for(
     assert "first.w" in stored(store)
 
 
-def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(tmp_path, monkeypatch):
     be_in_job(monkeypatch, tmp_path)
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
@@ -831,17 +804,13 @@ def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
     assert list(log_dir.iterdir()) == []
 
 
-def test_mapping_that_is_named_and_does_not_come_is_named(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapping_that_is_named_and_does_not_come_is_named(store, tmp_path, monkeypatch):
     monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
     with pytest.raises(dbuffer.NotReadyError, match=r"names\.json"):
         VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
 
 
-def test_local_mode_goes_on_without_a_mapping_and_says_so(
-    store: Path, tmp_path: Path, caplog: Any
-) -> None:
+def test_local_mode_goes_on_without_a_mapping_and_says_so(store, tmp_path, caplog):
     config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
     with VLLMWeightBridge(config, store=store) as bridge:
         _, waiting, without = (record.getMessage() for record in caplog.records)
@@ -861,7 +830,7 @@ def test_local_mode_goes_on_without_a_mapping_and_says_so(
         assert "first.w" in stored(store)
 
 
-def test_late_mapping_that_changes_nothing_hinders_nobody(store: Path, tmp_path: Path) -> None:
+def test_late_mapping_that_changes_nothing_hinders_nobody(store, tmp_path):
     config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
     with VLLMWeightBridge(config, store=store) as bridge:
         attached(bridge)
@@ -870,9 +839,7 @@ def test_late_mapping_that_changes_nothing_hinders_nobody(store: Path, tmp_path:
     assert len(stored(store)) == 4
 
 
-def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
-    store: Path, tmp_path: Path
-) -> None:
+def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(store, tmp_path):
     """Atropos' server writes an empty one first, also when it starts again."""
     write_mapping(tmp_path, {})
     with VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store) as bridge:
@@ -890,7 +857,7 @@ def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
     assert "first.w" in stored(store)
 
 
-def test_nobody_waits_for_the_mapping_of_a_stock_server(store: Path, tmp_path: Path) -> None:
+def test_nobody_waits_for_the_mapping_of_a_stock_server(store, tmp_path):
     with running(store, {"GET /version": {"version": "0.32.0"}}) as server:
         config = config_for(server.url, log_dir=str(tmp_path), timeout_seconds=TIMEOUT_S)
         began = time.monotonic()
@@ -898,7 +865,7 @@ def test_nobody_waits_for_the_mapping_of_a_stock_server(store: Path, tmp_path: P
             assert time.monotonic() - began < TIMEOUT_S / 2
 
 
-def test_mapping_is_checked_against_what_was_attached_before(store: Path, tmp_path: Path) -> None:
+def test_mapping_is_checked_against_what_was_attached_before(store, tmp_path):
     write_mapping(tmp_path, {"2.weight": to("w")})
     bridge = VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store)
     attached(bridge)
@@ -907,9 +874,7 @@ def test_mapping_is_checked_against_what_was_attached_before(store: Path, tmp_pa
     assert not store.exists()
 
 
-def test_mapping_is_found_where_atropos_puts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapping_is_found_where_atropos_puts_it(tmp_path, monkeypatch):
     assert ParameterMapping.find(None) is None
     assert ParameterMapping.find(str(tmp_path)) is None
     (tmp_path / "other").mkdir()
@@ -920,9 +885,7 @@ def test_mapping_is_found_where_atropos_puts_it(
     assert found.names("a") == "b"
 
 
-def test_rotary_layouts_are_changed_where_the_mapping_says_so(
-    store: Path, tmp_path: Path, checkpoint: Path, caplog: Any
-) -> None:
+def test_rotary_layouts_are_changed_where_the_mapping_says_so(store, tmp_path, checkpoint, caplog):
     caplog.set_level(logging.INFO)
     layer = "model.layers.0.self_attn"
     permuted = {f"{layer}.q_proj.weight": 2, f"{layer}.k_proj.weight": 2, f"{layer}.q_proj.bias": 2}
@@ -944,7 +907,7 @@ def test_rotary_layouts_are_changed_where_the_mapping_says_so(
         assert torch.equal(found[name], parameter) == (heads is None)
 
 
-def test_only_queries_and_keys_have_rotary_layouts() -> None:
+def test_only_queries_and_keys_have_rotary_layouts():
     entries = {"v_proj.weight": to("v_proj.weight", needs_permute=True)}
     mapping = ParameterMapping(Path("m"), {"param_mappings": entries})
     with pytest.raises(dbuffer.OptionError, match="v_proj"):

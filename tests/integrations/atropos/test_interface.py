@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,23 +76,23 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_function(name: str) -> None:
+def test_function(name):
     assert name in atropos.__all__
     assert parameters_of(getattr(atropos, name)) == FUNCTIONS[name]
 
 
 @pytest.mark.parametrize("name", BRIDGE_METHODS)
-def test_method_of_the_bridge(name: str) -> None:
+def test_method_of_the_bridge(name):
     assert parameters_of(getattr(VLLMWeightBridge, name)) == BRIDGE_METHODS[name]
 
 
 @pytest.mark.parametrize("name", BRIDGE_ATTRIBUTES)
-def test_attribute_of_the_bridge(tmp_path: Path, name: str) -> None:
+def test_attribute_of_the_bridge(tmp_path, name):
     bridge = VLLMWeightBridge(BridgeConfig(device="cpu"), store=tmp_path / "store")
     assert isinstance(getattr(bridge, name), BRIDGE_ATTRIBUTES[name])
 
 
-def test_fields_of_the_configuration() -> None:
+def test_fields_of_the_configuration():
     assert [one.name for one in dataclasses.fields(BridgeConfig)] == list(CONFIG_FIELDS)
     assert dataclasses.asdict(BridgeConfig()) == CONFIG_FIELDS
     given = 1, 2, "tcp://a:1", 3, "m", "cpu", 5.0, "/logs", "http://a:1", False, 8
@@ -101,9 +100,7 @@ def test_fields_of_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("name", RUNTIME_ERRORS)
-def test_what_is_a_runtime_error_there(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_a_runtime_error_there(tmp_path, name, monkeypatch):
     be_in_no_job(monkeypatch)
     config = BridgeConfig(num_inference_nodes=1, device="cpu", log_dir=str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
@@ -111,7 +108,7 @@ def test_what_is_a_runtime_error_there(
     assert isinstance(caught.value, dbuffer.DBufferError)
 
 
-def test_places_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_of_a_job(tmp_path, monkeypatch):
     be_in_job(monkeypatch, tmp_path)
     assert atropos.get_inference_urls(2) == ("n1:26756", "n1:26757", "n2:26758", ["n2", "n3"])
     here = "localhost:26756", "localhost:26757", "localhost:26758", ["localhost"]
@@ -125,7 +122,7 @@ def test_places_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert atropos.get_inference_urls(2) == (None, None, None, None)
 
 
-def test_names_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_this_host(tmp_path, monkeypatch):
     name = os.uname().nodename
     assert name in atropos.get_local_hostname()
     hosts = tmp_path / "hosts"
@@ -138,12 +135,12 @@ def test_names_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert atropos.get_local_hostname()[-1] == name
 
 
-def test_names_that_a_mapping_converts() -> None:
+def test_names_that_a_mapping_converts():
     mappings = {"q": {"vllm_name": "qkv"}, "k": {"vllm_name": "qkv"}, "norm": {"shape": [1]}}
     assert atropos.get_name_conversions(mappings) == {"qkv": ["q", "k"], "norm": ["norm"]}
 
 
-def test_biases_have_a_function_of_their_own() -> None:
+def test_biases_have_a_function_of_their_own():
     rows = torch.arange(8)
     expected = atropos.permute_for_rotary(rows, n_heads=2)
     assert torch.equal(atropos.permute_for_rotary_1d(rows, n_heads=2), expected)

@@ -44,9 +44,7 @@ halves = st.integers(1, 8)
 
 
 @given(heads, st.integers(1, 3), halves, st.integers(1, 6), st.integers(0, 2**16))
-def test_scores_are_those_of_the_other_layout(
-    num_kv_heads: int, group: int, half: int, length: int, seed: int
-) -> None:
+def test_scores_are_those_of_the_other_layout(num_kv_heads, group, half, length, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden_size, num_heads = 5, num_kv_heads * group
 
@@ -71,7 +69,7 @@ def test_scores_are_those_of_the_other_layout(
     torch.testing.assert_close(permuted, expected)
 
 
-def test_scores_of_a_layout_that_was_left_as_it_was_differ() -> None:
+def test_scores_of_a_layout_that_was_left_as_it_was_differ():
     """Else the property above would prove nothing."""
     heads = torch.randn(1, 4, 8, dtype=torch.float64)
     one, other = turn_interleaved(heads), turn_in_halves(heads)
@@ -79,9 +77,7 @@ def test_scores_of_a_layout_that_was_left_as_it_was_differ() -> None:
 
 
 @given(heads, halves, st.sampled_from([(), (3,)]), st.sampled_from([torch.bfloat16, torch.int64]))
-def test_each_is_the_other_backwards(
-    num_heads: int, half: int, rest: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_each_is_the_other_backwards(num_heads, half, rest, dtype):
     rows = 2 * half * num_heads
     tensor = torch.arange(rows).reshape(-1, *(1 for _ in rest)).expand(rows, *rest).to(dtype)
     there = permute_for_rotary(tensor, num_heads)
@@ -92,7 +88,7 @@ def test_each_is_the_other_backwards(
     assert torch.equal(permute_for_rotary(back, num_heads), tensor)
 
 
-def test_even_rows_come_before_odd_ones_within_each_head() -> None:
+def test_even_rows_come_before_odd_ones_within_each_head():
     first, second = [0, 2, 4, 1, 3, 5], [6, 8, 10, 7, 9, 11]
     assert permute_for_rotary(torch.arange(12), 2).tolist() == first + second
 
@@ -100,7 +96,7 @@ def test_even_rows_come_before_odd_ones_within_each_head() -> None:
 @pytest.mark.parametrize(
     ("shape", "num_heads"), [((6, 2), 2), ((8,), 3), ((8,), 0), ((), 1), ((0, 4), 1)]
 )
-def test_what_has_no_such_heads_is_refused(shape: tuple[int, ...], num_heads: int) -> None:
+def test_what_has_no_such_heads_is_refused(shape, num_heads):
     for function in (permute_for_rotary, unpermute_for_rotary):
         with pytest.raises(dbuffer.InvalidWeightsError):
             function(torch.zeros(shape), num_heads)

@@ -53,11 +53,11 @@ def world(frameworks_preloaded: None, tmp_path_factory: pytest.TempPathFactory) 
         ("lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_names_for_sglang(name: str, of_sglang: str) -> None:
+def test_names_for_sglang(name, of_sglang):
     assert SGLANG_NAMES(name) == of_sglang
 
 
-def test_names_of_a_real_vision_language_model_become_sglangs() -> None:
+def test_names_of_a_real_vision_language_model_become_sglangs():
     names = [name for name, _ in tiny_vision_language_model().named_parameters()]
     assert {name.split(".")[1] for name in names if name.startswith("model.")} == {
         "visual",
@@ -105,16 +105,16 @@ def tiny_vision_language_model() -> nn.Module:
         ("zero-1", None),
     ],
 )
-def test_dtype_is_lightrfts(trainer: str, dtype: torch.dtype | None) -> None:
+def test_dtype_is_lightrfts(trainer, dtype):
     assert Configuration.of(strategy_for(trainer)).dtype is dtype
 
 
-def test_only_sglang_has_other_names() -> None:
+def test_only_sglang_has_other_names():
     assert Configuration.of(strategy_for("fsdp2")).rename is None
     assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
 
 
-def test_names_of_a_trainer_of_text_only_stay() -> None:
+def test_names_of_a_trainer_of_text_only_stay():
     strategy = strategy_for("fsdp2", "sglang")
     strategy.args.text_only = True
     assert Configuration.of(strategy).rename is None
@@ -122,7 +122,7 @@ def test_names_of_a_trainer_of_text_only_stay() -> None:
     assert Configuration.of(strategy).rename is SGLANG_NAMES
 
 
-def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default() -> None:
+def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default():
     strategy = strategy_for("fsdp2 bf16")
     del strategy.args.bf16
     assert Configuration.of(strategy).dtype is torch.bfloat16
@@ -211,8 +211,8 @@ MODELS = {
     ],
 )
 def test_what_is_not_known_is_refused_on_all_ranks(
-    world: World, tmp_path: Path, trainer: str, engine_type: str, model: str, why: str
-) -> None:
+    world, tmp_path, trainer, engine_type, model, why
+):
     for message in world.run(refuse, tmp_path, trainer, engine_type, model):
         assert why in message
     assert list(tmp_path.iterdir()) == []
@@ -234,8 +234,8 @@ def fail(rank: int, place: Path, engines: list[Any]) -> str:
     ],
 )
 def test_no_usable_engine_is_an_error_on_all_ranks_and_publishes_nothing(
-    world: World, tmp_path: Path, engines: list[Any], kind: str
-) -> None:
+    world, tmp_path, engines, kind
+):
     assert world.run(fail, tmp_path, engines) == [kind] * 2
     assert list(tmp_path.glob("*/CURRENT")) == []
 
@@ -250,7 +250,7 @@ class SGLangWrapper:
         self._engine = ["the engine", tp_rank]
 
 
-def test_engines_that_a_rank_has_to_do_with() -> None:
+def test_engines_that_a_rank_has_to_do_with():
     assert engines_of_rank("http://a", 0) == ["http://a"]
     assert engines_of_rank("http://a", 1) == []
     assert engines_of_rank([5, "http://a", None], 0) == [5, "http://a"]
@@ -280,7 +280,7 @@ def let_go(rank: int) -> bool:
 held: dict[str, BroadcastManager] = {}
 
 
-def test_ranks_share_a_store_in_shared_memory_that_stays(world: World, tmp_path: Path) -> None:
+def test_ranks_share_a_store_in_shared_memory_that_stays(world, tmp_path):
     first, second = world.run(hold, tmp_path)
     assert first == second
     assert Path(first).parent == tmp_path
@@ -319,7 +319,7 @@ def end_without_close(place: Path) -> None:
     print(manager.store)
 
 
-def test_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
+def test_program_that_ends_without_close_says_nothing(tmp_path):
     printed, complaints = tmp_path / "printed", tmp_path / "complaints"
     with printed.open("wb") as output, complaints.open("wb") as errors:
         program = preforked.start(

@@ -29,9 +29,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_all_engines_answer_from_the_version_when_the_call_returns(
-    observed: Any, version: str
-) -> None:
+def test_all_engines_answer_from_the_version_when_the_call_returns(observed, version):
     from tests.support.engines.tiny_models import token_of
 
     first, second = observed[version]
@@ -40,7 +38,7 @@ def test_all_engines_answer_from_the_version_when_the_call_returns(
     assert first["server reports"] == version
 
 
-def test_no_server_raises_on_all_ranks_and_the_other_engine_has_the_version(observed: Any) -> None:
+def test_no_server_raises_on_all_ranks_and_the_other_engine_has_the_version(observed):
     from tests.support.engines.tiny_models import token_of
 
     first, second = observed["3"]
@@ -49,5 +47,5 @@ def test_no_server_raises_on_all_ranks_and_the_other_engine_has_the_version(obse
     assert set(first["llm"]) == {token_of(3)}
 
 
-def test_store_of_the_user_stays(observed: Any) -> None:
+def test_store_of_the_user_stays(observed):
     assert observed["newest"] == 3

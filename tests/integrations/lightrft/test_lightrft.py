@@ -36,9 +36,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_engine_answers_as_transformers_with_the_trainers_weights(
-    observed: Any, trainer: str
-) -> None:
+def test_engine_answers_as_transformers_with_the_trainers_weights(observed, trainer):
     for seen in observed["trainers"][trainer]:
         assert seen["before"] != seen["expected"], (
             "the rest would hold with no weights moved at all"
@@ -47,55 +45,55 @@ def test_engine_answers_as_transformers_with_the_trainers_weights(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_second_version_is_a_delta(observed: Any, trainer: str) -> None:
+def test_second_version_is_a_delta(observed, trainer):
     """Also where tensors are gathered, and where they are cast."""
     for seen in observed["trainers"][trainer]:
         assert seen["deltas"] == [0, 1]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_weights_are_published_in_the_dtype_of_lightrft(observed: Any, trainer: str) -> None:
+def test_weights_are_published_in_the_dtype_of_lightrft(observed, trainer):
     for seen in observed["trainers"][trainer]:
         assert seen["dtypes"] == [str(expected_dtype(trainer))]
 
 
-def test_default_store_is_one_directory_in_shared_memory(observed: Any) -> None:
+def test_default_store_is_one_directory_in_shared_memory(observed):
     first, second = observed["two managers"]
     assert first["first store"] == second["first store"]
     assert Path(first["first store"]).parent == SHARED_MEMORY
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_engine_serves_on_unchanged_after_a_failure(observed: Any, failure: str) -> None:
+def test_engine_serves_on_unchanged_after_a_failure(observed, failure):
     for seen in observed["failures"][failure]:
         assert seen["after"] == seen["before"]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_next_broadcast_succeeds(observed: Any, failure: str) -> None:
+def test_next_broadcast_succeeds(observed, failure):
     for seen in observed["failures"][failure]:
         assert seen["next"] == seen["expected"]
         assert seen["next"] != seen["before"]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_failure_raises_on_all_ranks(observed: Any, failure: str) -> None:
+def test_failure_raises_on_all_ranks(observed, failure):
     for seen in observed["failures"][failure]:
         assert seen["error"].startswith(f"{FAILURES[failure]}: ")
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_error_names_the_rank_whose_load_failed(observed: Any, rank: int) -> None:
+def test_error_names_the_rank_whose_load_failed(observed, rank):
     for seen in observed["failures"][f"load on rank {rank}"]:
         assert f"rank {rank}: RuntimeError: {LOAD_ERROR}" in seen["error"]
         assert f"rank {1 - rank}: " not in seen["error"]
 
 
-def test_error_says_that_the_engine_sleeps(observed: Any) -> None:
+def test_error_says_that_the_engine_sleeps(observed):
     assert "wake it up first" in observed["failures"]["asleep"][0]["error"]
 
 
-def test_first_of_two_managers_of_an_engine_hears_of_the_second_at_once(observed: Any) -> None:
+def test_first_of_two_managers_of_an_engine_hears_of_the_second_at_once(observed):
     for seen in observed["two managers"]:
         assert seen["error"].startswith("EngineUpdateError: ")
         assert "another follower let the engine follow another store" in seen["error"]
@@ -103,24 +101,24 @@ def test_first_of_two_managers_of_an_engine_hears_of_the_second_at_once(observed
         assert seen["error_s"] < 60, "its time-out is ten minutes"
 
 
-def test_second_of_two_managers_of_an_engine_goes_on(observed: Any) -> None:
+def test_second_of_two_managers_of_an_engine_goes_on(observed):
     for seen in observed["two managers"]:
         assert seen["after"] == seen["expected"]
 
 
-def test_ranks_without_a_follower_are_one_engine(observed: Any) -> None:
+def test_ranks_without_a_follower_are_one_engine(observed):
     """Each calls its own worker, as vLLM has it where torchrun started the ranks."""
     first, second = observed["without a follower"]
     assert first["receivers"] == [first["engine"] + end for end in ("", ".rank-0", ".rank-1")]
     assert first["after"] == second["after"] == first["expected"]
 
 
-def test_all_ranks_without_a_follower_hear_of_a_failure(observed: Any) -> None:
+def test_all_ranks_without_a_follower_hear_of_a_failure(observed):
     for seen in observed["without a follower"]:
         assert f"rank 0: RuntimeError: {LOAD_ERROR}" in seen["error"]
 
 
-def test_rank_that_ends_in_its_load_leaves_nobody_waiting(observed: Any) -> None:
+def test_rank_that_ends_in_its_load_leaves_nobody_waiting(observed):
     seen = observed["rank lost"]
     assert seen["error"].startswith("RankFailedError: ")
     assert seen["error_s"] < 60

@@ -25,14 +25,14 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return observe(lightrft_sglang.__file__, tmp_path_factory.mktemp("lightrft-sglang"))
 
 
-def test_engine_answers_as_a_fresh_one(observed: Any) -> None:
+def test_engine_answers_as_a_fresh_one(observed):
     assert observed["before"] != observed["fresh"]
     assert observed["after"] == observed["fresh"]
 
 
-def test_all_ranks_return_when_it_has_switched(observed: Any) -> None:
+def test_all_ranks_return_when_it_has_switched(observed):
     assert observed["versions"] == [1, 1]
 
 
-def test_names_in_the_trainer_are_not_those_of_the_engine(observed: Any) -> None:
+def test_names_in_the_trainer_are_not_those_of_the_engine(observed):
     assert {name.rpartition("language_model.")[0] for name in observed["names"]} == {"model."}

@@ -101,13 +101,8 @@ def world(tmp_path_factory: Any) -> Iterator[World]:
     ],
 )
 def test_a_megatron_model_is_published_as_its_checkpoint(
-    world: World,
-    family: str,
-    split: dict[str, int],
-    mount: str,
-    tmp_path: Path,
-    shm_path: Path,
-) -> None:
+    world, family, split, mount, tmp_path, shm_path
+):
     torch.manual_seed(0)
     model, other = model_of(family), model_of(family)
     model.save_pretrained(tmp_path)
@@ -187,9 +182,7 @@ ALTERATIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
 """Names of tensors, and functions by which a bridge alters them."""
 
 
-def test_an_export_that_is_not_made_of_parts_is_refused(
-    world: World, tmp_path: Path, shm_path: Path
-) -> None:
+def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_path):
     model_of("llama").save_pretrained(tmp_path)
     expected = [
         f"mbridge does not make {name} of one box per rank, copied out of a parameter: publish the "

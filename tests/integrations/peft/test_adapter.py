@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class TestSending:
         ids=str,
     )
     def test_tensors_and_configuration_are_those_that_peft_saves(
-        self, sender: Any, receiver: Any, tmp_path: Path, more: dict[str, Any]
-    ) -> None:
+        self, sender, receiver, tmp_path, more
+    ):
         model = model_of(1, **more)
         before = everything_in(model)
         publication = integration.send_adapter(sender, model, metadata={"step": 7})
@@ -95,7 +95,7 @@ class TestSending:
             assert found[key] == (config[key] and sorted(config[key])), key
         assert (found["r"], found["lora_alpha"]) == (4, 16)
 
-    def test_into_the_same_files(self, store: Path, sender: Any) -> None:
+    def test_into_the_same_files(self, store, sender):
         model = model_of(1)
         files = []
         for step in range(4):
@@ -104,7 +104,7 @@ class TestSending:
             files.append({path: path.stat().st_ino for path in store.glob("[AB]/weights-*")})
         assert files[1] == files[2] == files[3]
 
-    def test_one_of_several(self, sender: Any, receiver: Any) -> None:
+    def test_one_of_several(self, sender, receiver):
         model = model_of(1)
         model.add_adapter("other", lora(r=2))
         integration.send_adapter(sender, model, adapter="other")
@@ -121,12 +121,12 @@ class TestSending:
             (lambda: (model_of(1, init_lora_weights="pissa"), "default"), "merged_weights"),
         ],
     )
-    def test_refused(self, sender: Any, make_it: Callable[[], tuple[Any, str]], match: str) -> None:
+    def test_refused(self, sender, make_it, match):
         model, adapter = make_it()
         with pytest.raises(dbuffer.InvalidWeightsError, match=match):
             integration.send_adapter(sender, model, adapter=adapter)
 
-    def test_metadata_of_that_name_is_refused(self, sender: Any) -> None:
+    def test_metadata_of_that_name_is_refused(self, sender):
         with pytest.raises(dbuffer.InvalidWeightsError, match="adapter_config"):
             integration.send_adapter(sender, model_of(1), metadata={"adapter_config": {}})
 
@@ -140,7 +140,7 @@ def answer_as_another_process(connection: Any, store: Path) -> None:
 
 
 class TestLoading:
-    def test_into_a_model_of_another_process(self, store: Path, sender: Any) -> None:
+    def test_into_a_model_of_another_process(self, store, sender):
         model = model_of(1)
         with Child(answer_as_another_process, store) as child:
             for version in (1, 2):
@@ -152,7 +152,7 @@ class TestLoading:
             assert child.receive() == (None, bits(reference(model)))
             sender.wait_applied(2, timeout_s=10)
 
-    def test_under_another_name(self, sender: Any, receiver: Any) -> None:
+    def test_under_another_name(self, sender, receiver):
         source, target = model_of(1), model_of(2)
         target.add_adapter("other", lora())
         before = bits(integration.adapter_weights(target))
@@ -172,9 +172,7 @@ class TestLoading:
             ({"target_modules": ["q_proj"]}, "target_modules is "),
         ],
     )
-    def test_another_configuration_is_refused(
-        self, sender: Any, receiver: Any, more: dict[str, Any], difference: str
-    ) -> None:
+    def test_another_configuration_is_refused(self, sender, receiver, more, difference):
         target = model_of(2, **more)
         before = everything_in(target)
         integration.send_adapter(sender, model_of(1))
@@ -182,20 +180,18 @@ class TestLoading:
             integration.load_adapter(receiver, target)
         assert everything_in(target) == before
 
-    def test_what_means_nothing_for_the_tensors_may_differ(
-        self, sender: Any, receiver: Any
-    ) -> None:
+    def test_what_means_nothing_for_the_tensors_may_differ(self, sender, receiver):
         integration.send_adapter(sender, model_of(1, lora_dropout=0.1))
         assert integration.load_adapter(receiver, model_of(2, task_type="CAUSAL_LM")) == 1
 
-    def test_a_merged_one_is_refused(self, sender: Any, receiver: Any) -> None:
+    def test_a_merged_one_is_refused(self, sender, receiver):
         target = model_of(2)
         integration.send_adapter(sender, model_of(1))
         target.merge_adapter()
         with pytest.raises(dbuffer.InvalidWeightsError, match="unmerge_adapter"):
             integration.load_adapter(receiver, target)
 
-    def test_other_dtypes_are_refused(self, store: Path, receiver: Any) -> None:
+    def test_other_dtypes_are_refused(self, store, receiver):
         target = model_of(2)
         before = everything_in(target)
         with dbuffer.WeightSender(store, dtype=torch.bfloat16) as sender:
@@ -207,9 +203,7 @@ class TestLoading:
 
 class TestNeitherForTheOther:
     @pytest.mark.parametrize("partial", [False, True])
-    def test_who_expects_a_model_refuses_an_adapter(
-        self, sender: Any, receiver: Any, partial: bool
-    ) -> None:
+    def test_who_expects_a_model_refuses_an_adapter(self, sender, receiver, partial):
         model, seen = make_model("qwen3", 0), []
         before = bits(dict(model.state_dict()))
         integration.send_adapter(sender, model_of(1))
@@ -219,9 +213,7 @@ class TestNeitherForTheOther:
         assert bits(dict(model.state_dict())) == before
         assert not seen
 
-    def test_who_expects_an_adapter_refuses_a_model(
-        self, sender: Any, receiver: Any, tmp_path: Path
-    ) -> None:
+    def test_who_expects_an_adapter_refuses_a_model(self, sender, receiver, tmp_path):
         model = model_of(1)
         before = everything_in(model)
         # Whatever it is called: these are an adapter's tensors, but nobody said so.
@@ -236,7 +228,7 @@ class TestNeitherForTheOther:
 
 
 class TestSaving:
-    def test_peft_reads_it(self, sender: Any, receiver: Any, tmp_path: Path) -> None:
+    def test_peft_reads_it(self, sender, receiver, tmp_path):
         model = model_of(1)
         integration.send_adapter(sender, model)
         saved = integration.save_adapter(receiver, tmp_path)
@@ -246,9 +238,7 @@ class TestSaving:
         assert bits(reference(found)) == bits(reference(model))
         sender.wait_applied(1, timeout_s=10)
 
-    def test_each_version_has_a_directory_and_two_stay(
-        self, sender: Any, receiver: Any, tmp_path: Path
-    ) -> None:
+    def test_each_version_has_a_directory_and_two_stay(self, sender, receiver, tmp_path):
         model, saved = model_of(1), []
         for step in range(4):
             train(model, step)
@@ -257,18 +247,14 @@ class TestSaving:
         assert len({one.path for one in saved} | {one.number for one in saved}) == 8
         assert sorted(tmp_path.iterdir()) == sorted(one.path for one in saved[-2:])
 
-    def test_one_that_is_there_is_not_written_again(
-        self, sender: Any, receiver: Any, tmp_path: Path
-    ) -> None:
+    def test_one_that_is_there_is_not_written_again(self, sender, receiver, tmp_path):
         integration.send_adapter(sender, model_of(1))
         first = integration.save_adapter(receiver, tmp_path)
         files = {path: path.stat().st_ino for path in first.path.iterdir()}
         assert integration.save_adapter(receiver, tmp_path) == first
         assert {path: path.stat().st_ino for path in first.path.iterdir()} == files
 
-    def test_a_store_that_took_the_place_of_another(
-        self, store: Path, tmp_path: Path, receiver: Any
-    ) -> None:
+    def test_a_store_that_took_the_place_of_another(self, store, tmp_path, receiver):
         """Version 1 of the new store is not taken for version 1 of the old one, nor for older."""
         import shutil
 
@@ -289,8 +275,8 @@ class TestSaving:
         assert bits(reference(saved)) == bits(reference(model_of(2)))
 
     def test_one_that_was_overwritten_meanwhile_is_not_saved(
-        self, store: Path, receiver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, store, receiver, tmp_path, monkeypatch
+    ):
         from safetensors import torch as safetensors_torch
 
         model = model_of(1)
@@ -310,12 +296,12 @@ class TestSaving:
             monkeypatch.undo()
             assert integration.save_adapter(receiver, tmp_path).version == 3
 
-    def test_nothing_published(self, receiver: Any, tmp_path: Path) -> None:
+    def test_nothing_published(self, receiver, tmp_path):
         with pytest.raises(dbuffer.WaitTimeoutError):
             integration.save_adapter(receiver, tmp_path, timeout_s=0.01)
 
 
-def test_metadata_is_always_the_same() -> None:
+def test_metadata_is_always_the_same():
     one, other = (
         integration.adapter_metadata(model_of(1)),
         integration.adapter_metadata(model_of(2)),

@@ -75,9 +75,7 @@ def received(store: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)
-def test_what_arrives_is_what_peft_would_merge(
-    store: Path, sender: dbuffer.WeightSender, family: str, method: str
-) -> None:
+def test_what_arrives_is_what_peft_would_merge(store, sender, family, method):
     model = make(family, METHODS[method]())
     expected, before = reference(model), everything_in(model)
     weights = integration.merged_weights(model)
@@ -100,8 +98,8 @@ def test_what_arrives_is_what_peft_would_merge(
 
 
 def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one(
-    store: Path, sender: dbuffer.WeightSender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, sender, tmp_path, monkeypatch
+):
     model = make(
         "qwen3-moe",
         peft.LoraConfig(
@@ -130,7 +128,7 @@ def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one
     assert bits(received(store)) == bits(reference(model))
 
 
-def test_bias_of_lora(store: Path, sender: dbuffer.WeightSender) -> None:
+def test_bias_of_lora(store, sender):
     model = make("tied-qwen2", peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
     sender.send(integration.merged_weights(model))
     name = "model.layers.0.self_attn.q_proj.bias"
@@ -139,7 +137,7 @@ def test_bias_of_lora(store: Path, sender: dbuffer.WeightSender) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes(store: Path, sender: dbuffer.WeightSender, dtype: torch.dtype) -> None:
+def test_other_dtypes(store, sender, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base = make_model("qwen3", 0).to(dtype)
@@ -158,20 +156,18 @@ class TestSeveralAdapters:
         train(model, 3)
         return model
 
-    def test_all_that_are_active(self, store: Path, sender: Any, model: Any) -> None:
+    def test_all_that_are_active(self, store, sender, model):
         sender.send(integration.merged_weights(model))
         assert bits(received(store)) == bits(reference(model))
         assert bits(reference(model)) != bits(reference(model, ["default"]))
 
     @pytest.mark.parametrize("adapters", [["default"], ["other"], ["other", "default"]])
-    def test_those_that_are_named(
-        self, store: Path, sender: Any, model: Any, adapters: list[str]
-    ) -> None:
+    def test_those_that_are_named(self, store, sender, model, adapters):
         model.set_adapter("default")
         sender.send(integration.merged_weights(model, adapters))
         assert bits(received(store)) == bits(reference(model, adapters))
 
-    def test_some_are_merged_already(self, store: Path, sender: Any, model: Any) -> None:
+    def test_some_are_merged_already(self, store, sender, model):
         expected = reference(model)
         model.merge_adapter(["default"])
         before = everything_in(model)
@@ -181,12 +177,12 @@ class TestSeveralAdapters:
         assert everything_in(model) == before
         assert bits(received(store)) == bits(expected)
 
-    def test_one_that_is_merged_and_not_asked_for_is_refused(self, sender: Any, model: Any) -> None:
+    def test_one_that_is_merged_and_not_asked_for_is_refused(self, sender, model):
         model.merge_adapter(["default"])
         with pytest.raises(dbuffer.InvalidWeightsError, match="'default' merged into it"):
             integration.merged_weights(model, ["other"])
 
-    def test_switched_since_is_refused(self, store: Path, sender: Any, model: Any) -> None:
+    def test_switched_since_is_refused(self, store, sender, model):
         weights = integration.merged_weights(model)
         model.set_adapter("default")
         with pytest.raises(dbuffer.InvalidWeightsError, match="call it again"):
@@ -196,9 +192,7 @@ class TestSeveralAdapters:
 
 
 class TestPublishing:
-    def test_each_publish_merges_anew_into_the_same_files(
-        self, store: Path, sender: dbuffer.WeightSender
-    ) -> None:
+    def test_each_publish_merges_anew_into_the_same_files(self, store, sender):
         model = make("tied-qwen2", METHODS["lora on the embedding"]())
         weights = integration.merged_weights(model)
         files = []
@@ -210,9 +204,7 @@ class TestPublishing:
         assert files[1] == files[2] == files[3]
         assert len(files[1]) == 2
 
-    def test_a_failure_half_way_leaves_model_and_store_alone(
-        self, store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failure_half_way_leaves_model_and_store_alone(self, store, sender, monkeypatch):
         model = make("qwen3", METHODS["lora"]())
         sender.send(integration.merged_weights(model))
         first, before = received(store), everything_in(model)
@@ -238,7 +230,7 @@ class TestPublishing:
         sender.send(weights)
         assert bits(received(store)) == bits(reference(model))
 
-    def test_renamed_and_cast(self, store: Path) -> None:
+    def test_renamed_and_cast(self, store):
         model = make("qwen3", METHODS["lora"]())
         with dbuffer.WeightSender(
             store, dtype=torch.bfloat16, rename=lambda name: f"x.{name}"
@@ -247,9 +239,7 @@ class TestPublishing:
         expected = {f"x.{name}": tensor.bfloat16() for name, tensor in reference(model).items()}
         assert bits(received(store)) == bits(expected)
 
-    def test_into_a_model_of_another_process(
-        self, store: Path, sender: dbuffer.WeightSender
-    ) -> None:
+    def test_into_a_model_of_another_process(self, store, sender):
         model = make("tied-qwen2", METHODS["lora"]())
         sender.send(integration.merged_weights(model))
         target = make_model("tied-qwen2", 5)
@@ -281,7 +271,7 @@ def publish_under_a_limit(connection: Connection, store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_second_copy_of_the_model(store: Path) -> None:
+def test_no_second_copy_of_the_model(store):
     """Of 32 layers of 4 MiB one or two are there twice; a copy of the model would be 128 MiB."""
     with Child(publish_under_a_limit, store) as child:
         assert child.receive() == "published"
@@ -295,32 +285,32 @@ class TestRefused:
             integration.merged_weights(model, adapters)
         assert before is None or everything_in(model) == before
 
-    def test_no_peft_model(self) -> None:
+    def test_no_peft_model(self):
         self.refuse(torch.nn.Linear(2, 2), "a Linear has no adapters")
 
-    def test_nothing_that_changes_weights(self) -> None:
+    def test_nothing_that_changes_weights(self):
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         self.refuse(make("qwen3", config), "has no adapters that can be merged")
 
     @pytest.mark.parametrize("adapters", [["missing"], "default", []])
-    def test_unknown_adapters(self, adapters: Any) -> None:
+    def test_unknown_adapters(self, adapters):
         self.refuse(make("qwen3", METHODS["lora"]()), r"use names from 'default'", adapters)
 
-    def test_disabled(self) -> None:
+    def test_disabled(self):
         model = make("qwen3", METHODS["lora"]())
         with model.disable_adapter():
             self.refuse(model, "are disabled")
 
-    def test_what_peft_cannot_merge(self) -> None:
+    def test_what_peft_cannot_merge(self):
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
         self.refuse(make("qwen3", config), "peft cannot merge .* has no bias")
 
-    def test_quantised(self) -> None:
+    def test_quantised(self):
         model = make("qwen3", METHODS["lora"]())
         model.get_base_model().quantization_method = "bitsandbytes"
         self.refuse(model, "the base model is quantised")
 
-    def test_tensors_that_are_more_than_tensors(self) -> None:
+    def test_tensors_that_are_more_than_tensors(self):
         class Packed(torch.nn.Parameter):
             pass
 
@@ -329,7 +319,7 @@ class TestRefused:
         layer.weight = Packed(layer.weight.data, requires_grad=False)
         self.refuse(model, "up_proj.weight' is a Packed, quantised or sharded")
 
-    def test_state_that_is_no_tensor(self) -> None:
+    def test_state_that_is_no_tensor(self):
         model = make("qwen3", METHODS["lora"]())
         norm = model.get_base_model().model.norm
         norm.register_state_dict_post_hook(
@@ -337,7 +327,7 @@ class TestRefused:
         )
         self.refuse(model, r"would be lost: 'model\.norm\.scales' \(tuple\)")
 
-    def test_trained_whole_for_another_adapter(self) -> None:
+    def test_trained_whole_for_another_adapter(self):
         model = make("qwen3", METHODS["head trained whole"]())
         model.add_adapter("other", METHODS["lora"]())
         self.refuse(model, "lm_head is trained whole, for 'default'", ["other"])

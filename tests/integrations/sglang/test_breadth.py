@@ -6,8 +6,6 @@ Each case is a program of its own. They run in soaks; by hand,
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.programs import sglang_families
@@ -20,7 +18,7 @@ pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", CASES)
-def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> None:
+def test_switched_engine_answers_as_a_fresh_one(tmp_path, name):
     case = CASES[name]
     seen = observe(sglang_families.__file__, tmp_path, name, models=case.models or (case.family,))
     if case.refused:

@@ -14,7 +14,6 @@ import pickle
 import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -130,7 +129,7 @@ class RecordedEngine:
 
 
 @pytest.mark.skipif(not WHOLE.is_file(), reason=f"there is no {PYTHON}")
-def test_record_is_that_of_the_sglang_that_is_installed() -> None:
+def test_record_is_that_of_the_sglang_that_is_installed():
     code = (
         "import importlib.util, json, pathlib, record_interface as r;"
         "place = pathlib.Path(importlib.util.find_spec('sglang').origin).parent;"
@@ -142,14 +141,12 @@ def test_record_is_that_of_the_sglang_that_is_installed() -> None:
     assert json.loads(done.stdout) == {k: v for k, v in RECORD.items() if k != "version"}
 
 
-def test_record_has_all_that_was_looked_for() -> None:
+def test_record_has_all_that_was_looked_for():
     for kind in ("functions", "requests", "routes"):
         assert all(found is not None for found in RECORD[kind].values())
 
 
-def test_server_is_switched_in_calls_that_are_on_record(
-    server: Recorded, engine: ServerEngine, tmp_path: Path
-) -> None:
+def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path):
     assert engine.facts().num_ranks == 2
     assert not engine.is_paused()
     options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
@@ -170,9 +167,7 @@ def test_server_is_switched_in_calls_that_are_on_record(
     ]
 
 
-def test_nothing_is_loaded_before_the_caches_were_flushed(
-    server: Recorded, engine: ServerEngine
-) -> None:
+def test_nothing_is_loaded_before_the_caches_were_flushed(server, engine):
     engine.pause("keep")
     engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
@@ -183,7 +178,7 @@ def test_nothing_is_loaded_before_the_caches_were_flushed(
     ]
 
 
-def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: ServerEngine) -> None:
+def test_every_rank_is_told_and_no_weights_travel(server, engine):
     engine.facts()
     engine.do(RankRequest("update", update=UpdateRequest(at_least=7)))
     [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
@@ -195,12 +190,12 @@ def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: Serv
     assert there("a.x") == "b.x"
 
 
-def test_label_is_changed_without_ending_requests(server: Recorded, engine: ServerEngine) -> None:
+def test_label_is_changed_without_ending_requests(server, engine):
     engine.set_weight_version(WeightLabel("3"))
     assert server.asked[-1][1] == {"new_version": "3", "abort_all_requests": False}
 
 
-def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) -> None:
+def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
     recorded = RecordedEngine()
     engine = OfflineEngine(recorded)
     assert engine.facts().num_ranks == 2
@@ -224,24 +219,20 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
         ({"speculative_algorithm": "EAGLE"}, "draft"),
     ],
 )
-def test_engine_that_cannot_follow_is_refused(
-    server: Recorded, engine: ServerEngine, changed: dict[str, Any], says: str
-) -> None:
+def test_engine_that_cannot_follow_is_refused(server, engine, changed, says):
     server.info.update(changed)
     with pytest.raises(dbuffer.UnsupportedError, match=re.escape(says)):
         engine.facts()
 
 
-def test_engine_that_was_started_again_is_another_one(
-    server: Recorded, engine: ServerEngine
-) -> None:
+def test_engine_that_was_started_again_is_another_one(server, engine):
     before = engine.facts().instance_id
     assert engine.facts().instance_id == before
     server.info["startup_time"] = {"load_weight": 0.2}
     assert engine.facts().instance_id != before
 
 
-def test_rules_reach_the_ranks_as_they_are() -> None:
+def test_rules_reach_the_ranks_as_they_are():
     names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
     _, there = from_tensors(pickle.loads(pickle.dumps(to_tensors(None, names))))
     assert there is not None
@@ -249,12 +240,12 @@ def test_rules_reach_the_ranks_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])
-def test_loader_says_whose_it_is(tensors: Any) -> None:
+def test_loader_says_whose_it_is(tensors):
     with pytest.raises(dbuffer.OptionError):
         from_tensors(tensors)
 
 
-def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_options_are_refused_before_anything_is_asked(tmp_path):
     with pytest.raises(dbuffer.OptionError, match="pause 'wait'"):
         follow("http://engine", tmp_path, pause="wait")  # type: ignore[arg-type]
     with pytest.raises(dbuffer.OptionError, match="rename"):

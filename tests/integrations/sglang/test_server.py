@@ -72,7 +72,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world.sender.close()
 
 
-def test_server_answers_from_each_version_and_says_so(world: World) -> None:
+def test_server_answers_from_each_version_and_says_so(world):
     assert world.server.generate(LONG)["output_ids"] == [token_of(START)] * 12
     with follow(world.server.url, world.store, engine_id="engine") as follower:
         for _ in range(3):
@@ -87,7 +87,7 @@ def test_server_answers_from_each_version_and_says_so(world: World) -> None:
             assert answer["meta_info"]["cached_tokens"] > 50
 
 
-def test_tokens_of_requests_in_flight_are_of_the_version_that_is_said(world: World) -> None:
+def test_tokens_of_requests_in_flight_are_of_the_version_that_is_said(world):
     answers: list[dict[str, Any]] = []
     stop = threading.Event()
 
@@ -113,7 +113,7 @@ def test_tokens_of_requests_in_flight_are_of_the_version_that_is_said(world: Wor
             assert set(answer["output_ids"][span.start : span.end]) == {token_of(span.version)}
 
 
-def test_aborted_requests_have_tokens_of_one_version(world: World) -> None:
+def test_aborted_requests_have_tokens_of_one_version(world):
     with (
         follow(world.server.url, world.store, pause="abort", engine_id="engine") as follower,
         ThreadPoolExecutor(1) as pool,
@@ -127,7 +127,7 @@ def test_aborted_requests_have_tokens_of_one_version(world: World) -> None:
     assert set(answer["output_ids"]) <= {token_of(before)}
 
 
-def test_misfit_pauses_nothing_and_the_next_version_is_followed(world: World) -> None:
+def test_misfit_pauses_nothing_and_the_next_version_is_followed(world):
     with follow(world.server.url, world.store, engine_id="engine") as follower:
         before = follower.wait_applied(world.next_version - 1)
         bad = revealing_weights(world.next_version)
@@ -143,7 +143,7 @@ def test_misfit_pauses_nothing_and_the_next_version_is_followed(world: World) ->
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
-def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world: World) -> None:
+def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world):
     client = world.server.client
     assert client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
     assert client.post("/begin_weight_update", json={"selector": "draft"}).status_code == 200
@@ -153,7 +153,7 @@ def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world: Wor
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
-def test_command_line_follows_and_a_restarted_server_is_followed_again(world: World) -> None:
+def test_command_line_follows_and_a_restarted_server_is_followed_again(world):
     command = [sys.executable, "-m", "dbuffer", "follow-server", str(world.store)]
     command += [world.server.url, "--engine", "sglang", "--json", "--count", "2"]
     command += ["--receiver-id", "engine"]
@@ -172,7 +172,7 @@ def test_command_line_follows_and_a_restarted_server_is_followed_again(world: Wo
     assert world.server.generate(LONG)["output_ids"] == [token_of(first)] * 12
 
 
-def test_restarted_trainer_goes_on(world: World) -> None:
+def test_restarted_trainer_goes_on(world):
     with follow(world.server.url, world.store, engine_id="engine") as follower:
         world.sender.close()
         world.sender = dbuffer.WeightSender(world.store, dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def test_restarted_trainer_goes_on(world: World) -> None:
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
-def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_path: Path) -> None:
+def test_example_samples_with_the_newest_weights_each_time(world, tmp_path):
     example = ROOT / "examples" / "sglang_server.py"
     command = [sys.executable, str(example), str(world.checkpoint), world.server.url]
     command.append(str(tmp_path / "store"))
@@ -192,7 +192,7 @@ def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_pat
     )
 
 
-def test_engine_that_does_not_answer_is_unreachable() -> None:
+def test_engine_that_does_not_answer_is_unreachable():
     engine = ServerEngine(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(dbuffer.EngineUnreachableError):
         engine.facts()

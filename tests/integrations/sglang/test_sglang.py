@@ -24,29 +24,29 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(observe(sglang_engine.__file__, tmp_path_factory.mktemp("offline")))
 
 
-def test_switched_engine_answers_as_transformers_does(seen: dict[str, Any]) -> None:
+def test_switched_engine_answers_as_transformers_does(seen):
     assert seen["switched"] == seen["transformers B"]
     assert seen["transformers A"] != seen["transformers B"]
 
 
-def test_switching_back_restores_every_token_of_the_fresh_engine(seen: dict[str, Any]) -> None:
+def test_switching_back_restores_every_token_of_the_fresh_engine(seen):
     assert seen["switched back"] == seen["fresh A"] == seen["transformers A"]
 
 
-def test_a_request_that_cannot_be_read_ends_no_engine(seen: dict[str, Any]) -> None:
+def test_a_request_that_cannot_be_read_ends_no_engine(seen):
     assert seen["after a bad request"] == seen["fresh A"]
 
 
-def test_bfloat16_weights_are_loaded(seen: dict[str, Any]) -> None:
+def test_bfloat16_weights_are_loaded(seen):
     assert seen["bfloat16"] == seen["transformers bfloat16 B"]
 
 
-def test_engine_reports_the_version(seen: dict[str, Any]) -> None:
+def test_engine_reports_the_version(seen):
     assert seen["reported"] == ["default", "1", "2"]
     assert seen["told"] == [None, 1, 2]
 
 
-def test_engine_acknowledges_and_its_ranks_do_not(seen: dict[str, Any]) -> None:
+def test_engine_acknowledges_and_its_ranks_do_not(seen):
     assert seen["receivers"] == {
         "engine": [None, 2],
         "engine.rank-0": ["engine", None],
@@ -54,33 +54,33 @@ def test_engine_acknowledges_and_its_ranks_do_not(seen: dict[str, Any]) -> None:
     }
 
 
-def test_engine_stays_on_the_version_that_it_was_told(seen: dict[str, Any]) -> None:
+def test_engine_stays_on_the_version_that_it_was_told(seen):
     assert seen["stays"] == [None, seen["transformers B"], "1"]
 
 
-def test_names_are_mapped_on_the_way(seen: dict[str, Any]) -> None:
+def test_names_are_mapped_on_the_way(seen):
     assert seen["renamed"] == seen["transformers B"]
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_misfit_is_refused_and_the_engine_serves_on(seen: dict[str, Any], misfit: str) -> None:
+def test_misfit_is_refused_and_the_engine_serves_on(seen, misfit):
     error, message, tokens = seen["misfits"][misfit]
     assert error == "EngineUpdateError"
     assert "the engine serves on with version 2" in message
     assert tokens == seen["fresh A"]
 
 
-def test_refusal_names_the_tensor(seen: dict[str, Any]) -> None:
+def test_refusal_names_the_tensor(seen):
     assert "model.layers.0.bogus" in seen["misfits"]["unknown name"][1]
     assert "qkv_proj" in seen["misfits"]["one part of a fused parameter missing"][1]
     assert NORM in seen["misfits"]["wrong length"][1]
 
 
-def test_version_after_misfits_is_followed(seen: dict[str, Any]) -> None:
+def test_version_after_misfits_is_followed(seen):
     assert seen["after misfits"] == seen["transformers B"]
 
 
-def test_failed_load_of_one_rank_is_taken_back_on_all(seen: dict[str, Any]) -> None:
+def test_failed_load_of_one_rank_is_taken_back_on_all(seen):
     error, message, tokens, label = seen["failed once"]
     assert error == "EngineUpdateError"
     assert "rank 1: RuntimeError: the disk is on fire" in message
@@ -89,11 +89,11 @@ def test_failed_load_of_one_rank_is_taken_back_on_all(seen: dict[str, Any]) -> N
     assert label == str(3 + len(MISFITS))
 
 
-def test_next_update_after_a_failure_succeeds(seen: dict[str, Any]) -> None:
+def test_next_update_after_a_failure_succeeds(seen):
     assert seen["after a failure"] == seen["transformers A"]
 
 
-def test_failure_before_any_version_goes_back_to_the_checkpoint(seen: dict[str, Any]) -> None:
+def test_failure_before_any_version_goes_back_to_the_checkpoint(seen):
     error, message, tokens, label = seen["failed at first"]
     assert error == "EngineUpdateError"
     assert "the engine serves on with weights that are no version of its store" in message
@@ -101,14 +101,14 @@ def test_failure_before_any_version_goes_back_to_the_checkpoint(seen: dict[str, 
     assert label == "default"
 
 
-def test_engine_that_cannot_go_back_is_made_whole_by_an_update(seen: dict[str, Any]) -> None:
+def test_engine_that_cannot_go_back_is_made_whole_by_an_update(seen):
     error, message = seen["broken"]
     assert error == "EngineBrokenError"
     assert "half-loaded weights" in message
     assert seen["mended"] == seen["transformers B"]
 
 
-def test_released_weights_are_not_written_to_and_brought_again(seen: dict[str, Any]) -> None:
+def test_released_weights_are_not_written_to_and_brought_again(seen):
     error, message, label = seen["asleep"]
     assert error == "EngineUpdateError"
     assert "wake it up first" in message
@@ -116,17 +116,17 @@ def test_released_weights_are_not_written_to_and_brought_again(seen: dict[str, A
     assert seen["awake"] == [seen["transformers A"], "1"]
 
 
-def test_weights_that_sglang_loaded_are_replaced_by_the_version(seen: dict[str, Any]) -> None:
+def test_weights_that_sglang_loaded_are_replaced_by_the_version(seen):
     assert seen["loaded by others"] == seen["transformers B"]
     assert seen["after others"] == [seen["transformers A"], "1"]
 
 
-def test_broken_engine_answers_no_request(seen: dict[str, Any]) -> None:
+def test_broken_engine_answers_no_request(seen):
     assert seen["request to a broken engine"] == "nothing came"
 
 
 @pytest.mark.parametrize("form", ["as it was", *FORMS])
-def test_weights_in_another_form_than_they_are_loaded_in(seen: dict[str, Any], form: str) -> None:
+def test_weights_in_another_form_than_they_are_loaded_in(seen, form):
     """As SGLang leaves quantised ones; `test_breadth.py` has an engine of them."""
     refusal = seen["forms"][form]
     if form == "as it was":

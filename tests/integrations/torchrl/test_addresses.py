@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -93,9 +92,7 @@ def two_other_stores(remote: Path, local: Path) -> None:
         (two_other_stores, "remote, mirrored"),
     ],
 )
-def test_what_is_there_decides(
-    places: tuple[Path, Path], prepare: Callable[[Path, Path], None], expected: str | None
-) -> None:
+def test_what_is_there_decides(places, prepare, expected):
     remote, local = places
     prepare(remote, local)
     stores = {
@@ -106,7 +103,7 @@ def test_what_is_there_decides(
     assert Addresses(remote, local).find() == stores[expected]
 
 
-def test_mirror_at_work_is_read_where_its_source_is_not_seen(places: tuple[Path, Path]) -> None:
+def test_mirror_at_work_is_read_where_its_source_is_not_seen(places):
     remote, local = places
     elsewhere = remote.parent / "elsewhere"
     publish(elsewhere)
@@ -119,7 +116,7 @@ def test_mirror_at_work_is_read_where_its_source_is_not_seen(places: tuple[Path,
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_one_address_is_itself(places: tuple[Path, Path], is_link: bool) -> None:
+def test_one_address_is_itself(places, is_link):
     remote, local = places
     if is_link:
         local.symlink_to(remote)
@@ -137,12 +134,7 @@ def test_one_address_is_itself(places: tuple[Path, Path], is_link: bool) -> None
         (left_over_mirror, ["not there", "left behind"]),
     ],
 )
-def test_message_says_what_stands_where(
-    places: tuple[Path, Path],
-    prepare: Callable[[Path, Path], None],
-    said: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_message_says_what_stands_where(places, prepare, said, caplog):
     remote, local = places
     prepare(remote, local)
     addresses = Addresses(remote, local)
@@ -156,7 +148,7 @@ def test_message_says_what_stands_where(
     assert said[1] in after
 
 
-def test_store_that_others_can_write_to_is_refused(places: tuple[Path, Path]) -> None:
+def test_store_that_others_can_write_to_is_refused(places):
     remote, local = places
     publish(local)
     (local / "CURRENT").chmod(0o666)

@@ -113,7 +113,7 @@ def kill(process: Any) -> None:
 
 
 @MULTI
-def test_update_weights(scheme: parts.DoubleBufferSyncScheme, collector_class: type) -> None:
+def test_update_weights(scheme, collector_class):
     num_actions = mocking.ContinuousActionVecMockEnv().action_spec.shape[-1]
     policy = modules.SafeModule(
         nn.LazyLinear(num_actions), in_keys=["observation"], out_keys=["action"]
@@ -138,7 +138,7 @@ def test_update_weights(scheme: parts.DoubleBufferSyncScheme, collector_class: t
                 parts.assert_same_state(parts.worker_state(collector, worker), policy.state_dict())
 
 
-def test_update_weights_in_spawned_workers(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_update_weights_in_spawned_workers(scheme):
     policy = parts.ConstantPolicy(1.0)
     with (
         parts.start_method(None),
@@ -151,7 +151,7 @@ def test_update_weights_in_spawned_workers(scheme: parts.DoubleBufferSyncScheme)
 
 
 @MULTI
-def test_workers_read_a_local_copy(address: Path, shm_path: Path, collector_class: type) -> None:
+def test_workers_read_a_local_copy(address, shm_path, collector_class):
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
     local = shm_path / "local"
     scheme = parts.DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
@@ -188,7 +188,7 @@ def _train_with_forked_workers(connection: Connection, address: Path) -> None:
         os._exit(0)  # the workers live on
 
 
-def test_update_weights_in_forked_workers(address: Path) -> None:
+def test_update_weights_in_forked_workers(address):
     """A fork inherits the trainer's end of the store, and neither uses it nor keeps it."""
     with Child(_train_with_forked_workers, address) as child:
         seen, workers = child.receive()
@@ -205,9 +205,7 @@ def test_update_weights_in_forked_workers(address: Path) -> None:
 
 
 @MULTI
-def test_update_weights_shared_mem(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type
-) -> None:
+def test_update_weights_shared_mem(scheme, collector_class):
     """A scheme that was given the workers' weights one by one sends what they hold later."""
     policy = parts.ConstantPolicy(1.0)
     weights = parts.TensorDict.from_module(policy)
@@ -220,9 +218,7 @@ def test_update_weights_shared_mem(
 
 
 @multi_with("give_weights", True, False)
-def test_param_sync(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type, give_weights: bool
-) -> None:
+def test_param_sync(scheme, collector_class, give_weights):
     policy = parts.BufferedPolicy()
     with parts.collecting(
         policy, scheme, collector_class=collector_class, num_workers=1
@@ -238,9 +234,7 @@ def test_param_sync(
 
 
 @MULTI
-def test_multi_collector_bumps_on_update(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type
-) -> None:
+def test_multi_collector_bumps_on_update(scheme, collector_class):
     policy = parts.ConstantPolicy(1.0)
     with parts.collecting(
         policy, scheme, collector_class=collector_class, track_policy_version=True
@@ -257,9 +251,7 @@ def test_multi_collector_bumps_on_update(
 
 
 @multi_with("num_workers", 1, 2)
-def test_auto_wrap_modules(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type, num_workers: int
-) -> None:
+def test_auto_wrap_modules(scheme, collector_class, num_workers):
     policy = parts.BarePolicy(1.0)  # which only the workers wrap
     with parts.collecting(
         policy, scheme, collector_class=collector_class, num_workers=num_workers
@@ -271,7 +263,7 @@ def test_auto_wrap_modules(
         assert (collector.next()["action"] == 0).all()
 
 
-def test_policy_factory_update_weights(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_policy_factory_update_weights(scheme):
     """Initialised beforehand, with a model that nobody else holds."""
     scheme.init_on_sender(model=parts.linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
     weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
@@ -287,9 +279,7 @@ def test_policy_factory_update_weights(scheme: parts.DoubleBufferSyncScheme) -> 
 
 
 @MULTI
-def test_nonserializable_policy_with_factory_and_weight_sync(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type
-) -> None:
+def test_nonserializable_policy_with_factory_and_weight_sync(scheme, collector_class):
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
     bias = testing.NonSerializableBiasModule(3.0)
     with parts.collecting(
@@ -307,9 +297,7 @@ def test_nonserializable_policy_with_factory_and_weight_sync(
 
 
 @multi_with("device", "cpu", "cpu:0")
-def test_weight_update_after_device_cast(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type, device: str
-) -> None:
+def test_weight_update_after_device_cast(scheme, collector_class, device):
     """The worker's collector runs a copy of the policy that its scheme was given.
 
     To PyTorch ``cpu`` and ``cpu:0`` are two devices, so that it copies here as it does for a GPU.
@@ -326,9 +314,7 @@ def test_weight_update_after_device_cast(
 
 
 @multi_with("total_frames", -1, 1_000_000_000)
-def test_start_update_policy(
-    scheme: parts.DoubleBufferSyncScheme, collector_class: type, total_frames: int
-) -> None:
+def test_start_update_policy(scheme, collector_class, total_frames):
     """Workers that run freely into a replay buffer take weights as they go."""
     linear = nn.Linear(1, 1)
     fill(linear, 5.0)
@@ -359,15 +345,13 @@ def test_start_update_policy(
         scheme.shutdown()
 
 
-def test_multi_collector_with_distinct_policy_factories(
-    scheme: parts.DoubleBufferSyncScheme,
-) -> None:
+def test_multi_collector_with_distinct_policy_factories(scheme):
     factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
     with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
         assert parts.acts(collector) == [0.0, 1.0, 2.0]
 
 
-def test_per_worker_weight_sync(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_per_worker_weight_sync(scheme):
     """With distinct factories, for one worker, for several, and for all of them again."""
 
     def weights(value: float) -> parts.TensorDict:
@@ -386,7 +370,7 @@ def test_per_worker_weight_sync(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert parts.acts(collector) == [7.0, 9.0, 8.0]
 
 
-def test_worker_ids(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_worker_ids(scheme):
     policy = parts.ConstantPolicy(1.0)
     with parts.collecting(policy, scheme, num_workers=3) as collector:
         fill(policy, 2.0)
@@ -409,7 +393,7 @@ def test_worker_ids(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert parts.acts(collector) == [5.0, 5.0, 5.0]
 
 
-def test_weights_in_every_form(address: Path) -> None:
+def test_weights_in_every_form(address):
     policy = parts.linear_policy(0.0)
     scheme = parts.DoubleBufferSyncScheme(address, strategy="tensordict")
     with parts.collecting(policy, scheme) as collector:
@@ -439,7 +423,7 @@ def test_weights_in_every_form(address: Path) -> None:
         assert parts.acts(collector) == [9.0, 9.0]
 
 
-def test_multisyncdatacollector_state_dict(address: Path) -> None:
+def test_multisyncdatacollector_state_dict(address):
     policy = parts.linear_policy(1.0)
     with pytest.warns(UserWarning, match="experimental"):
         scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
@@ -464,7 +448,7 @@ def _frozen_env() -> envs.TransformedEnv:
     return env
 
 
-def test_multi_model_updates(address: Path) -> None:
+def test_multi_model_updates(address):
     """A policy and a network of the workers' environments; the trainer's collector has no env."""
     policy = parts.ConstantPolicy(1.0)
     value = nn.Linear(1, 1, bias=False)
@@ -490,7 +474,7 @@ def test_multi_model_updates(address: Path) -> None:
     assert len([path for path in address.iterdir() if "worker" not in path.name]) == 2
 
 
-def test_vecnorm_statistics(address: Path) -> None:
+def test_vecnorm_statistics(address):
     """A "model" that is extra state and nothing else."""
     schemes = {
         "policy": parts.DoubleBufferSyncScheme(address),
@@ -513,7 +497,7 @@ def test_vecnorm_statistics(address: Path) -> None:
             assert seen == expected.reset()["observation"].tolist() != [0.0]
 
 
-def test_extra_state_travels(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_extra_state_travels(scheme):
     policy = parts.StatefulPolicy(1.0, offset=0.5)
     with parts.collecting(policy, scheme) as collector:
         assert parts.acts(collector) == [1.5, 1.5]
@@ -529,7 +513,7 @@ def test_extra_state_travels(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert parts.acts(collector) == [1.75, 1.75]
 
 
-def test_extra_state_in_a_state_dict(address: Path) -> None:
+def test_extra_state_in_a_state_dict(address):
     """Of modules inside the policy, too."""
     with pytest.warns(UserWarning, match="experimental"):
         scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
@@ -544,7 +528,7 @@ def test_extra_state_in_a_state_dict(address: Path) -> None:
         assert parts.acts(collector) == [1.75, 1.75]
 
 
-def test_process_backend_with_weights(address: Path) -> None:
+def test_process_backend_with_weights(address):
     """An Evaluator makes its collector late, in a thread of its own."""
     scheme = parts.DoubleBufferSyncScheme(address)
     evaluator = collectors.Evaluator(
@@ -603,7 +587,7 @@ def _sources(policy: parts.ConstantPolicy) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("source", ["weights", "model", "params_map", "device_map_fn"])
-def test_mp_flow(scheme: parts.DoubleBufferSyncScheme, source: str) -> None:
+def test_mp_flow(scheme, source):
     policy = parts.ConstantPolicy(1.5)
     named = {} if source == "params_map" else {"model_id": "policy"}
     scheme.init_on_sender(**named, **_sources(policy)[source])
@@ -623,9 +607,7 @@ def test_mp_flow(scheme: parts.DoubleBufferSyncScheme, source: str) -> None:
     scheme.shutdown()
 
 
-def test_a_moments_trouble_does_not_end_a_workers_following(
-    scheme: parts.DoubleBufferSyncScheme, address: Path
-) -> None:
+def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
     policy = parts.ConstantPolicy(1.5)
     scheme.init_on_sender(model=policy, devices=["cpu"], model_id="policy")
     with Child(_follow, scheme, 0) as worker:
@@ -661,7 +643,7 @@ def _receive_by_hand(connection: Connection, scheme: parts.DoubleBufferSyncSchem
     scheme.shutdown()
 
 
-def test_receiver_receive_method(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_receiver_receive_method(scheme):
     scheme.sync = False
     scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
     with Child(_receive_by_hand, scheme) as worker:
@@ -676,7 +658,7 @@ def test_receiver_receive_method(scheme: parts.DoubleBufferSyncScheme) -> None:
     scheme.shutdown()
 
 
-def test_collector_receives(address: Path) -> None:
+def test_collector_receives(address):
     """`weight_recv_schemes` and `register_scheme_receiver` of a single collector."""
     policy = parts.ConstantPolicy(1.0)
     sender = parts.DoubleBufferSyncScheme(address)
@@ -718,7 +700,7 @@ def test_collector_receives(address: Path) -> None:
             scheme.shutdown()
 
 
-def test_multi_collector_receives(address: Path) -> None:
+def test_multi_collector_receives(address):
     """What it receives, from its constructor on, it hands on to its own workers."""
     sender = parts.DoubleBufferSyncScheme(address)
     sender.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
@@ -755,7 +737,7 @@ def _follow_with(
     scheme.shutdown()
 
 
-def test_a_model_that_came_by_shared_memory(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_a_model_that_came_by_shared_memory(scheme):
     """What multiprocessing hands to a worker is the trainer's own memory, until someone copies.
 
     A distributed collector's nodes get their policy so. Neither side may see the other's writes.
@@ -780,9 +762,7 @@ def _follow_late(connection: Connection, address: Path, worker_idx: int) -> None
     _follow(connection, parts.DoubleBufferSyncScheme(address), worker_idx)
 
 
-def test_a_late_worker_comes_to_the_newest_weights(
-    address: Path, scheme: parts.DoubleBufferSyncScheme
-) -> None:
+def test_a_late_worker_comes_to_the_newest_weights(address, scheme):
     """It knows the address and nothing else, and follows from then on."""
     scheme.sync = False
     scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=0)
@@ -805,7 +785,7 @@ def _train_until_killed(connection: Connection, address: Path, first: float) -> 
         connection.send("published")
 
 
-def test_a_trainer_that_was_killed_and_restarted_is_followed(address: Path) -> None:
+def test_a_trainer_that_was_killed_and_restarted_is_followed(address):
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(Child(_train_until_killed, address, 1.0))
         trainer.receive()
@@ -826,7 +806,7 @@ def test_a_trainer_that_was_killed_and_restarted_is_followed(address: Path) -> N
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_no_forward_call_sees_weights_of_two_versions(address: Path, sync: bool) -> None:
+def test_no_forward_call_sees_weights_of_two_versions(address, sync):
     """Guarantee 1 for a policy that runs: constant sends, slow forward calls."""
     policy = parts.WholePolicy(0.0)
     scheme = parts.DoubleBufferSyncScheme(address, sync=sync)
@@ -864,7 +844,7 @@ def test_no_forward_call_sees_weights_of_two_versions(address: Path, sync: bool)
             assert row == sorted(row), "a worker went back"
 
 
-def test_a_worker_that_was_killed(address: Path) -> None:
+def test_a_worker_that_was_killed(address):
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
     with parts.collecting(policy, scheme) as collector:
@@ -884,7 +864,7 @@ def test_a_worker_that_was_killed(address: Path) -> None:
                 assert float(snapshot.tensors["weight"]) == 4.0
 
 
-def test_a_worker_that_stands_still(address: Path) -> None:
+def test_a_worker_that_stands_still(address):
     """A stopped process costs the trainer its time-out, and catches up."""
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
@@ -912,7 +892,7 @@ def test_a_worker_that_stands_still(address: Path) -> None:
         assert parts.acts(collector) == [3.0, 3.0]
 
 
-def test_weights_that_do_not_fit(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_weights_that_do_not_fit(scheme):
     """The error names worker and tensor, reaches `send`, and leaves the workers as they were."""
     policy = parts.StatefulPolicy(1.0, offset=0.0)
     wrong: dict[str, Any] = {
@@ -939,7 +919,7 @@ def test_weights_that_do_not_fit(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert parts.acts(collector) == [5.5, 5.5]
 
 
-def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path) -> None:
+def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address):
     scheme = parts.DoubleBufferSyncScheme(address, sync=False)
     scheme.init_on_sender(model_id="policy", model=parts.StatefulPolicy(1.0), num_workers=1)
     worker = pickle.loads(pickle.dumps(scheme))
@@ -958,7 +938,7 @@ def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path)
     scheme.shutdown()
 
 
-def test_first_weights_that_do_not_fit(address: Path) -> None:
+def test_first_weights_that_do_not_fit(address):
     scheme = parts.DoubleBufferSyncScheme(address)
     scheme.init_on_sender(model=nn.Linear(2, 1), devices=["cpu"], model_id="policy")
     started = time.monotonic()
@@ -972,7 +952,7 @@ def test_first_weights_that_do_not_fit(address: Path) -> None:
     )
 
 
-def test_weights_that_cannot_be_published(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_weights_that_cannot_be_published(scheme):
     policy = parts.ConstantPolicy(1.0)
     with parts.collecting(policy, scheme) as collector:
         for weights in ({"weight": "two"}, {"weight": torch.zeros((), device="meta")}, 3):
@@ -983,7 +963,7 @@ def test_weights_that_cannot_be_published(scheme: parts.DoubleBufferSyncScheme) 
         assert parts.acts(collector) == [2.0, 2.0]
 
 
-def test_sends_that_overtake_each_other(address: Path) -> None:
+def test_sends_that_overtake_each_other(address):
     """Without waiting, all but the last may be skipped, and nobody goes back."""
     policy = parts.ConstantPolicy(0.0)
     scheme = parts.DoubleBufferSyncScheme(address, sync=False)
@@ -1002,7 +982,7 @@ def test_sends_that_overtake_each_other(address: Path) -> None:
             assert row == sorted(row)
 
 
-def test_sends_from_two_threads(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_sends_from_two_threads(scheme):
     """They take turns, and each returns when its weights, or later ones, are applied."""
     with parts.collecting(parts.ConstantPolicy(0.0), scheme) as collector:
 
@@ -1018,7 +998,7 @@ def test_sends_from_two_threads(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert rows[0] == rows[1] in (38.0, 39.0)
 
 
-def test_first_weights_that_never_come(address: Path) -> None:
+def test_first_weights_that_never_come(address):
     scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
     scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
     worker = pickle.loads(pickle.dumps(scheme))
@@ -1033,7 +1013,7 @@ def test_first_weights_that_never_come(address: Path) -> None:
     scheme.shutdown()
 
 
-def test_a_fast_trainer_and_a_slow_worker(address: Path) -> None:
+def test_a_fast_trainer_and_a_slow_worker(address):
     policy = parts.WholePolicy(0.0, numel=100, forward_s=0.1)
     scheme = parts.DoubleBufferSyncScheme(address, sync=False)
     with parts.collecting(policy, scheme, num_workers=1, frames=6) as collector:
@@ -1057,7 +1037,7 @@ def test_a_fast_trainer_and_a_slow_worker(address: Path) -> None:
 
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
-def test_weights_of_an_earlier_run_are_not_used(address: Path, leftover: str) -> None:
+def test_weights_of_an_earlier_run_are_not_used(address, leftover):
     """Not as first weights, and not when there are none yet."""
     old = parts.ConstantPolicy(7.0)
     if leftover == "scheme":
@@ -1087,7 +1067,7 @@ def test_weights_of_an_earlier_run_are_not_used(address: Path, leftover: str) ->
         assert parts.acts(collector) == [4.0, 5.0]
 
 
-def test_two_collectors_with_an_address_each(shm_path: Path) -> None:
+def test_two_collectors_with_an_address_each(shm_path):
     policies = [parts.ConstantPolicy(1.0), parts.ConstantPolicy(2.0)]
     schemes = [parts.DoubleBufferSyncScheme(shm_path / name) for name in "ab"]
     with contextlib.ExitStack() as stack:
@@ -1104,7 +1084,7 @@ def test_two_collectors_with_an_address_each(shm_path: Path) -> None:
         assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
 
 
-def test_two_collectors_cannot_share_an_address(address: Path) -> None:
+def test_two_collectors_cannot_share_an_address(address):
     with parts.collecting(
         parts.ConstantPolicy(1.0), parts.DoubleBufferSyncScheme(address)
     ) as collector:
@@ -1118,7 +1098,7 @@ def test_two_collectors_cannot_share_an_address(address: Path) -> None:
         assert parts.acts(collector) == [3.0, 3.0]
 
 
-def test_awkward_tensors(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_awkward_tensors(scheme):
     """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
     policy = parts.AwkwardModel(1)
     with parts.collecting(policy, scheme) as collector:
@@ -1149,7 +1129,7 @@ def _count_storages(connection: Connection, scheme: parts.DoubleBufferSyncScheme
     scheme.shutdown()
 
 
-def test_a_model_keeps_its_kinds_of_tensors(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_a_model_keeps_its_kinds_of_tensors(scheme):
     """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
     policy = parts.AwkwardModel(1)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
@@ -1170,7 +1150,7 @@ def test_a_model_keeps_its_kinds_of_tensors(scheme: parts.DoubleBufferSyncScheme
     scheme.shutdown()
 
 
-def test_a_policy_without_weights(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_a_policy_without_weights(scheme):
     policy = parts.TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["action"])
     with parts.collecting(policy, scheme) as collector:
         assert parts.acts(collector) == [0.0, 0.0]
@@ -1179,7 +1159,7 @@ def test_a_policy_without_weights(scheme: parts.DoubleBufferSyncScheme) -> None:
         assert parts.acts(collector) == [0.0, 0.0]
 
 
-def test_shutdown_twice_and_what_comes_after(address: Path) -> None:
+def test_shutdown_twice_and_what_comes_after(address):
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
     scheme.shutdown()  # before anything
@@ -1198,7 +1178,7 @@ def test_shutdown_twice_and_what_comes_after(address: Path) -> None:
         assert parts.acts(collector) == [2.0, 2.0]
 
 
-def test_order_of_calls(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_order_of_calls(scheme):
     with pytest.raises(RuntimeError):
         scheme.connect()
     with pytest.raises(RuntimeError):
@@ -1214,7 +1194,7 @@ def test_order_of_calls(scheme: parts.DoubleBufferSyncScheme) -> None:
     scheme.shutdown()
 
 
-def test_arguments_that_exclude_each_other(scheme: parts.DoubleBufferSyncScheme) -> None:
+def test_arguments_that_exclude_each_other(scheme):
     policy = parts.ConstantPolicy()
     weights = parts.TensorDict.from_module(policy)
     for more in ({"weights": weights}, {"model": policy}):
@@ -1227,7 +1207,7 @@ def test_arguments_that_exclude_each_other(scheme: parts.DoubleBufferSyncScheme)
     scheme.shutdown()
 
 
-def test_pickling_at_any_time(address: Path) -> None:
+def test_pickling_at_any_time(address):
     """A copy is a scheme that has not begun, and does not disturb the one that has."""
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
@@ -1248,7 +1228,7 @@ def test_pickling_at_any_time(address: Path) -> None:
     scheme.shutdown()
 
 
-def test_nothing_is_left_behind(address: Path) -> None:
+def test_nothing_is_left_behind(address):
     """No thread in the trainer, no process, no lock; and the stores are whole."""
     threads = set(threading.enumerate())
     policy = parts.ConstantPolicy(1.0)

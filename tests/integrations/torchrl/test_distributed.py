@@ -152,7 +152,7 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     ],
     indirect=True,
 )
-def test_distributed_collector_class(address: Path, kind: Any, node: Any) -> None:
+def test_distributed_collector_class(address, kind, node):
     """A policy without weights, on every kind of node."""
     assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
 
@@ -201,9 +201,7 @@ WAYS = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS, indirect=["kind", "node"])
-def test_distributed_collector_updatepolicy(
-    address: Path, kind: Any, node: Any, sync: bool, with_factory: bool
-) -> None:
+def test_distributed_collector_updatepolicy(address, kind, node, sync, with_factory):
     """Down to the last worker: trainer, node, and the node's own workers."""
     seen = in_child(_update_policy, kind, node, sync, with_factory, address)
     assert seen[0] == [1.0]
@@ -233,7 +231,7 @@ def _update_by_itself(sync: bool, address: Path) -> Collected:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_update_interval(address: Path, sync: bool) -> None:
+def test_update_interval(address, sync):
     """The collector sends by itself, to all nodes or to the one whose batch it has."""
     seen = in_child(_update_by_itself, sync, address)
     assert seen[0] == [1.0]
@@ -254,7 +252,7 @@ def _construct(address: Path) -> dict[str, int | None]:
     return applied
 
 
-def test_distributed_collector_waits_for_its_nodes(address: Path) -> None:
+def test_distributed_collector_waits_for_its_nodes(address):
     """Else it gives them ten seconds to be there, which some need to import what they run."""
     assert in_child(_construct, address) == {"worker-0": 1, "worker-1": 1}
 
@@ -278,7 +276,7 @@ def _update_one(kind: Any, address: Path) -> Collected:
 
 
 @KINDS
-def test_worker_ids(address: Path, kind: Any) -> None:
+def test_worker_ids(address, kind):
     """Nodes are counted from 0, whatever their rank is."""
     half = FRAMES // 2
     seen = in_child(_update_one, kind, address)
@@ -311,7 +309,7 @@ def _whole(kind: Any, node: Any, address: Path) -> Collected:
 
 
 @KINDS
-def test_no_forward_call_sees_weights_of_two_versions(address: Path, kind: Any) -> None:
+def test_no_forward_call_sees_weights_of_two_versions(address, kind):
     seen = in_child(_whole, kind, collectors.Collector, address)
     values = {value for row in seen for value in row}
     assert min(values) >= 0.0, "a forward call saw weights of two versions"
@@ -332,7 +330,7 @@ def _begin(kind: Any, address: Path) -> Collected:
 
 
 @KINDS
-def test_weights_of_an_earlier_run_are_not_used(address: Path, kind: Any) -> None:
+def test_weights_of_an_earlier_run_are_not_used(address, kind):
     """RPC's workers come to the store before the trainer does."""
     address.mkdir(mode=0o700)
     with dbuffer.WeightSender(address / "policy") as sender:
@@ -370,7 +368,7 @@ def _lose_a_node(address: Path) -> tuple[str, float]:
     return message, duration_s
 
 
-def test_a_node_that_was_killed(address: Path) -> None:
+def test_a_node_that_was_killed(address):
     message, duration_s = in_child(_lose_a_node, address)
     assert "worker-0" in message
     assert duration_s < 30.0, "nobody waits for the dead until the time-out of 60 s"
@@ -395,7 +393,7 @@ def _shut_down(kind: Any, address: Path) -> list[int]:
 
 
 @KINDS
-def test_collector_shutdown_clears_python_processes(address: Path, kind: Any) -> None:
+def test_collector_shutdown_clears_python_processes(address, kind):
     pids = in_child(_shut_down, kind, address)
     assert len(pids) == 6, "two nodes with two workers each"
     for pid in pids:
@@ -424,7 +422,7 @@ def _by_hand(address: Path) -> Collected:
     return seen
 
 
-def test_distributed_sync_collector(address: Path) -> None:
+def test_distributed_sync_collector(address):
     seen = in_child(_by_hand, address)
     assert seen[0] == [3.0]
     assert seen[-2:] == [[4.0], [4.0]]
@@ -464,7 +462,7 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
 
 @in_soaks_alone
 @pytest.mark.slow
-def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
+def test_ray_collector_updatepolicy(cluster, address):
     """Synchronously, by worker, and when an actor has been killed."""
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
@@ -504,7 +502,7 @@ def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
 @in_soaks_alone
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
-def test_ray_collector_policy_constructor(cluster: Any, address: Path) -> None:
+def test_ray_collector_policy_constructor(cluster, address):
     """The trainer has no policy; the nodes make theirs, and have workers of their own."""
     weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
     collector = distributed.RayCollector(

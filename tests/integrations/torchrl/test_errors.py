@@ -132,29 +132,29 @@ def assert_raises_ours(scheme: Any, call: Callable[[Any], Any], standard: type[E
 
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, *ENGINES_SCHEMES])
-def test_errors_of_every_scheme(kind: str, case: str, store: Path) -> None:
+def test_errors_of_every_scheme(kind, case, store):
     assert_raises_ours(getattr(schemes, kind)(remote_addr=str(store)), *EVERY[case])
 
 
 @pytest.mark.parametrize("case", COLLECTORS)
-def test_errors_of_the_collectors_scheme(case: str, store: Path) -> None:
+def test_errors_of_the_collectors_scheme(case, store):
     assert_raises_ours(schemes.DoubleBufferSyncScheme(str(store)), *COLLECTORS[case])
 
 
 @pytest.mark.parametrize("case", ENGINES)
 @pytest.mark.parametrize("kind", ENGINES_SCHEMES)
-def test_errors_of_the_engines_schemes(kind: str, case: str, store: Path) -> None:
+def test_errors_of_the_engines_schemes(kind, case, store):
     assert_raises_ours(getattr(schemes, kind)(remote_addr=str(store)), *ENGINES[case])
 
 
 @pytest.mark.parametrize("kind", [COLLECTORS_SCHEME, *ENGINES_SCHEMES])
-def test_unknown_strategy(kind: str, store: Path) -> None:
+def test_unknown_strategy(kind, store):
     with pytest.raises(dbuffer.OptionError, match="strategy"):
         getattr(schemes, kind)(remote_addr=str(store), strategy="pickle")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_no_standard_error_is_raised_by_name(path: Path) -> None:
+def test_no_standard_error_is_raised_by_name(path):
     """But for the one that Python asks of a module that has no such attribute."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):

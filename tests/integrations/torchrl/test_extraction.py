@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def back(found: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy: str) -> None:
+def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy):
     policy = TensorDictModule(
         nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), in_keys=["a"], out_keys=["b"]
     )
@@ -61,9 +60,7 @@ def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy: str) ->
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_transformers_model_is_extracted_for_an_engine_as_its_checkpoint(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_transformers_model_is_extracted_for_an_engine_as_its_checkpoint(strategy, tmp_path):
     model = make_family("mixtral", 0)
     model.save_pretrained(tmp_path)
     found = extract_for_vllm(model, WeightStrategy(extract_as=strategy).extract_weights).tensors
@@ -75,7 +72,7 @@ def test_a_transformers_model_is_extracted_for_an_engine_as_its_checkpoint(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tied_tensors_have_all_their_names(strategy: str) -> None:
+def test_tied_tensors_have_all_their_names(strategy):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     found = extracted(model, strategy)
@@ -84,7 +81,7 @@ def test_tied_tensors_have_all_their_names(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_tensordicts_and_state_dicts_may_be_nested_or_flat(nested: bool) -> None:
+def test_tensordicts_and_state_dicts_may_be_nested_or_flat(nested):
     weight, bias = torch.ones(2), torch.zeros(1)
     inner = {"weight": weight, "bias": bias}
     flat = {"layer.weight": weight, "layer.bias": bias}
@@ -120,7 +117,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("state", STATES, ids=repr)
-def test_extra_state_comes_out_as_it_went_in(state: Any, strategy: str) -> None:
+def test_extra_state_comes_out_as_it_went_in(state, strategy):
     model = nn.Sequential(nn.Linear(2, 2), Counting(state))
     found = extracted(model, strategy)
     states = back(found)
@@ -130,21 +127,21 @@ def test_extra_state_comes_out_as_it_went_in(state: Any, strategy: str) -> None:
     assert plain == {"0.weight", "0.bias"}
 
 
-def test_every_module_that_has_extra_state_is_found_and_compilation_changes_no_path() -> None:
+def test_every_module_that_has_extra_state_is_found_and_compilation_changes_no_path():
     model = nn.ModuleDict({"a": Counting({"n": 1}), "b": nn.Sequential(Counting({"n": 2}))})
     assert back(extracted(model)) == {"a": {"n": 1}, "b.0": {"n": 2}}
     compiled = torch.compile(model, backend="eager")
     assert back(extracted(compiled)) == {"a": {"n": 1}, "b.0": {"n": 2}}
 
 
-def test_extra_state_of_the_model_itself_and_none_at_all() -> None:
+def test_extra_state_of_the_model_itself_and_none_at_all():
     assert back(extracted(Counting({"n": 3}))) == {"": {"n": 3}}
     for nothing in (None, {}):
         assert not extracted(Counting(nothing)).extra_state
         assert not extracted(Counting(nothing))
 
 
-def test_what_torchrl_has_extracted_already() -> None:
+def test_what_torchrl_has_extracted_already():
     model = Counting({"inner": {"mean": torch.ones(2)}, "count": torch.tensor(3)})
     model.linear = nn.Linear(1, 1)
     weights = WeightStrategy().extract_weights(model)
@@ -154,19 +151,19 @@ def test_what_torchrl_has_extracted_already() -> None:
     assert {"linear.weight", "linear.bias"} <= found.tensors.keys()
 
 
-def test_a_state_dict_brings_its_own_extra_states() -> None:
+def test_a_state_dict_brings_its_own_extra_states():
     model = nn.Sequential(nn.Linear(1, 1), Counting({"n": 5}))
     assert back(extracted(model.state_dict())) == {"1": {"n": 5}}
 
 
 @pytest.mark.parametrize("state", [..., {1: 2}, {"a": {1, 2}}, b"bytes"], ids=repr)
-def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state: Any) -> None:
+def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state):
     with pytest.raises(InvalidWeightsError, match=r"extra state of 1 "):
         extracted(nn.Sequential(nn.Linear(1, 1), Counting(state)), "state_dict")
 
 
 @pytest.mark.parametrize("value", [(1, 2), torch.ones(2)], ids=["no tensor", "no buffer"])
-def test_state_that_torchrl_would_drop_is_refused_and_named(value: Any) -> None:
+def test_state_that_torchrl_would_drop_is_refused_and_named(value):
     policy = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     policy[1].register_state_dict_post_hook(
         lambda _, state, prefix, __: state.update({f"{prefix}scales": value})
@@ -176,7 +173,7 @@ def test_state_that_torchrl_would_drop_is_refused_and_named(value: Any) -> None:
 
 
 @pytest.mark.parametrize("weights", [3, "policy", [torch.ones(1)], None], ids=repr)
-def test_what_holds_no_weights_is_refused(weights: Any) -> None:
+def test_what_holds_no_weights_is_refused(weights):
     with pytest.raises(InvalidWeightsError):
         extracted(weights)
 
@@ -184,6 +181,6 @@ def test_what_holds_no_weights_is_refused(weights: Any) -> None:
 @pytest.mark.parametrize(
     "structure", [{}, {"tensor": 3}, {"list": {}}, {"dict": []}, {"other": 1}, [], None], ids=repr
 )
-def test_metadata_that_is_no_such_structure_is_refused(structure: Any) -> None:
+def test_metadata_that_is_no_such_structure_is_refused(structure):
     with pytest.raises(StoreCorruptError):
         decode_state(structure, {}.__getitem__)

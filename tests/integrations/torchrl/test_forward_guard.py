@@ -64,7 +64,7 @@ def load(guard: ForwardGuard, loaded: threading.Event) -> None:
         loaded.set()
 
 
-def test_loading_waits_for_a_forward_call_that_runs(guard: ForwardGuard, model: Steps) -> None:
+def test_loading_waits_for_a_forward_call_that_runs(guard, model):
     forward, result = in_thread(lambda: model(1))
     assert model.entered.acquire(timeout=WAIT_S)
     loaded = threading.Event()
@@ -77,7 +77,7 @@ def test_loading_waits_for_a_forward_call_that_runs(guard: ForwardGuard, model: 
     assert result == [2]
 
 
-def test_a_forward_call_waits_for_loading(guard: ForwardGuard, model: Steps) -> None:
+def test_a_forward_call_waits_for_loading(guard, model):
     model.may_leave.release()
     with guard.loading():
         forward, result = in_thread(lambda: model(1))
@@ -86,7 +86,7 @@ def test_a_forward_call_waits_for_loading(guard: ForwardGuard, model: Steps) -> 
     assert result == [2]
 
 
-def test_loading_that_waits_keeps_new_forward_calls_out(guard: ForwardGuard, model: Steps) -> None:
+def test_loading_that_waits_keeps_new_forward_calls_out(guard, model):
     first, _ = in_thread(lambda: model(1))
     assert model.entered.acquire(timeout=WAIT_S)
     loaded = threading.Event()
@@ -101,7 +101,7 @@ def test_loading_that_waits_keeps_new_forward_calls_out(guard: ForwardGuard, mod
     assert loaded.is_set()
 
 
-def test_forward_calls_do_not_wait_for_each_other(model: Steps) -> None:
+def test_forward_calls_do_not_wait_for_each_other(model):
     threads = [in_thread(lambda: model(1))[0] for _ in range(3)]
     for _ in threads:
         assert model.entered.acquire(timeout=WAIT_S)
@@ -110,7 +110,7 @@ def test_forward_calls_do_not_wait_for_each_other(model: Steps) -> None:
         thread.join()
 
 
-def test_loading_may_be_entered_again_by_the_same_thread(guard: ForwardGuard, model: Steps) -> None:
+def test_loading_may_be_entered_again_by_the_same_thread(guard, model):
     model.may_leave.release()
     with guard.loading():
         with guard.loading():
@@ -121,7 +121,7 @@ def test_loading_may_be_entered_again_by_the_same_thread(guard: ForwardGuard, mo
     assert result == [2]
 
 
-def test_a_model_that_calls_itself_does_not_wait_for_itself(guard: ForwardGuard) -> None:
+def test_a_model_that_calls_itself_does_not_wait_for_itself(guard):
     class Recursive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,7 +147,7 @@ def test_a_model_that_calls_itself_does_not_wait_for_itself(guard: ForwardGuard)
     assert result == [3]
 
 
-def test_a_forward_call_that_raises_is_over(guard: ForwardGuard) -> None:
+def test_a_forward_call_that_raises_is_over(guard):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     with pytest.raises(RuntimeError, match="shape"):
@@ -157,7 +157,7 @@ def test_a_forward_call_that_raises_is_over(guard: ForwardGuard) -> None:
     assert not loading.is_alive()
 
 
-def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard: ForwardGuard) -> None:
+def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     guard.refuse("half of it is of version 3")
@@ -170,7 +170,7 @@ def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard: Forwar
     linear(torch.ones(2))
 
 
-def test_attaching_again_changes_nothing(guard: ForwardGuard) -> None:
+def test_attaching_again_changes_nothing(guard):
     linear = nn.Linear(2, 2)
     for _ in range(3):
         guard.attach(linear)
@@ -178,7 +178,7 @@ def test_attaching_again_changes_nothing(guard: ForwardGuard) -> None:
     guard.attach(lambda x: x)  # a policy that is no module has nothing to guard
 
 
-def test_a_copy_of_the_model_is_guarded_with_it(guard: ForwardGuard, model: Steps) -> None:
+def test_a_copy_of_the_model_is_guarded_with_it(guard, model):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     twin = copy.deepcopy(linear)
@@ -190,7 +190,7 @@ def test_a_copy_of_the_model_is_guarded_with_it(guard: ForwardGuard, model: Step
     assert isinstance(result[0], torch.Tensor)
 
 
-def test_a_model_travels_to_another_process_with_a_guard_of_its_own(guard: ForwardGuard) -> None:
+def test_a_model_travels_to_another_process_with_a_guard_of_its_own(guard):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     with guard.loading():
@@ -198,7 +198,7 @@ def test_a_model_travels_to_another_process_with_a_guard_of_its_own(guard: Forwa
         elsewhere(torch.ones(2))
 
 
-def test_a_compiled_model_is_guarded(guard: ForwardGuard) -> None:
+def test_a_compiled_model_is_guarded(guard):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     compiled = torch.compile(linear, backend="eager")

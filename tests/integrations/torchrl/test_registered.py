@@ -94,9 +94,7 @@ def records(store: Path) -> list[ReceiverRecord]:
     return [record for record in receivers if record.receiver.startswith("torchrl-vllm-")]
 
 
-def test_receivers_that_were_there_first_are_waited_for(
-    store: Path, sender: VLLMWeightSender
-) -> None:
+def test_receivers_that_were_there_first_are_waited_for(store, sender):
     with Child(follow, store, 0.2) as one, Child(follow, store, 0.0) as other:
         assert [one.receive(), other.receive()] == ["following"] * 2
         for version in (1, 2):
@@ -116,7 +114,7 @@ def test_receivers_that_were_there_first_are_waited_for(
     sender.shutdown()
 
 
-def test_receiver_that_was_killed_is_told_once(store: Path, sender: VLLMWeightSender) -> None:
+def test_receiver_that_was_killed_is_told_once(store, sender):
     with Child(follow, store, 0.0) as child:
         assert child.receive() == "following"
         update(sender)

@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
     return model
 
 
-def test_what_is_sent_is_received_flat_and_once(transport: Transport) -> None:
+def test_what_is_sent_is_received_flat_and_once(transport):
     model = make_model()
     assert transport.receive_weights() is None
     transport.send_weights("policy", model)
@@ -44,7 +44,7 @@ def test_what_is_sent_is_received_flat_and_once(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nested", "flat", "state dict"])
-def test_tensordicts_and_state_dicts_are_sent_as_well(transport: Transport, kind: str) -> None:
+def test_tensordicts_and_state_dicts_are_sent_as_well(transport, kind):
     weights = TensorDict.from_module(make_model())
     sent: Any = {
         "nested": weights,
@@ -55,7 +55,7 @@ def test_tensordicts_and_state_dicts_are_sent_as_well(transport: Transport, kind
     assert torch.equal(transport.receive_weights()["2.weight"], torch.full((2, 2), 7.0))
 
 
-def test_a_received_copy_outlives_the_next_versions(transport: Transport) -> None:
+def test_a_received_copy_outlives_the_next_versions(transport):
     transport.send_weights("policy", {"a": torch.ones(3)})
     received = transport.receive_weights()
     for value in (2.0, 3.0, 4.0):
@@ -63,13 +63,13 @@ def test_a_received_copy_outlives_the_next_versions(transport: Transport) -> Non
     assert received["a"].tolist() == [1, 1, 1]
 
 
-def test_tied_tensors_are_received_under_each_name(transport: Transport) -> None:
+def test_tied_tensors_are_received_under_each_name(transport):
     tied = torch.ones(2)
     transport.send_weights("policy", {"a": tied, "b": tied})
     assert sorted(transport.receive_weights().keys()) == ["a", "b"]
 
 
-def test_waits_for_what_comes_in_time_and_no_longer(transport: Transport) -> None:
+def test_waits_for_what_comes_in_time_and_no_longer(transport):
     started = time.monotonic()
     assert transport.receive_weights(timeout=0.1) is None
     assert 0.1 <= time.monotonic() - started < 5
@@ -79,7 +79,7 @@ def test_waits_for_what_comes_in_time_and_no_longer(transport: Transport) -> Non
     sending.join()
 
 
-def test_receives_into_what_is_given(transport: Transport) -> None:
+def test_receives_into_what_is_given(transport):
     model, other = make_model(), make_model()
     other[2].weight.data[:] = 1
     transport.send_weights("policy", model)
@@ -91,7 +91,7 @@ def test_receives_into_what_is_given(transport: Transport) -> None:
         transport.receive_weights(weights={"a": torch.zeros(4)})
 
 
-def test_applies_what_it_receives(transport: Transport) -> None:
+def test_applies_what_it_receives(transport):
     model, other = make_model(), make_model()
     other[2].weight.data[:] = 1
     transport.send_weights("policy", model)
@@ -99,7 +99,7 @@ def test_applies_what_it_receives(transport: Transport) -> None:
     assert torch.equal(other[2].weight, model[2].weight)
 
 
-def test_the_two_ends_may_see_the_store_in_two_places(tmp_path: Path) -> None:
+def test_the_two_ends_may_see_the_store_in_two_places(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path / "here")
     transport = Transport(tmp_path / "here" / "store", tmp_path / "elsewhere" / "store")
     (tmp_path / "here").mkdir()
@@ -108,7 +108,7 @@ def test_the_two_ends_may_see_the_store_in_two_places(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_store_that_is_seen_under_the_other_name_only(tmp_path: Path) -> None:
+def test_store_that_is_seen_under_the_other_name_only(tmp_path):
     """As on another host: the sender's directory could be there, and is not."""
     sender = Transport(tmp_path / "mounted" / "store")
     (tmp_path / "empty").mkdir()
@@ -120,7 +120,7 @@ def test_store_that_is_seen_under_the_other_name_only(tmp_path: Path) -> None:
     receiver.close()
 
 
-def test_nothing_to_receive_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_to_receive_is_said_once(tmp_path, caplog):
     transport = Transport(tmp_path / "remote" / "store", tmp_path / "local" / "store")
     assert [transport.receive_weights(timeout) for timeout in (0.1, None, 0.0)] == [None] * 3
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -129,9 +129,7 @@ def test_nothing_to_receive_is_said_once(tmp_path: Path, caplog: pytest.LogCaptu
     transport.close()
 
 
-def test_there_is_a_connection_where_a_store_is_or_may_be(
-    transport: Transport, tmp_path: Path
-) -> None:
+def test_there_is_a_connection_where_a_store_is_or_may_be(transport, tmp_path):
     assert transport.check_connection()
     transport.send_weights("policy", {"a": torch.ones(1)})
     assert transport.check_connection()
@@ -142,7 +140,7 @@ def test_there_is_a_connection_where_a_store_is_or_may_be(
     assert not Transport(tmp_path / "file").check_connection()
 
 
-def test_one_sender_a_store_and_it_can_be_given_up(transport: Transport) -> None:
+def test_one_sender_a_store_and_it_can_be_given_up(transport):
     transport.send_weights("policy", {"a": torch.ones(1)})
     other = Transport(transport.remote_addr)
     with pytest.raises(StoreBusyError):
@@ -153,7 +151,7 @@ def test_one_sender_a_store_and_it_can_be_given_up(transport: Transport) -> None
     other.close()
 
 
-def test_bad_weights_leave_the_last_ones(transport: Transport) -> None:
+def test_bad_weights_leave_the_last_ones(transport):
     transport.send_weights("policy", {"a": torch.ones(1)})
     for bad in (3, {}, {"a": "text"}, {"a": torch.ones(1, device="meta")}):
         with pytest.raises(InvalidWeightsError):
@@ -161,7 +159,7 @@ def test_bad_weights_leave_the_last_ones(transport: Transport) -> None:
     assert transport.receive_weights()["a"].item() == 1
 
 
-def test_options_reach_both_ends(tmp_path: Path) -> None:
+def test_options_reach_both_ends(tmp_path):
     options = TransportOptions(dtype=torch.bfloat16, rename={"a": "b"}, checksum=True, verify=True)
     transport = Transport(tmp_path / "store", options=options)
     transport.send_weights("policy", {"a": torch.ones(1)})
@@ -170,7 +168,7 @@ def test_options_reach_both_ends(tmp_path: Path) -> None:
     transport.close()
 
 
-def test_deltas_are_an_option_of_the_sender(tmp_path: Path) -> None:
+def test_deltas_are_an_option_of_the_sender(tmp_path):
     store = tmp_path / "store"
     transport = Transport(store, options=TransportOptions.parse(1, {"delta": True}))
     weights = {"a": torch.zeros(10_000)}

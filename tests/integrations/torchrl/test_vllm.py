@@ -129,14 +129,14 @@ VLLMWeightReceiver.poll_and_apply(timeout=0.1)
 """Signatures in TorchRL's reference, in its releases up to 0.14."""
 
 
-def test_methods_of_torchrl_were_found() -> None:
+def test_methods_of_torchrl_were_found():
     expected = {"__init__", "init_all_workers_group", "apply_weights", "poll_and_apply"}
     assert methods("VLLMWeightReceiver") == expected
     assert "connect" in methods(COLLECTORS)
 
 
 @pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
-def test_signatures_are_those_of_torchrl(name: str) -> None:
+def test_signatures_are_those_of_torchrl(name):
     for method in methods(name):
         assert_same_signature(*pair(name), method)
 
@@ -160,7 +160,7 @@ def assert_same_signature(mine: Any, theirs: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("documented", DOCUMENTED)
-def test_signatures_are_those_that_torchrl_documents(documented: str) -> None:
+def test_signatures_are_those_that_torchrl_documents(documented):
     name, method, wanted = re.fullmatch(r"(\w+)\.(\w+)\((.*)\)", documented).groups()
     parameters = inspect.signature(eval(f"lambda {wanted}: None")).parameters.values()
     signature = inspect.signature(getattr(ours(name), method))
@@ -175,7 +175,7 @@ def test_signatures_are_those_that_torchrl_documents(documented: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
-def test_properties_are_those_of_torchrl(name: str) -> None:
+def test_properties_are_those_of_torchrl(name):
     mine, theirs = pair(name)
     public = {name for name in dir(theirs) if not name.startswith("_")}
     assert public <= set(dir(mine))
@@ -183,7 +183,7 @@ def test_properties_are_those_of_torchrl(name: str) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"master_address": "here", "master_port": 12345}])
 @pytest.mark.parametrize("copied", [False, True])
-def test_attributes_are_those_of_torchrl(store: Path, given: dict[str, Any], copied: bool) -> None:
+def test_attributes_are_those_of_torchrl(store, given, copied):
     arguments = {"gpus_per_replica": 2, "num_replicas": 3, "device": "cuda:1", **given}
     theirs = vars(of_torchrl("VLLMWeightSyncScheme")(**arguments))
     scheme = VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
@@ -206,13 +206,13 @@ def scheme(store: Path) -> Iterator[VLLMDoubleBufferSyncScheme]:
     made.shutdown()
 
 
-def test_it_is_a_scheme_of_torchrl(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+def test_it_is_a_scheme_of_torchrl(scheme, store):
     assert isinstance(scheme, WeightSyncScheme)
     assert (scheme.remote_addr, scheme.local_addr) == (str(store), str(store))
     assert (scheme.num_threads, scheme.strategy_name) == (1, "tensordict")
 
 
-def test_scheme_survives_pickling(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+def test_scheme_survives_pickling(scheme, store):
     sender = scheme.create_sender()
     sender.update_weights({"weight": torch.ones(2)})
     copied = pickle.loads(pickle.dumps(scheme))
@@ -220,7 +220,7 @@ def test_scheme_survives_pickling(scheme: VLLMDoubleBufferSyncScheme, store: Pat
     sender.shutdown()
 
 
-def test_store_is_at_the_address_itself(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+def test_store_is_at_the_address_itself(scheme, store):
     sender = scheme.create_sender()
     sender.update_weights({"weight": torch.ones(2)})
     sender.shutdown()
@@ -229,7 +229,7 @@ def test_store_is_at_the_address_itself(scheme: VLLMDoubleBufferSyncScheme, stor
         assert list(snapshot.tensors) == ["weight"]
 
 
-def test_transport_before_the_first_write(scheme: VLLMDoubleBufferSyncScheme) -> None:
+def test_transport_before_the_first_write(scheme):
     transport = scheme.create_transport()
     assert isinstance(transport, VLLMDoubleBufferTransport)
     assert transport.check_connection()
@@ -238,16 +238,14 @@ def test_transport_before_the_first_write(scheme: VLLMDoubleBufferSyncScheme) ->
     transport.close()
 
 
-def test_transport_to_a_store_that_others_can_write_to(store: Path) -> None:
+def test_transport_to_a_store_that_others_can_write_to(store):
     store.mkdir()
     store.chmod(0o777)
     assert not VLLMDoubleBufferTransport(str(store)).check_connection()
 
 
 @pytest.mark.parametrize("kind", ["module", "tensordict", "state dict"])
-def test_transport_carries_whatever_torchrl_extracts(
-    scheme: VLLMDoubleBufferSyncScheme, kind: str
-) -> None:
+def test_transport_carries_whatever_torchrl_extracts(scheme, kind):
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     forms: dict[str, Any] = {"module": module, "state dict": module.state_dict()}
     forms["tensordict"] = TensorDict.from_module(module)
@@ -273,9 +271,7 @@ class Rotary(torch.nn.Module):
         self.register_buffer("inv_freq", torch.ones(2), persistent=False)
 
 
-def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(
-    scheme: VLLMDoubleBufferSyncScheme,
-) -> None:
+def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(scheme):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -298,9 +294,7 @@ def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(
 
 
 @pytest.mark.parametrize("by", ["sender", "transport"])
-def test_buffers_that_are_never_saved_are_not_sent(
-    scheme: VLLMDoubleBufferSyncScheme, by: str
-) -> None:
+def test_buffers_that_are_never_saved_are_not_sent(scheme, by):
     module, sender, transport = Rotary(), scheme.create_sender(), scheme.create_transport()
     if by == "sender":
         sender.update_weights(module)
@@ -313,7 +307,7 @@ def test_buffers_that_are_never_saved_are_not_sent(
     transport.close()
 
 
-def test_transport_waits_for_its_timeout(scheme: VLLMDoubleBufferSyncScheme) -> None:
+def test_transport_waits_for_its_timeout(scheme):
     sender, receiver = scheme.create_transport(), scheme.create_transport()
     times: dict[str, float] = {}
     with publishing_soon(lambda: sender.send_weights("m", {"weight": torch.ones(1)}), times):
@@ -324,7 +318,7 @@ def test_transport_waits_for_its_timeout(scheme: VLLMDoubleBufferSyncScheme) -> 
     receiver.close()
 
 
-def test_a_run_of_which_only_the_trainer_has_moved(tmp_path: Path) -> None:
+def test_a_run_of_which_only_the_trainer_has_moved(tmp_path):
     """TorchRL's own receiver would go on loading the weights that its sender wrote last."""
     address = tmp_path / "policy"
     theirs = of_torchrl("VLLMDoubleBufferTransport")(str(address))
@@ -344,7 +338,7 @@ def test_a_run_of_which_only_the_trainer_has_moved(tmp_path: Path) -> None:
     assert scheme.create_transport().receive_weights()["a"].tolist() == [1.0, 1.0]
 
 
-def test_sender_without_anything_to_send(scheme: VLLMDoubleBufferSyncScheme, store: Path) -> None:
+def test_sender_without_anything_to_send(scheme, store):
     sender = scheme.create_sender()
     with pytest.raises(RuntimeError, match="register_model"):
         sender.update_weights()
@@ -368,7 +362,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
-def test_collectors_are_told_after_the_write(kind: Any, store: Path) -> None:
+def test_collectors_are_told_after_the_write(kind, store):
     scheme = kind(remote_addr=str(store))
     sender = scheme.create_sender()
     model = torch.nn.Linear(1, 1)
@@ -391,9 +385,7 @@ class Broken(Counting):
 
 
 @pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
-def test_collector_that_cannot_advance_is_logged(
-    kind: Any, store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_collector_that_cannot_advance_is_logged(kind, store, caplog):
     sender = kind(remote_addr=str(store)).create_sender()
     collector = Counting(store)
     sender.register_collector(Broken(store))
@@ -405,7 +397,7 @@ def test_collector_that_cannot_advance_is_logged(
 
 
 @OWN_UPDATER
-def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyncScheme) -> None:
+def test_policy_version_of_a_real_collector_advances(scheme):
     from tests.support.torchrl_parts import ConstantPolicy, ProbeEnv
 
     policy = ConstantPolicy(1.0)
@@ -432,7 +424,7 @@ def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyn
 
 
 @pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
-def test_shutdown_gives_the_store_up(kind: Any, store: Path) -> None:
+def test_shutdown_gives_the_store_up(kind, store):
     scheme = kind(remote_addr=str(store))
     first, second = scheme.create_sender(), scheme.create_sender()
     weights = {"weight": torch.ones(1)}
@@ -464,7 +456,7 @@ class Adapted(torch.nn.Module):
 
 
 @EXPERIMENTAL
-def test_adapters_are_merged(store: Path) -> None:
+def test_adapters_are_merged(store):
     model = Adapted()
     before = model.base.weight.detach().clone()
     scheme = VLLMDoubleBufferSyncScheme(str(store), strategy="state_dict")
@@ -479,20 +471,20 @@ def test_adapters_are_merged(store: Path) -> None:
     assert get_model_metadata(model) == {"0.weight": (torch.float32, torch.Size([2, 2]))}
 
 
-def test_metadata_is_that_of_torchrl() -> None:
+def test_metadata_is_that_of_torchrl():
     model = make_model("qwen3", 1)
     assert get_model_metadata(model) == Later(
         "torchrl.weight_update.llm.vllm_nccl"
     ).get_model_metadata(model)
 
 
-def test_collective_scheme_must_be_given_a_store() -> None:
+def test_collective_scheme_must_be_given_a_store():
     with pytest.raises(dbuffer.OptionError, match="remote_addr"):
         VLLMWeightSyncScheme(master_address="localhost", master_port=1, num_replicas=2)
 
 
 @pytest.mark.parametrize("wrong", WRONG_METADATA)
-def test_sender_refuses_metadata_that_is_not_the_models(wrong: str, store: Path) -> None:
+def test_sender_refuses_metadata_that_is_not_the_models(wrong, store):
     model = make_model("qwen3", 1)
     metadata = get_model_metadata(model)
     sender = VLLMWeightSyncScheme(remote_addr=str(store)).create_sender()
@@ -505,7 +497,7 @@ def test_sender_refuses_metadata_that_is_not_the_models(wrong: str, store: Path)
     sender.shutdown()
 
 
-def test_all_differences_are_listed(store: Path) -> None:
+def test_all_differences_are_listed(store):
     model = make_model("qwen3", 1)
     metadata = get_model_metadata(model)
     for wrong in ("a name too few", "a name too many", "another shape"):
@@ -521,7 +513,7 @@ def test_all_differences_are_listed(store: Path) -> None:
 
 @EXPERIMENTAL
 @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-def test_prepare_weights(scheme: VLLMDoubleBufferSyncScheme, extract_as: Any) -> None:
+def test_prepare_weights(scheme, extract_as):
     strategy = WeightStrategy(extract_as=extract_as)
     model = torch.nn.Linear(1, 1)
     context = SimpleNamespace(policy=model, env=SimpleNamespace(value_net=model))
@@ -548,7 +540,7 @@ class OnlyGetModel:
 
 
 @pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
-def test_prepare_weights_asks_the_context(kind: str, store: Path) -> None:
+def test_prepare_weights_asks_the_context(kind, store):
     model = torch.nn.Linear(1, 1)
     context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
     scheme = ours(kind)(str(store))
@@ -563,9 +555,7 @@ def test_prepare_weights_asks_the_context(kind: str, store: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
 @pytest.mark.parametrize("given", ["model", "context"])
-def test_prepare_weights_knows_what_the_sender_was_given(
-    kind: str, given: str, store: Path
-) -> None:
+def test_prepare_weights_knows_what_the_sender_was_given(kind, given, store):
     model = torch.nn.Linear(1, 1)
     scheme = ours(kind)(str(store))
     context = OnlyGetModel(policy=model)
@@ -615,68 +605,68 @@ def fresh(local: Seen) -> Answers:
     return answers
 
 
-def test_polling_before_the_first_write_returns_false(local: Seen, fresh: Answers) -> None:
+def test_polling_before_the_first_write_returns_false(local, fresh):
     seen = local["llm"]
     assert seen["before the first write"] == [False, False]
     assert seen["waited before the first write, s"] >= 0.2
     assert seen["started"] == fresh[0]
 
 
-def test_timeout_waits_and_what_comes_is_applied(local: Seen, fresh: Answers) -> None:
+def test_timeout_waits_and_what_comes_is_applied(local, fresh):
     seen = local["llm"]
     assert seen["published while waiting"]
     assert seen["came while waiting"] is True
     assert seen["first"] == fresh[1]
 
 
-def test_polling_with_nothing_new_returns_false_and_loads_nothing(local: Seen) -> None:
+def test_polling_with_nothing_new_returns_false_and_loads_nothing(local):
     seen = local["llm"]
     assert seen["nothing new"] == [False, False]
     assert seen["loads for nothing new"] == 0
     assert seen["loads for something new"] == 2  # one of stand-in values, which verifies the other
 
 
-def test_plain_llm_is_really_updated(local: Seen, fresh: Answers) -> None:
+def test_plain_llm_is_really_updated(local, fresh):
     assert local["llm"]["second"] == fresh[2]
 
 
-def test_prefix_cache_is_reset(local: Seen) -> None:
+def test_prefix_cache_is_reset(local):
     """Prompts longer than a block: their caches were used before, and are not after."""
     seen = local["llm"]
     assert [cached > 0 for cached in seen["cached before"]] == [False, False, True, True]
     assert seen["cached after"] == [0, 0, 0, 0]
 
 
-def test_responses_carry_the_version_of_the_store(local: Seen) -> None:
+def test_responses_carry_the_version_of_the_store(local):
     assert local["llm"]["versions reported"] == ["default", "1", "2"]
 
 
-def test_apply_weights_takes_what_the_transport_received(local: Seen, fresh: Answers) -> None:
+def test_apply_weights_takes_what_the_transport_received(local, fresh):
     seen = local["llm"]
     assert seen["applied, received"] == fresh[1]
     assert seen["poll after that"] is False
 
 
 @pytest.mark.parametrize("kind", ["module", "tensordict", "state dict"])
-def test_apply_weights_takes_any_that_fit(local: Seen, fresh: Answers, kind: str) -> None:
+def test_apply_weights_takes_any_that_fit(local, fresh, kind):
     seed, tokens, version = local["llm"]["applied by hand"][kind]
     assert tokens == fresh[seed]
     assert version == "unknown"  # no version of the store has them
 
 
-def test_apply_weights_of_nothing_takes_the_newest(local: Seen, fresh: Answers) -> None:
+def test_apply_weights_of_nothing_takes_the_newest(local, fresh):
     assert local["llm"]["applied, newest"] == fresh[2]
 
 
-def test_apply_weights_leaves_nothing_behind(local: Seen) -> None:
+def test_apply_weights_leaves_nothing_behind(local):
     assert local["llm"]["beside the store"] == ["store"]
 
 
-def test_apply_weights_out_of_place_is_refused(local: Seen) -> None:
+def test_apply_weights_out_of_place_is_refused(local):
     assert local["llm"]["out of place"].startswith("OptionError: ")
 
 
-def test_misfit_is_refused_and_the_engine_serves_on(local: Seen, fresh: Answers) -> None:
+def test_misfit_is_refused_and_the_engine_serves_on(local, fresh):
     seen = local["llm"]
     assert seen["misfit"].startswith("EngineUpdateError: ")
     assert HEAD in seen["misfit"]
@@ -684,25 +674,25 @@ def test_misfit_is_refused_and_the_engine_serves_on(local: Seen, fresh: Answers)
     assert seen["after the next good one"] == fresh[1]
 
 
-def test_restarted_receiver_has_nothing_to_load(local: Seen) -> None:
+def test_restarted_receiver_has_nothing_to_load(local):
     seen = local["llm"]
     assert seen["another receiver"] is False
     assert seen["loads for another receiver"] == 0
 
 
 @pytest.mark.parametrize("holder", ["vLLMWrapper", "LocalLLMWrapper"])
-def test_torchrls_own_holders_of_an_llm(local: Seen, fresh: Answers, holder: str) -> None:
+def test_torchrls_own_holders_of_an_llm(local, fresh, holder):
     seed, polled, tokens = local["llm"]["holders"][holder]
     assert polled is True
     assert tokens == fresh[seed]
 
 
-def test_vllm_wrapper_generates_with_the_new_weights(local: Seen, fresh: Answers) -> None:
+def test_vllm_wrapper_generates_with_the_new_weights(local, fresh):
     seed, response = local["llm"]["wrapper's response"]
     assert response == fresh[seed][0]
 
 
-def test_scheme_that_both_sides_have(local: Seen, fresh: Answers) -> None:
+def test_scheme_that_both_sides_have(local, fresh):
     seen = local["llm"]["both sides"]
     assert seen["before"].startswith("NotReadyError: ")
     assert seen["received"] == [True, None]
@@ -711,9 +701,7 @@ def test_scheme_that_both_sides_have(local: Seen, fresh: Answers) -> None:
 
 @pytest.mark.parametrize("when", ["before anything is published", "with a version in the store"])
 @pytest.mark.parametrize("wrong", WRONG_METADATA)
-def test_init_all_workers_group_fails_early_and_lists_the_differences(
-    local: Seen, wrong: str, when: str
-) -> None:
+def test_init_all_workers_group_fails_early_and_lists_the_differences(local, wrong, when):
     seen = local["collective"]
     assert seen["right metadata"] == ["no error", "no error"]
     refusal = seen["wrong metadata"][when][wrong]
@@ -721,30 +709,30 @@ def test_init_all_workers_group_fails_early_and_lists_the_differences(
     assert WRONG_METADATA[wrong][0] in refusal
 
 
-def test_init_all_workers_group_touches_nothing(local: Seen, fresh: Answers) -> None:
+def test_init_all_workers_group_touches_nothing(local, fresh):
     seen = local["collective"]
     assert seen["tokens after checks"] == fresh[seen["seed before"]]
 
 
-def test_collective_receiver_polls_for_a_tenth_of_a_second(local: Seen) -> None:
+def test_collective_receiver_polls_for_a_tenth_of_a_second(local):
     seen = local["collective"]
     assert seen["polled without news"] is False
     assert 0.1 <= seen["polled for, s"] < 5.0
 
 
-def test_weights_are_pushed_to_an_engine_that_nobody_polls(local: Seen, fresh: Answers) -> None:
+def test_weights_are_pushed_to_an_engine_that_nobody_polls(local, fresh):
     """They are there when `update_weights` has returned, and polling finds nothing newer."""
     assert local["collective"]["pushed"] == [fresh[1], False]
     assert local["async"]["pushed"] == [fresh[1], False]
 
 
-def test_update_weights_raises_what_an_engine_cannot_have(local: Seen, fresh: Answers) -> None:
+def test_update_weights_raises_what_an_engine_cannot_have(local, fresh):
     assert local["collective"]["misfit"].startswith("ReceiverFailedError: ")
     assert HEAD in local["collective"]["misfit"]
     assert local["collective"]["after the misfit"] == fresh[1]
 
 
-def test_weights_are_pushed_between_two_generations(local: Seen, fresh: Answers) -> None:
+def test_weights_are_pushed_between_two_generations(local, fresh):
     seen = local["collective"]["while it generates"]
     assert seen["seeds"] == [2, 1, 2]
     assert seen["last"] == fresh[2]
@@ -754,38 +742,36 @@ def test_weights_are_pushed_between_two_generations(local: Seen, fresh: Answers)
         assert tokens in [fresh[seed] for seed in seeds[before : after + 2]]
 
 
-def test_sender_that_has_the_engine_updates_it(local: Seen, fresh: Answers) -> None:
+def test_sender_that_has_the_engine_updates_it(local, fresh):
     assert local["collective"]["sent to the engine"] == fresh[2]
 
 
 @pytest.mark.parametrize("where", ["there only", "here and mirrored", "there, then here as well"])
-def test_weights_come_from_whichever_address_has_them(
-    local: Seen, fresh: Answers, where: str
-) -> None:
+def test_weights_come_from_whichever_address_has_them(local, fresh, where):
     for seed, polled, tokens in local["addresses"][where]:
         assert polled is True
         assert tokens == fresh[seed]
 
 
-def test_only_a_mirror_is_mirrored_into(local: Seen) -> None:
+def test_only_a_mirror_is_mirrored_into(local):
     seen = local["addresses"]
     assert MIRROR_LOCK_FILE in seen["beside the mirror"]
     assert MIRROR_LOCK_FILE not in seen["beside the trainer's"]
 
 
-def test_address_that_is_mounted_later_is_found_by_who_waits(local: Seen, fresh: Answers) -> None:
+def test_address_that_is_mounted_later_is_found_by_who_waits(local, fresh):
     seen = local["addresses"]
     assert seen["mounted while waiting"]
     assert seen["mounted later"] == [True, fresh[1]]
 
 
-def test_what_a_mirror_has_left_behind_is_not_applied(local: Seen, fresh: Answers) -> None:
+def test_what_a_mirror_has_left_behind_is_not_applied(local, fresh):
     assert local["addresses"]["refused"].startswith("OptionError: ")
     assert "rm -r" in local["addresses"]["refused"]
     assert local["addresses"]["left behind"] == [False, True, fresh[2]]
 
 
-def test_nothing_at_any_address_is_said_once(local: Seen) -> None:
+def test_nothing_at_any_address_is_said_once(local):
     seen = local["addresses"]
     assert seen["nothing anywhere"] == [False, False, False]
     [line] = seen["said of nothing anywhere"]
@@ -794,7 +780,7 @@ def test_nothing_at_any_address_is_said_once(local: Seen) -> None:
     assert len(seen["said of nothing at one address"]) == 1
 
 
-def test_async_llm_is_really_updated(local: Seen, fresh: Answers) -> None:
+def test_async_llm_is_really_updated(local, fresh):
     seen = local["async"]
     assert seen["before the first write"] is False
     assert seen["started"] == fresh[0]
@@ -804,13 +790,13 @@ def test_async_llm_is_really_updated(local: Seen, fresh: Answers) -> None:
     assert seen["versions reported"] == ["default", "1", "2"]
 
 
-def test_requests_in_flight_in_an_async_llm_are_kept(local: Seen) -> None:
+def test_requests_in_flight_in_an_async_llm_are_kept(local):
     seen = local["async"]
     assert seen["in flight, versions"] == ["1", "2"]
     assert seen["in flight, tokens"] == 200
 
 
-def test_polling_in_the_event_loop_of_the_engine_is_refused(local: Seen) -> None:
+def test_polling_in_the_event_loop_of_the_engine_is_refused(local):
     assert local["async"]["in the loop"].startswith("EngineBusyError: ")
 
 
@@ -819,7 +805,7 @@ def test_polling_in_the_event_loop_of_the_engine_is_refused(local: Seen) -> None
 
 @in_soaks_alone
 @pytest.mark.parametrize("engine", ["own actor", "RayLLMWorker", "AsyncVLLM"])
-def test_ray_hosted_engine_is_really_updated(on_ray: Seen, fresh: Answers, engine: str) -> None:
+def test_ray_hosted_engine_is_really_updated(on_ray, fresh, engine):
     seen = on_ray[engine]
     assert seen["before the first write"] is False
     assert seen["polled"] == [True, False, True]
@@ -831,7 +817,7 @@ def test_ray_hosted_engine_is_really_updated(on_ray: Seen, fresh: Answers, engin
 
 
 @in_soaks_alone
-def test_answers_under_load_are_of_one_version_each(on_ray: Seen, fresh: Answers) -> None:
+def test_answers_under_load_are_of_one_version_each(on_ray, fresh):
     """Others ask the actor all the time, and must not come between reset caches and new weights."""
     seen = on_ray["under load"]
     assert len(seen["answers"]) > SWITCHES_UNDER_LOAD
@@ -841,7 +827,7 @@ def test_answers_under_load_are_of_one_version_each(on_ray: Seen, fresh: Answers
 
 
 @in_soaks_alone
-def test_misfit_in_an_actor_is_refused(on_ray: Seen, fresh: Answers) -> None:
+def test_misfit_in_an_actor_is_refused(on_ray, fresh):
     seen = on_ray["misfit"]
     assert seen["error"].startswith("EngineUpdateError: ")
     assert HEAD in seen["error"]
@@ -849,25 +835,25 @@ def test_misfit_in_an_actor_is_refused(on_ray: Seen, fresh: Answers) -> None:
 
 
 @in_soaks_alone
-def test_restarted_actor_comes_back_to_the_newest(on_ray: Seen, fresh: Answers) -> None:
+def test_restarted_actor_comes_back_to_the_newest(on_ray, fresh):
     seen = on_ray["restarted"]
     assert seen["polled"] is True
     assert seen["tokens"] == fresh[seen["seed"]]
 
 
 @in_soaks_alone
-def test_dead_actor_is_an_error(on_ray: Seen) -> None:
+def test_dead_actor_is_an_error(on_ray):
     assert on_ray["dead"].startswith(("EngineEndedError: ", "EngineUnreachableError: "))
 
 
 @in_soaks_alone
-def test_weight_sync_vllm_double_buffer_ray(on_ray: Seen, fresh: Answers) -> None:
+def test_weight_sync_vllm_double_buffer_ray(on_ray, fresh):
     seen = on_ray["double buffer, two actors"]
     assert seen["polled"] == [False, True]
     assert seen["tokens"] == [fresh[1]] * 2
 
 
 @in_soaks_alone
-def test_weight_sync_vllm_collective_ray(on_ray: Seen, fresh: Answers) -> None:
+def test_weight_sync_vllm_collective_ray(on_ray, fresh):
     seen = on_ray["collective, two actors"]
     assert seen["tokens"] == [fresh[2]] * 2

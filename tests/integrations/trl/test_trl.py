@@ -53,58 +53,52 @@ class TestSynchronous:
     pytestmark = NEEDS_TRL
 
     @EACH_KIND
-    def test_every_token_is_sampled_with_the_weights_that_are_trained(
-        self, observed: Any, kind: str
-    ) -> None:
+    def test_every_token_is_sampled_with_the_weights_that_are_trained(self, observed, kind):
         differences = observed[kind]["differences"]
         assert len(differences) == NUM_STEPS
         assert max(differences) < MAX_DIFFERENCE
 
     @EACH_KIND
-    def test_the_reward_climbs(self, observed: Any, kind: str) -> None:
+    def test_the_reward_climbs(self, observed, kind):
         first, *_, last = observed[kind]["rewards"]
         assert last - first >= 0.2
 
     @EACH_KIND
-    def test_the_server_ends_as_a_fresh_engine_begins(self, observed: Any, kind: str) -> None:
+    def test_the_server_ends_as_a_fresh_engine_begins(self, observed, kind):
         seen = observed[kind]
         assert seen["answers"] == seen["expected"]
         assert seen["answers"] != seen["answers before"]
 
     @EACH_KIND
-    def test_versions_go_on_from_run_to_run_and_say_their_step(
-        self, observed: Any, kind: str
-    ) -> None:
+    def test_versions_go_on_from_run_to_run_and_say_their_step(self, observed, kind):
         first = 1 if kind == "full" else NUM_STEPS + 2
         assert observed[kind]["version"] == first + NUM_STEPS
         assert observed[kind]["metadata"] == {"step": NUM_STEPS}
 
     @in_soaks_alone
-    def test_weights_that_are_held_back_are_seen(self, observed: Any) -> None:
+    def test_weights_that_are_held_back_are_seen(self, observed):
         seen = observed["held back"]
         assert max(seen["rewards"]) - seen["rewards"][0] < 0.1
         assert seen["differences"][0] < MAX_DIFFERENCE < min(seen["differences"][1:])
         assert seen["answers"] == seen["answers before"]
 
     @in_soaks_alone
-    def test_training_goes_on_when_the_server_was_killed_and_started_again(
-        self, observed: Any
-    ) -> None:
+    def test_training_goes_on_when_the_server_was_killed_and_started_again(self, observed):
         assert observed["lora"]["was killed"]
         assert not observed["full"]["was killed"]
 
-    def test_a_server_that_does_not_follow_is_an_error_that_says_so(self, observed: Any) -> None:
+    def test_a_server_that_does_not_follow_is_an_error_that_says_so(self, observed):
         kind, text = observed["not followed"]
         assert kind == "WaitTimeoutError"
         assert "0 of 1 receivers applied version 1" in text
         assert "--middleware dbuffer.integrations.vllm.FollowStore" in text
 
-    def test_a_trainer_without_vllm_is_refused(self, observed: Any) -> None:
+    def test_a_trainer_without_vllm_is_refused(self, observed):
         kind, text = observed["without vLLM"]
         assert kind == "OptionError"
         assert "set use_vllm=True" in text
 
-    def test_trl_has_its_own_client_again(self, observed: Any) -> None:
+    def test_trl_has_its_own_client_again(self, observed):
         assert observed["client"] == "trl.generation.vllm_client"
 
 
@@ -112,7 +106,7 @@ class TestRanks:
     pytestmark = NEEDS_TRL
 
     @in_soaks_alone
-    def test_each_rank_publishes_its_part_to_the_server(self, observed: Any) -> None:
+    def test_each_rank_publishes_its_part_to_the_server(self, observed):
         for seen in observed["zero-3"]:
             assert seen["sender"] == "ShardedWeightSender"
             assert seen["partitioned"] > 0
@@ -121,14 +115,14 @@ class TestRanks:
         assert len({seen["version"] for seen in observed["zero-3"]}) == 1
 
     @in_soaks_alone
-    def test_adapters_of_ranks_that_hold_all_are_merged(self, observed: Any) -> None:
+    def test_adapters_of_ranks_that_hold_all_are_merged(self, observed):
         for seen in observed["zero-2 lora"]:
             assert len(seen["differences"]) == NUM_RANK_STEPS
             assert max(seen["differences"]) < MAX_DIFFERENCE
 
     @in_soaks_alone
     @pytest.mark.parametrize("kind", ["colocate", "colocate lora"])
-    def test_each_rank_switches_the_engine_in_its_process(self, tmp_path: Path, kind: str) -> None:
+    def test_each_rank_switches_the_engine_in_its_process(self, tmp_path, kind):
         for seen in run(kind, tmp_path):
             assert seen["version"] == NUM_RANK_STEPS + 1
             assert len(seen["differences"]) == NUM_RANK_STEPS
@@ -138,7 +132,7 @@ class TestRanks:
 class TestAsynchronous:
     pytestmark = NEEDS_TRL
 
-    def test_it_has_the_calls_of_trls_protocol(self, observed: Any) -> None:
+    def test_it_has_the_calls_of_trls_protocol(self, observed):
         wanted = observed["protocol"]
         assert set(wanted) == {
             "init_weight_transfer",
@@ -150,13 +144,13 @@ class TestAsynchronous:
         ours = {name: signature_of(getattr(StoreWeightTransfer, name)) for name in wanted}
         assert ours == wanted
 
-    def test_the_server_has_a_version_when_trl_counts_it(self, observed: Any) -> None:
+    def test_the_server_has_a_version_when_trl_counts_it(self, observed):
         seen = observed["asynchronous"]
         assert seen["counted"] == 1
         assert seen["serves"] == str(seen["version"])
         assert seen["answers"] == seen["expected"] != seen["answers before"]
 
-    def test_the_server_answers_on_while_weights_are_published(self, observed: Any) -> None:
+    def test_the_server_answers_on_while_weights_are_published(self, observed):
         seen = observed["asynchronous"]
         assert len(seen["paused"]) == seen["tensors"] > 1
         assert not any(seen["paused"])
@@ -171,7 +165,7 @@ def pairs(version: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "b", torch.full((2, 2), float(version))
 
 
-def test_pairs_are_published_and_waited_for(store: Path) -> None:
+def test_pairs_are_published_and_waited_for(store):
     transfer = StoreWeightTransfer(store, timeout_s=0.01)
     assert not store.exists()  # a rank that publishes nothing makes no store
     transfer.init_weight_transfer()
@@ -188,7 +182,7 @@ def test_pairs_are_published_and_waited_for(store: Path) -> None:
     transfer.destroy()
 
 
-def test_a_second_run_goes_on_in_the_same_store(store: Path) -> None:
+def test_a_second_run_goes_on_in_the_same_store(store):
     transfer = StoreWeightTransfer(store, receivers=0, dtype=torch.bfloat16)
     for run in (1, 2):
         transfer.init_weight_transfer()
@@ -201,7 +195,7 @@ def test_a_second_run_goes_on_in_the_same_store(store: Path) -> None:
         assert snapshot.tensors["a"].dtype == torch.bfloat16
 
 
-def test_weights_before_the_store_is_open_are_refused(store: Path) -> None:
+def test_weights_before_the_store_is_open_are_refused(store):
     transfer = StoreWeightTransfer(store)
     with pytest.raises(NotReadyError, match="init_weight_transfer"):
         transfer.send_weights(pairs(1))
@@ -213,7 +207,7 @@ def test_weights_before_the_store_is_open_are_refused(store: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"receivers": -1}, {"receivers": 1.5}, {"timeout_s": 0}, {"store": 3}]
 )
-def test_invalid_options_are_refused(store: Path, options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(store, options):
     with pytest.raises(OptionError):
         StoreWeightTransfer(**{"store": store, **options})
     assert not store.exists()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ MADE = runpy.run_path(str(DOCS / "make_tutorial.py"))
 class TestTutorial:
     pytestmark = NEEDS_VLLM
 
-    def test_its_commands_print_what_it_shows(self, shm_path: Path) -> None:
+    def test_its_commands_print_what_it_shows(self, shm_path):
         page = TUTORIAL.read_text(encoding="utf-8")
         directory = shm_path / "tutorial"
         replaced = {"/dev/shm/tutorial": str(directory)}
@@ -36,7 +35,7 @@ class TestTutorial:
         assert not directory.exists()
 
 
-def test_only_figures_that_differ_from_run_to_run_are_left_out() -> None:
+def test_only_figures_that_differ_from_run_to_run_are_left_out():
     steady = MADE["steady"]
     assert steady("step  3: version 3, reward 0.268") == steady("step  3: version 3, reward 0.301")
     assert steady("step  3: version 3, reward 0.268") != steady("step  3: version 2, reward 0.268")

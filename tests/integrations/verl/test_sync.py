@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def ends(store: Path) -> Ends:
     return Ends(store)
 
 
-def test_each_sync_is_a_version_that_says_its_step(ends: Ends, store: Path) -> None:
+def test_each_sync_is_a_version_that_says_its_step(ends, store):
     assert [ends.sync(1, 10), ends.sync(2, 20)] == [1, 2]
     assert newest(store).version == 2
     assert newest(store).metadata["global_steps"] == 20
@@ -98,9 +98,7 @@ def test_each_sync_is_a_version_that_says_its_step(ends: Ends, store: Path) -> N
 
 @pytest.mark.parametrize("step", [STEP, None])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_version_of_another_sync_is_not_taken_whatever_its_step(
-    ends: Ends, step: int | None, is_new: bool
-) -> None:
+def test_a_version_of_another_sync_is_not_taken_whatever_its_step(ends, step, is_new):
     ends.sync(1, step)
     ends.begin()
     ends.outgoing.publish(weights(2), step)  # and verl gave this sync up
@@ -114,7 +112,7 @@ def test_a_version_of_another_sync_is_not_taken_whatever_its_step(
     assert number_of(dict(ends.incoming.tensors())) == 3
 
 
-def test_a_trainer_that_is_restarted_goes_on(ends: Ends, store: Path) -> None:
+def test_a_trainer_that_is_restarted_goes_on(ends, store):
     ends.sync(1)
     ends.restart_trainer()
     assert ends.sync(2) == 2
@@ -124,8 +122,8 @@ def test_a_trainer_that_is_restarted_goes_on(ends: Ends, store: Path) -> None:
 @pytest.mark.parametrize("is_mirrored", [False, True])
 @pytest.mark.parametrize("how", ["removed", "emptied"])
 def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
-    tmp_path: Path, store: Path, how: str, is_mirrored: bool
-) -> None:
+    tmp_path, store, how, is_mirrored
+):
     ends = Ends(store, local_store=str(tmp_path / "local") if is_mirrored else None)
     assert [ends.sync(1), ends.sync(2)] == [1, 2]
     shutil.rmtree(store)
@@ -138,13 +136,13 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
         ends.incoming._mirror.close()
 
 
-def test_a_second_trainer_is_refused_when_its_sync_begins(ends: Ends) -> None:
+def test_a_second_trainer_is_refused_when_its_sync_begins(ends):
     ends.sync(1)
     with pytest.raises(StoreBusyError):
         ends.new_actor().announce()
 
 
-def test_a_version_that_does_not_come_is_an_error(store: Path) -> None:
+def test_a_version_that_does_not_come_is_an_error(store):
     ends = Ends(store, timeout_s=0.05)
     ends.sync(1)
     ends.begin()
@@ -153,7 +151,7 @@ def test_a_version_that_does_not_come_is_an_error(store: Path) -> None:
 
 
 class TestFailure:
-    def test_nothing_is_published_and_the_next_sync_works(self, ends: Ends, store: Path) -> None:
+    def test_nothing_is_published_and_the_next_sync_works(self, ends, store):
         def broken() -> Iterator[tuple[str, torch.Tensor]]:
             yield from weights(2)
             raise ZeroDivisionError
@@ -165,7 +163,7 @@ class TestFailure:
         assert newest(store).version == 1
         assert ends.sync(3) == 3
 
-    def test_who_still_waits_for_it_does_not_take_the_next_one(self, ends: Ends) -> None:
+    def test_who_still_waits_for_it_does_not_take_the_next_one(self, ends):
         ends.sync(1)
         ends.begin()
         waiting = ends.incoming.waiting()
@@ -176,7 +174,7 @@ class TestFailure:
             next(waiting)
         assert number_of(taken(ends.incoming)) == 2
 
-    def test_all_weights_are_asked_for_as_other_ranks_ask_for_them_too(self, ends: Ends) -> None:
+    def test_all_weights_are_asked_for_as_other_ranks_ask_for_them_too(self, ends):
         asked = []
 
         def gathered() -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +187,7 @@ class TestFailure:
             ends.outgoing.publish(gathered(), STEP)
         assert asked == ["a", "a", "b", "c"]
 
-    def test_a_sync_is_published_once(self, ends: Ends) -> None:
+    def test_a_sync_is_published_once(self, ends):
         with pytest.raises(NotReadyError):
             ends.outgoing.publish(weights(1), STEP)
         ends.begin()
@@ -197,7 +195,7 @@ class TestFailure:
         with pytest.raises(NotReadyError):
             ends.outgoing.publish(weights(1), STEP)
 
-    def test_nothing_is_taken_before_a_sync_begins(self, ends: Ends) -> None:
+    def test_nothing_is_taken_before_a_sync_begins(self, ends):
         with pytest.raises(NotReadyError):
             taken(ends.incoming)
 
@@ -205,7 +203,7 @@ class TestFailure:
 class TestAcknowledgement:
     """By what ``dbuffer status`` shows, and ``wait_applied`` waits for."""
 
-    def test_it_comes_when_the_engine_has_loaded(self, ends: Ends) -> None:
+    def test_it_comes_when_the_engine_has_loaded(self, ends):
         ends.begin()
         ends.outgoing.publish(weights(1), STEP)
         taken(ends.incoming)
@@ -214,7 +212,7 @@ class TestAcknowledgement:
         ends.incoming.finish()
         self.wait(ends, 1)
 
-    def test_it_does_not_come_for_what_nobody_finished(self, ends: Ends) -> None:
+    def test_it_does_not_come_for_what_nobody_finished(self, ends):
         ends.sync(1)
         ends.begin()
         ends.outgoing.publish(weights(2), STEP)
@@ -223,9 +221,7 @@ class TestAcknowledgement:
         with pytest.raises(WaitTimeoutError):
             self.wait(ends, 2)
 
-    def test_it_does_not_come_for_what_was_overwritten_while_it_loaded(
-        self, ends: Ends, store: Path
-    ) -> None:
+    def test_it_does_not_come_for_what_was_overwritten_while_it_loaded(self, ends, store):
         ends.begin()
         ends.outgoing.publish(weights(1), STEP)
         taken(ends.incoming)
@@ -245,12 +241,12 @@ class TestAcknowledgement:
 
 
 class TestOptions:
-    def test_weights_are_published_in_another_dtype(self, store: Path) -> None:
+    def test_weights_are_published_in_another_dtype(self, store):
         ends = Ends(store, dtype="bfloat16")
         assert ends.sync(1.5) == 1.5
         assert newest(store).specs[0].dtype == "bfloat16"
 
-    def test_a_local_copy_is_taken_from(self, store: Path, shm_path: Path) -> None:
+    def test_a_local_copy_is_taken_from(self, store, shm_path):
         local_store = shm_path / "local"
         ends = Ends(store, local_store=str(local_store))
         assert [ends.sync(1), ends.sync(2)] == [1, 2]
@@ -258,7 +254,7 @@ class TestOptions:
         assert ends.incoming._mirror is not None
         ends.incoming._mirror.close()
 
-    def test_what_changed_is_published(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_changed_is_published(self, store, monkeypatch):
         monkeypatch.setenv("DBUFFER_MOUNT", "network")
         ends = Ends(store, delta=True)
         one = torch.arange(100_000.0)
@@ -295,8 +291,6 @@ class TestOptions:
             (RolloutSync, "timeout_s", "600"),
         ],
     )
-    def test_what_they_may_not_be_is_refused_by_name(
-        self, store: Path, side: Callable[..., Any], option: str, value: Any
-    ) -> None:
+    def test_what_they_may_not_be_is_refused_by_name(self, store, side, option, value):
         with pytest.raises(OptionError, match=f"engine_kwargs.dbuffer.{option} "):
             side(**({"store": str(store)} | {option: value}))

@@ -53,32 +53,32 @@ def observed(directory: Path) -> Any:
         return observe(verl_syncs.__file__, directory, session, env=env, imports_anew=True)
 
 
-def test_verl_knows_the_backend_by_configuration_alone(observed: Any) -> None:
+def test_verl_knows_the_backend_by_configuration_alone(observed):
     assert observed["backend"] == "dbuffer.integrations.verl.checkpoint_engine"
     assert observed["manager"] == "dbuffer.integrations.verl.manager"
     assert observed["bases"] == "verl.checkpoint_engine.base"
 
 
 class TestSyncs:
-    def test_the_engine_answers_with_the_weights_of_each(self, observed: Any) -> None:
+    def test_the_engine_answers_with_the_weights_of_each(self, observed):
         assert observed["before"] == [token_of(0)]
         answers = [seen["answer"] for seen in observed["syncs"]]
         assert answers == [[token_of(version)] for version in (1, 2, 3)]
 
-    def test_each_is_a_version_with_its_step(self, observed: Any) -> None:
+    def test_each_is_a_version_with_its_step(self, observed):
         found = [(seen["version"], seen["global_steps"]) for seen in observed["syncs"]]
         assert found == [(1, 1), (2, 1), (3, None)]
 
-    def test_verl_is_told_what_it_may_log(self, observed: Any) -> None:
+    def test_verl_is_told_what_it_may_log(self, observed):
         for seen in observed["syncs"]:
             assert seen["metrics"]["dbuffer/version"] == seen["version"]
             assert seen["metrics"]["dbuffer/bytes"] > 100_000
             assert seen["metrics"]["dbuffer/publish_s"] > 0
 
-    def test_workers_acknowledge_what_their_engine_has_loaded(self, observed: Any) -> None:
+    def test_workers_acknowledge_what_their_engine_has_loaded(self, observed):
         assert [seen["applied"] for seen in observed["syncs"]] == [[1], [2], [3]]
 
-    def test_the_engine_serves_until_its_worker_has_the_version(self, observed: Any) -> None:
+    def test_the_engine_serves_until_its_worker_has_the_version(self, observed):
         for seen in observed["syncs"]:
             version = seen["version"]
             assert seen["at pause"] == {
@@ -87,16 +87,16 @@ class TestSyncs:
                 "answer": [token_of(version - 1)],
             }
 
-    def test_the_server_says_the_step_with_each_answer(self, observed: Any) -> None:
+    def test_the_server_says_the_step_with_each_answer(self, observed):
         assert [seen["told step"] for seen in observed["syncs"]] == [1, 1, 1]
 
-    def test_the_engine_answers_as_a_fresh_one_on_the_same_weights(self, observed: Any) -> None:
+    def test_the_engine_answers_as_a_fresh_one_on_the_same_weights(self, observed):
         seen = observed["random"]
         assert seen["answers"] == seen["expected"]
         assert len({tuple(tokens) for tokens in seen["answers"]}) == len(PROMPTS)
 
 
-def test_verls_own_manager_brings_them_too_and_pauses_first(observed: Any) -> None:
+def test_verls_own_manager_brings_them_too_and_pauses_first(observed):
     seen = observed["verl's manager"]
     assert (seen["version"], seen["answer"], seen["applied"]) == (4, [token_of(4)], [4])
     assert seen["at pause"] == {"newest": 3, "held": [None], "answer": [token_of(3)]}
@@ -104,29 +104,27 @@ def test_verls_own_manager_brings_them_too_and_pauses_first(observed: Any) -> No
 
 @pytest.mark.parametrize("how", ["gathering", "publishing"])
 class TestFailedPublish:
-    def test_it_is_raised(self, observed: Any, how: str) -> None:
+    def test_it_is_raised(self, observed, how):
         error = observed[how]["error"]
         wanted = {"gathering": "ZeroDivisionError", "publishing": "InvalidWeightsError"}[how]
         assert wanted in error
 
-    def test_the_engine_was_not_touched(self, observed: Any, how: str) -> None:
+    def test_the_engine_was_not_touched(self, observed, how):
         seen = observed[how]
         assert not seen["was paused"]
         assert seen["answer"] == seen["answer before"]
         assert seen["newest"] == seen["newest before"]
 
-    def test_the_next_sync_works(self, observed: Any, how: str) -> None:
+    def test_the_next_sync_works(self, observed, how):
         seen = observed[how]["next"]
         assert seen["answer"] == [token_of(seen["version"])]
 
 
-def test_engines_go_on_with_what_an_actor_published_that_died_while_they_load(
-    observed: Any,
-) -> None:
+def test_engines_go_on_with_what_an_actor_published_that_died_while_they_load(observed):
     seen = observed["actor lost"]
     assert (seen["version"], seen["answer"], seen["applied"]) == (7, [token_of(7)], [7])
 
 
-def test_an_actor_that_is_started_again_goes_on(observed: Any) -> None:
+def test_an_actor_that_is_started_again_goes_on(observed):
     seen = observed["restarted"]
     assert (seen["version"], seen["answer"], seen["applied"]) == (8, [token_of(8)], [8])

@@ -18,7 +18,7 @@ def refusal(headers: dict[str, str], label: WeightLabel = SERVED) -> object:
     return admission.refusal(label)
 
 
-def test_request_without_these_headers_takes_anything() -> None:
+def test_request_without_these_headers_takes_anything():
     assert Admission.parse({"content-type": "application/json"}) is None
 
 
@@ -34,7 +34,7 @@ def test_request_without_these_headers_takes_anything() -> None:
         {"X-Weight-History": HISTORY, "X-Weight-Exact-Version": "7", "X-Weight-Wait-S": "3"},
     ],
 )
-def test_weights_that_meet_all_of_it_are_taken(headers: dict[str, str]) -> None:
+def test_weights_that_meet_all_of_it_are_taken(headers):
     assert refusal(headers) is None
 
 
@@ -50,7 +50,7 @@ def test_weights_that_meet_all_of_it_are_taken(headers: dict[str, str]) -> None:
         ({"X-Weight-History": "f" * 16, "X-Weight-Exact-Version": "6"}, False),
     ],
 )
-def test_weights_that_miss_any_of_it_are_refused(headers: dict[str, str], is_final: bool) -> None:
+def test_weights_that_miss_any_of_it_are_refused(headers, is_final):
     found = refusal(headers)
     assert found is not None
     assert found[1] is is_final
@@ -66,18 +66,18 @@ def test_weights_that_miss_any_of_it_are_refused(headers: dict[str, str], is_fin
         {"X-Weight-History": HISTORY},
     ],
 )
-def test_weights_of_no_version_meet_nothing(headers: dict[str, str], label: WeightLabel) -> None:
+def test_weights_of_no_version_meet_nothing(headers, label):
     found = refusal(headers, label)
     assert found is not None
     assert found[1] is False
 
 
 @pytest.mark.parametrize("step", ["70", None, True, [70]])
-def test_step_that_is_no_number_meets_nothing(step: object) -> None:
+def test_step_that_is_no_number_meets_nothing(step):
     assert refusal({"X-Weight-Min-Step": "1"}, WeightLabel("7", HISTORY, {"step": step}))
 
 
-def test_replica_that_is_past_decides_for_all() -> None:
+def test_replica_that_is_past_decides_for_all():
     admission = Admission(exact_version=6)
     behind, past = WeightLabel("5"), WeightLabel("7")
     assert admission.refusal_by([WeightLabel("6")]) is None
@@ -88,18 +88,18 @@ def test_replica_that_is_past_decides_for_all() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " 7", "+7", "7.0", "0", "-1", "٣", "1" * 30])
-def test_version_that_is_no_whole_number_is_refused_by_name(text: str) -> None:
+def test_version_that_is_no_whole_number_is_refused_by_name(text):
     with pytest.raises(dbuffer.OptionError, match="X-Weight-Min-Version"):
         Admission.parse({"x-weight-min-version": text})
 
 
 @pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-0.1", "3601"])
-def test_wait_that_no_request_may_take_is_refused_by_name(text: str) -> None:
+def test_wait_that_no_request_may_take_is_refused_by_name(text):
     with pytest.raises(dbuffer.OptionError, match="X-Weight-Wait-S"):
         Admission.parse({"x-weight-min-version": "1", "x-weight-wait-s": text})
 
 
-def test_misspelt_header_is_not_ignored() -> None:
+def test_misspelt_header_is_not_ignored():
     require_known(["x-weight-min-version", "x-weight-versions", "x-request-id"])
     with pytest.raises(dbuffer.OptionError, match="x-weight-minversion"):
         require_known(["x-weight-minversion"])
@@ -115,10 +115,10 @@ def test_misspelt_header_is_not_ignored() -> None:
         WeightLabel.of(VersionId(5, HISTORY), {}),
     ],
 )
-def test_label_is_read_as_it_was_written(label: WeightLabel) -> None:
+def test_label_is_read_as_it_was_written(label):
     assert WeightLabel.decode(label.encode()) == label
 
 
 @pytest.mark.parametrize("text", ["my weights", "7 [1]", "7 {", UNKNOWN_VERSION, ""])
-def test_label_of_other_software_is_a_version_by_itself(text: str) -> None:
+def test_label_of_other_software_is_a_version_by_itself(text):
     assert WeightLabel.decode(text) == WeightLabel(text)

@@ -91,15 +91,15 @@ def check_run(seen: dict[str, Any], record: Record) -> None:
     check_end(seen)
 
 
-def test_an_engine_that_follows_nothing_reports_its_starting_weights(observed: Any) -> None:
+def test_an_engine_that_follows_nothing_reports_its_starting_weights(observed):
     (span,) = observed["start"]["spans"]
     assert span[0] == "default"
     assert wrong_tokens(observed["start"]) == []
 
 
 def test_with_pauses_that_wait_each_response_is_of_the_one_version_it_reports(
-    observed: Any, record_property: Record
-) -> None:
+    observed, record_property
+):
     seen = observed["wait"]
     check_run(seen, record_property)
     for response in seen["responses"]:
@@ -109,8 +109,8 @@ def test_with_pauses_that_wait_each_response_is_of_the_one_version_it_reports(
 
 @pytest.mark.soak
 def test_with_pauses_that_keep_tokens_change_version_only_where_it_is_said(
-    observed: Any, record_property: Record
-) -> None:
+    observed, record_property
+):
     seen = observed["keep"]
     check_run(seen, record_property)
     switched_on_the_way = [r for r in seen["responses"] if len(r["spans"]) > 1]
@@ -119,9 +119,7 @@ def test_with_pauses_that_keep_tokens_change_version_only_where_it_is_said(
 
 
 @pytest.mark.soak
-def test_with_pauses_that_abort_requests_say_so_and_no_token_is_wrong(
-    observed: Any, record_property: Record
-) -> None:
+def test_with_pauses_that_abort_requests_say_so_and_no_token_is_wrong(observed, record_property):
     seen = observed["abort"]
     check_run(seen, record_property)
     for response in seen["responses"]:
@@ -131,21 +129,21 @@ def test_with_pauses_that_abort_requests_say_so_and_no_token_is_wrong(
     assert {response["reason"] for response in seen["responses"]} == {"length", "abort"}
 
 
-def test_nothing_computed_with_old_weights_is_used_for_new_ones(observed: Any) -> None:
+def test_nothing_computed_with_old_weights_is_used_for_new_ones(observed):
     seen = observed["caches"]
     # Each request was switched on its way: what came before is the prompt of what comes after.
     assert min(seen["spans a response"]) >= 2
     assert seen["tokens"] == seen["fresh engines"]
 
 
-def test_prompts_longer_than_a_cache_block_are_right_at_once_after_a_switch(observed: Any) -> None:
+def test_prompts_longer_than_a_cache_block_are_right_at_once_after_a_switch(observed):
     seen = observed["repeated prompts"]
     first, second = observed["caches"]["fresh starts"]
     assert seen["before"] == seen["again"] == first
     assert seen["after"] == second != first
 
 
-def test_weights_that_do_not_fit_pause_nothing(observed: Any) -> None:
+def test_weights_that_do_not_fit_pause_nothing(observed):
     seen = observed["misfit"]
     assert seen["pauses"] == []
     assert "lm_head.weight" in seen["error"]
@@ -155,9 +153,7 @@ def test_weights_that_do_not_fit_pause_nothing(observed: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["load", "prepare"])
-def test_an_update_that_fails_in_the_pause_is_followed_by_the_next_one(
-    observed: Any, what: str
-) -> None:
+def test_an_update_that_fails_in_the_pause_is_followed_by_the_next_one(observed, what):
     seen = observed[f"failing {what}"]
     assert set(seen["pauses"]) == {"keep"}
     assert f"this {what} fails" in seen["error"]
@@ -172,7 +168,7 @@ def test_an_update_that_fails_in_the_pause_is_followed_by_the_next_one(
     check_attribution([seen["after"]])
 
 
-def test_a_follower_closed_in_the_middle_of_a_switch_ends_it_first(observed: Any) -> None:
+def test_a_follower_closed_in_the_middle_of_a_switch_ends_it_first(observed):
     seen = observed["closed"]
     assert not seen["closed_before_the_switch"]
     assert not seen["is_paused"]
@@ -180,7 +176,7 @@ def test_a_follower_closed_in_the_middle_of_a_switch_ends_it_first(observed: Any
     check_attribution([seen["after"]])
 
 
-def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: Any) -> None:
+def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed):
     seen = observed["paused by the user"]
     assert seen["is_paused"]
     assert seen["tokens_in_pause"] == seen["tokens_before"]
@@ -191,14 +187,14 @@ def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: Any) -> Non
     ]
 
 
-def test_a_switch_waits_for_the_end_of_one_step_only(observed: Any) -> None:
+def test_a_switch_waits_for_the_end_of_one_step_only(observed):
     calls = observed["calls of a switch"]
     # The core answers between two steps: asked one after the other, each would wait for a step.
     names = ("is_scheduler_paused asked", "pause_scheduler asked", "is_scheduler_paused answered")
     assert [call for call in calls if call in names] == list(names)
 
 
-def test_engine_stays_on_the_version_that_it_was_told(observed: Any) -> None:
+def test_engine_stays_on_the_version_that_it_was_told(observed):
     seen = observed["stays"]
     check_attribution(seen["responses"])
     versions = [[span[0] for span in response["spans"]] for response in seen["responses"]]
@@ -206,7 +202,7 @@ def test_engine_stays_on_the_version_that_it_was_told(observed: Any) -> None:
     assert version_of(seen["before"]) < seen["version"]
 
 
-def test_sleeping_engine_is_left_asleep_and_gets_its_version_when_it_wakes(observed: Any) -> None:
+def test_sleeping_engine_is_left_asleep_and_gets_its_version_when_it_wakes(observed):
     seen = observed["lost weights"]
     assert seen["label"] == "unknown"
     assert seen["error"].startswith("EngineBusyError: the engine's weights are asleep")
@@ -214,9 +210,7 @@ def test_sleeping_engine_is_left_asleep_and_gets_its_version_when_it_wakes(obser
     check_attribution([seen["woken"]])
 
 
-def test_weights_that_vllm_loaded_are_unknown_until_the_version_is_there_again(
-    observed: Any,
-) -> None:
+def test_weights_that_vllm_loaded_are_unknown_until_the_version_is_there_again(observed):
     seen = observed["lost weights"]
     for response in seen["reloaded"]:
         known = [span for span in response["spans"] if span[0] != "unknown"]
@@ -224,19 +218,19 @@ def test_weights_that_vllm_loaded_are_unknown_until_the_version_is_there_again(
     check_attribution([seen["again"]])
 
 
-def test_engine_that_dies_ends_following_which_is_told_once(observed: Any) -> None:
+def test_engine_that_dies_ends_following_which_is_told_once(observed):
     assert observed["dead"]["error"].startswith("EngineEndedError")
     [line] = observed["dead"]["log"]
     assert "is followed no longer: " in line
 
 
-def test_engine_that_can_never_be_followed_is_refused_at_once(observed: Any) -> None:
+def test_engine_that_can_never_be_followed_is_refused_at_once(observed):
     assert observed["no store"].startswith("OptionError: no store given")
 
 
 @in_soaks_alone
 @pytest.mark.soak
-def test_two_ranks_switch_as_one(observed_two: dict[str, Any], record_property: Record) -> None:
+def test_two_ranks_switch_as_one(observed_two, record_property):
     seen = observed_two["keep"]
     versions = versions_seen(seen["responses"])
     record_property("versions in answers that an engine of two ranks gave", len(versions))
@@ -247,7 +241,7 @@ def test_two_ranks_switch_as_one(observed_two: dict[str, Any], record_property: 
 
 
 @in_soaks_alone
-def test_staging_by_mapping_costs_a_worker_no_memory(observed_two: dict[str, Any]) -> None:
+def test_staging_by_mapping_costs_a_worker_no_memory(observed_two):
     seen = observed_two["memory"]
     assert seen["staged"]["map"] == [seen["version"]["map"]] * 2
     for before, *later in zip(*seen["map"], strict=True):
@@ -255,7 +249,7 @@ def test_staging_by_mapping_costs_a_worker_no_memory(observed_two: dict[str, Any
 
 
 @in_soaks_alone
-def test_staging_by_copying_costs_a_worker_one_version(observed_two: dict[str, Any]) -> None:
+def test_staging_by_copying_costs_a_worker_one_version(observed_two):
     seen = observed_two["memory"]
     assert seen["staged"]["copy"] == [seen["version"]["copy"]] * 2
     for before, *later in zip(*seen["copy"], strict=True):
@@ -264,7 +258,7 @@ def test_staging_by_copying_costs_a_worker_one_version(observed_two: dict[str, A
 
 
 @in_soaks_alone
-def test_images_are_of_the_newest_version_alone(observed_two: dict[str, Any]) -> None:
+def test_images_are_of_the_newest_version_alone(observed_two):
     """A version is less than a megabyte here, so that kernels show beside the weights in them."""
     seen = observed_two["memory"]
     assert seen["staged"]["images"] == [seen["version"]["images"]] * 2

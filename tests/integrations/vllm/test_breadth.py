@@ -6,8 +6,6 @@ by hand, `DBUFFER_SOAK=1 python3 dev.py test tests/integrations/vllm/test_breadt
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.programs.vllm_breadth import (
@@ -20,7 +18,7 @@ from tests.programs.vllm_breadth import (
     TWO_RANKS,
 )
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import Record, in_soaks_alone
+from tests.support.soak import in_soaks_alone
 
 pytestmark = NEEDS_VLLM
 UNDER_LOAD = [
@@ -37,9 +35,7 @@ UNDER_LOAD = [
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", CASES)
-def test_switched_engine_answers_as_a_fresh_one(
-    tmp_path: Path, name: str, record_property: Record
-) -> None:
+def test_switched_engine_answers_as_a_fresh_one(tmp_path, name, record_property):
     env = environment(processes="tensor_parallel_size" in CASES[name].arguments)
     seen = observe("vllm_breadth.py", tmp_path, name, env=env)
     first, second = seen["fresh"]
@@ -57,9 +53,7 @@ def test_switched_engine_answers_as_a_fresh_one(
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", UNDER_LOAD)
-def test_switched_under_load_answers_as_a_fresh_one(
-    tmp_path: Path, name: str, record_property: Record
-) -> None:
+def test_switched_under_load_answers_as_a_fresh_one(tmp_path, name, record_property):
     """By copies alone and by vLLM's reload, while it answers others."""
     seen = observe(
         "vllm_breadth.py",

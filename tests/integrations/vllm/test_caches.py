@@ -97,7 +97,7 @@ def server(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
 
 
 @pytest.mark.parametrize("make", [offline, asynchronous, replica, server])
-def test_a_pause_drops_every_cache(make: Make, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_pause_drops_every_cache(make, loop):
     calls: list[str] = []
     engine = make(calls, loop)
     engine.pause("keep")

@@ -28,7 +28,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("name", CASES)
-def test_contract(contract: dict[str, Any], mount: str, name: str) -> None:
+def test_contract(contract, mount, name):
     assert contract[mount][name] == "no error"
 
 
@@ -39,7 +39,7 @@ def test_contract(contract: dict[str, Any], mount: str, name: str) -> None:
 @pytest.mark.skipif(IS_OF_THEM, reason="this is one of them")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("release", RELEASES)
-def test_engines_of_these_releases(release: str) -> None:
+def test_engines_of_these_releases(release):
     run_tests_with(release, __file__, TIMEOUT_S)
 
 
@@ -55,7 +55,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @of_these_releases
-def test_dense_updates(observed: Any) -> None:
+def test_dense_updates(observed):
     """In a session for a checkpoint's weights, and in one for a kernel's; each is switched to."""
     assert len(observed["dense"]) == 4
     for seed, tokens in observed["dense"]:
@@ -63,7 +63,7 @@ def test_dense_updates(observed: Any) -> None:
 
 
 @of_these_releases
-def test_sparse_updates(observed: Any) -> None:
+def test_sparse_updates(observed):
     has_one_rank = observed["ranks"] == 1
     expected = observed["fresh"]["1"] if has_one_rank else observed["sparse refused"]
     assert observed["sparse"] == expected
@@ -71,12 +71,12 @@ def test_sparse_updates(observed: Any) -> None:
 
 @of_these_releases
 @pytest.mark.parametrize("session", ["checkpoint", "kernel"])
-def test_misfit_leaves_the_engine_as_it_was(observed: Any, session: str) -> None:
+def test_misfit_leaves_the_engine_as_it_was(observed, session):
     error, tokens = observed["misfit"][session]
     assert "norm.weight" in error
     assert tokens == observed["fresh"]["2"]
 
 
 @of_these_releases
-def test_trainers_learn_which_version_is_served(observed: Any) -> None:
+def test_trainers_learn_which_version_is_served(observed):
     assert observed["applied"]

@@ -7,13 +7,12 @@ Each case is a program of its own. They run in soaks; by hand,
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
 from tests.programs.vllm_deltas import NUM_SWITCHES
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import Record, in_soaks_alone
+from tests.support.soak import in_soaks_alone
 
 pytestmark = NEEDS_VLLM
 
@@ -25,8 +24,8 @@ MODELS = ["qwen3 float32 live", "qwen3 bfloat16 packed", "tied-qwen2 float32 liv
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_after_many_deltas_an_engine_answers_as_a_fresh_one(
-    tmp_path: Path, model: str, mount: str, record_property: Record
-) -> None:
+    tmp_path, model, mount, record_property
+):
     env = environment(processes=False, DBUFFER_MOUNT=mount)
     seen = observe("vllm_deltas.py", tmp_path, model, env=env)
     assert seen["switched"] == seen["fresh"]

@@ -9,14 +9,13 @@ Each case is a program of its own. They run in soaks; by hand,
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.programs.vllm_drafts import CASES, ORDER
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import Record, in_soaks_alone
+from tests.support.soak import in_soaks_alone
 
 pytestmark = NEEDS_VLLM
 SHARES = {"eagle": [True, True], "eagle3": [True, True], "eagle3 with a head": [True, False]}
@@ -26,9 +25,7 @@ SHARES = {"eagle": [True, True], "eagle3": [True, True], "eagle3 with a head": [
 @in_soaks_alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_engines_that_speculate_answer_as_fresh_ones(
-    tmp_path: Path, name: str, dtype: str, record_property: Record
-) -> None:
+def test_engines_that_speculate_answer_as_fresh_ones(tmp_path, name, dtype, record_property):
     if importlib.util.find_spec(CASES[name].needs) is None:
         pytest.skip(f"needs {CASES[name].needs}")
     env = environment(processes=False)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.programs.vllm_load import BUSY_S, NUM_SAMPLES, PUBLISH_EVERY_S
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import Record, in_soaks_alone
+from tests.support.soak import in_soaks_alone
 
 pytestmark = NEEDS_VLLM
 SHARES = (0.5, 0.9, 0.99, 0.999)
@@ -31,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @in_soaks_alone
-def test_nobody_sees_an_error(seen: dict[str, Any], record_property: Record) -> None:
+def test_nobody_sees_an_error(seen, record_property):
     assert seen["quiet"]["errors"] == seen["busy"]["errors"] == []
     for when in ("quiet", "busy"):
         gaps = sorted(seen[when]["gaps_ms"])
@@ -41,7 +41,7 @@ def test_nobody_sees_an_error(seen: dict[str, Any], record_property: Record) -> 
 
 
 @in_soaks_alone
-def test_each_stream_sees_versions_in_order(seen: dict[str, Any], record_property: Record) -> None:
+def test_each_stream_sees_versions_in_order(seen, record_property):
     assert seen["busy"]["backwards"] == []
     assert seen["busy"]["cut short"] == 0
     assert seen["switches"] > BUSY_S / PUBLISH_EVERY_S / 20
@@ -49,7 +49,7 @@ def test_each_stream_sees_versions_in_order(seen: dict[str, Any], record_propert
 
 
 @in_soaks_alone
-def test_the_server_does_not_grow(seen: dict[str, Any]) -> None:
+def test_the_server_does_not_grow(seen):
     for samples in zip(*seen["samples"], strict=True):
         assert len(samples) >= NUM_SAMPLES - 2
         middle, last = statistics.median(samples[8:12]), statistics.median(samples[-4:])

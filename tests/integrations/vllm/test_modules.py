@@ -8,13 +8,12 @@ full and as deltas, by a sender of its own, into one store. By hand,
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
 from tests.programs.vllm_modules import CASES, FORMS, LAYERS, ORDER
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
-from tests.support.soak import IN_SOAKS_ALONE, Record
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 IN_EVERY_RUN = [("mixtral", "live")]
@@ -28,9 +27,7 @@ IN_EVERY_RUN = [("mixtral", "live")]
         for one in itertools.product(CASES, LAYERS)
     ],
 )
-def test_engine_answers_as_a_fresh_one(
-    tmp_path: Path, name: str, layers: str, record_property: Record
-) -> None:
+def test_engine_answers_as_a_fresh_one(tmp_path, name, layers, record_property):
     seen = observe("vllm_modules.py", tmp_path, name, layers)
     fresh = seen["fresh"]
     for one, other in ((0, 1), (1, 2)):

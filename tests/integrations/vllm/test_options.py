@@ -93,7 +93,7 @@ def each(values: dict[str, list[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "value"), each(WRONG_OPTIONS))
-def test_a_wrong_option_is_a_value_error_that_names_it(name: str, value: Any) -> None:
+def test_a_wrong_option_is_a_value_error_that_names_it(name, value):
     with pytest.raises(OptionError) as caught:
         EngineOptions.parse({"store": STORE, name: value})
     assert isinstance(caught.value, ValueError)
@@ -102,14 +102,14 @@ def test_a_wrong_option_is_a_value_error_that_names_it(name: str, value: Any) ->
 
 
 @pytest.mark.parametrize(("name", "value"), each(RIGHT_OPTIONS))
-def test_a_right_option_is_kept(name: str, value: Any) -> None:
+def test_a_right_option_is_kept(name, value):
     options = EngineOptions.parse({"store": STORE, name: value})
     assert getattr(options, name) == value
     assert EngineOptions.parse(dataclasses.asdict(options)) == options
     assert EngineOptions.parse(json.loads(json.dumps(dataclasses.asdict(options)))) == options
 
 
-def test_every_field_is_tested_here() -> None:
+def test_every_field_is_tested_here():
     names = {field.name for field in dataclasses.fields(EngineOptions)}
     assert names == set(WRONG_OPTIONS) == set(RIGHT_OPTIONS)
     assert {field.name for field in dataclasses.fields(UpdateRequest)} == set(WRONG_REQUESTS)
@@ -134,7 +134,7 @@ def test_every_field_is_tested_here() -> None:
     ],
     ids=repr,
 )
-def test_a_missing_store_and_unknown_keys_are_refused(values: Any) -> None:
+def test_a_missing_store_and_unknown_keys_are_refused(values):
     with pytest.raises(OptionError) as caught:
         EngineOptions.parse(values)
     message = str(caught.value)
@@ -144,7 +144,7 @@ def test_a_missing_store_and_unknown_keys_are_refused(values: Any) -> None:
     assert all(name in message for name in WRONG_OPTIONS), "it says what there is"
 
 
-def test_a_message_is_short_whatever_was_given() -> None:
+def test_a_message_is_short_whatever_was_given():
     for values in ({"store": STORE, "x" * 10**6: 1}, {"store": ["x"] * 10**6}):
         with pytest.raises(OptionError) as caught:
             EngineOptions.parse(values)
@@ -152,13 +152,13 @@ def test_a_message_is_short_whatever_was_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
-def test_any_mapping_will_do(kind: Any) -> None:
+def test_any_mapping_will_do(kind):
     values = kind({"store": STORE, "verify": True})
     assert EngineOptions.parse(values) == EngineOptions(store=STORE, verify=True)
     assert UpdateRequest.parse(kind({"version": 2})) == UpdateRequest(version=2)
 
 
-def test_the_longest_engine_id_can_name_every_rank() -> None:
+def test_the_longest_engine_id_can_name_every_rank():
     options = EngineOptions(store=STORE, engine_id="a" * 118)
     assert is_receiver_id(f"{options.engine_id}.rank-9999")
 
@@ -171,13 +171,13 @@ def test_the_longest_engine_id_can_name_every_rank() -> None:
     [None, {}, {"other": 1}, {BACKEND: {}}, SimpleNamespace(dbuffer=1), [BACKEND], "dbuffer", 1],
     ids=repr,
 )
-def test_an_engine_without_options_has_none(additional: Any) -> None:
+def test_an_engine_without_options_has_none(additional):
     assert engine_settings(additional) == {}
     assert options_of(additional) is None
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
-def test_an_engines_options_are_those_in_its_configuration(kind: Any) -> None:
+def test_an_engines_options_are_those_in_its_configuration(kind):
     settings = {"store": STORE, "timeout_s": 5, "pause": "wait"}
     additional = kind({BACKEND: settings, "other": 1})
     assert options_of(additional) == EngineOptions(store=STORE, timeout_s=5)
@@ -195,15 +195,13 @@ def test_an_engines_options_are_those_in_its_configuration(kind: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_options_of_an_engine_are_named(settings: Any, named: str) -> None:
+def test_wrong_options_of_an_engine_are_named(settings, named):
     with pytest.raises(OptionError, match=named):
         options_of({BACKEND: settings})
 
 
 @pytest.mark.parametrize("instance", ["abc123", "0"])
-def test_the_default_engine_id_can_name_a_record(
-    instance: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_engine_id_can_name_a_record(instance, monkeypatch):
     for host in ("node-1", "größe/..", "h" * 300, ""):
         monkeypatch.setattr("socket.gethostname", lambda host=host: host)
         assert is_receiver_id(f"{default_engine_id(instance)}.rank-0000")
@@ -214,7 +212,7 @@ def test_the_default_engine_id_can_name_a_record(
 
 
 @pytest.mark.parametrize(("name", "value"), each(WRONG_REQUESTS))
-def test_a_wrong_request_is_a_value_error_that_names_the_field(name: str, value: Any) -> None:
+def test_a_wrong_request_is_a_value_error_that_names_the_field(name, value):
     with pytest.raises(OptionError) as caught:
         UpdateRequest.parse({name: value})
     assert isinstance(caught.value, ValueError)
@@ -233,13 +231,13 @@ def test_a_wrong_request_is_a_value_error_that_names_the_field(name: str, value:
     ],
     ids=repr,
 )
-def test_a_right_request_is_kept(values: dict[str, Any]) -> None:
+def test_a_right_request_is_kept(values):
     request = UpdateRequest.parse(values)
     assert {name: getattr(request, name) for name in values} == values
     assert request.update_kind == values.get("update_kind", "dense")
 
 
-def test_exactly_and_at_least_exclude_each_other() -> None:
+def test_exactly_and_at_least_exclude_each_other():
     with pytest.raises(OptionError, match="version or at_least"):
         UpdateRequest.parse({"version": 1, "at_least": 1})
 
@@ -247,7 +245,7 @@ def test_exactly_and_at_least_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "values", [{"versions": 1}, {"version": 1, "x": 2}, {1: 1}, None, 3, "3", [3], []], ids=repr
 )
-def test_unknown_keys_of_a_request_are_refused(values: Any) -> None:
+def test_unknown_keys_of_a_request_are_refused(values):
     with pytest.raises(OptionError) as caught:
         UpdateRequest.parse(values)
     assert repr(values) in str(caught.value)
@@ -303,9 +301,7 @@ def as_object(value: Any) -> Any:
     ],
     ids=str,
 )
-def test_how_an_engine_takes_weights(
-    changes: dict[str, Any], backend: bool, extension: bool, is_json: bool
-) -> None:
+def test_how_an_engine_takes_weights(changes, backend, extension, is_json):
     config = config_of(**changes)
     given = config if is_json else as_object(config)
     facts = facts_of(given)
@@ -335,7 +331,7 @@ class Theirs(Ours):
         pytest.param("json.dumps", False),
     ],
 )
-def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
+def test_an_extension_of_somebodys_own(name, is_ours):
     assert has_extension(config_of(worker_extension_cls=name)) is is_ours
 
 
@@ -356,12 +352,12 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_cannot_follow_is_told(changes: dict[str, Any], told: str) -> None:
+def test_an_engine_that_cannot_follow_is_told(changes, told):
     with pytest.raises(UnsupportedError, match=told):
         facts_of(config_of(**changes))
 
 
-def test_an_engines_configuration_is_read_for_its_options() -> None:
+def test_an_engines_configuration_is_read_for_its_options():
     facts = facts_of(config_of(additional_config={BACKEND: {"store": STORE}}))
     assert facts.configured == EngineOptions(store=STORE)
     assert facts_of(config_of(additional_config=None)).configured is None
@@ -380,14 +376,14 @@ print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.module
 """
 
 
-def test_importing_needs_no_vllm(tmp_path: Path) -> None:
+def test_importing_needs_no_vllm(tmp_path):
     command = [sys.executable, "-W", "error", "-c", PROBE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 
-def test_vllm_finds_the_plugin() -> None:
+def test_vllm_finds_the_plugin():
     found = importlib.metadata.entry_points(group="vllm.general_plugins", name="dbuffer")
     [function] = {entry.load() for entry in found}
     assert function is plugin.register
@@ -436,9 +432,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
         monkeypatch.setattr(sys.modules[FACTORY], name, factory, raising=False)
 
 
-def test_register_makes_both_halves_known_and_may_be_called_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, caplog):
     engines, trainers = Factory(), Factory()
     pretend(monkeypatch, WeightTransferEngineFactory=engines, WeightTransferTrainerFactory=trainers)
     for _ in range(3):
@@ -451,7 +445,7 @@ def test_register_makes_both_halves_known_and_may_be_called_again(
     assert not caplog.records
 
 
-def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_lets_every_worker_answer_to_our_methods(monkeypatch):
     pretend(
         monkeypatch, WeightTransferEngineFactory=Factory(), WeightTransferTrainerFactory=Factory()
     )
@@ -478,11 +472,8 @@ HALF = UNKNOWN | {"WeightTransferEngineFactory": Factory()}
     ],
 )
 def test_a_vllm_with_no_or_another_weight_transfer_is_warned_and_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    missing: str,
-    factories: dict[str, Any],
-) -> None:
+    monkeypatch, caplog, missing, factories
+):
     pretend(monkeypatch, **factories)
     if missing:
         monkeypatch.setitem(sys.modules, missing, None)
@@ -492,9 +483,7 @@ def test_a_vllm_with_no_or_another_weight_transfer_is_warned_and_starts(
     assert "dbuffer" in entry.getMessage()
 
 
-def test_a_vllm_without_a_trainers_half_gets_the_engines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_without_a_trainers_half_gets_the_engines(monkeypatch, caplog):
     """As before 0.26."""
     engines = Factory()
     pretend(monkeypatch, WeightTransferEngineFactory=engines)
@@ -527,14 +516,14 @@ def test_a_vllm_without_a_trainers_half_gets_the_engines(
     ids=str,
 )
 @pytest.mark.parametrize("made", [lambda config: config, as_object], ids=["JSON", "object"])
-def test_replicas_of_a_front_end(changes: dict[str, Any], replicas: list[int], made: Any) -> None:
+def test_replicas_of_a_front_end(changes, replicas, made):
     config = made(config_of(**changes))
     assert replicas_of(config) == replicas
     names = [facts_of(config, replica).replica for replica in replicas]
     assert names == [f".dp-{replica}" if replica else "" for replica in replicas]
 
 
-def test_replicas_that_step_together_are_one_engine_of_all_their_ranks() -> None:
+def test_replicas_that_step_together_are_one_engine_of_all_their_ranks():
     facts = facts_of(config_of(data_parallel_size=3, is_moe_model=True))
     assert (facts.num_ranks, facts.begins_paused, facts.replica) == (6, True, "")
     alone = facts_of(config_of(is_moe_model=True))

@@ -22,7 +22,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_the_base_with_the_part(observed: Any, case: str) -> None:
+def test_tokens_are_those_of_the_base_with_the_part(observed, case):
     seen = observed[case]
     fresh = [seen["base"], *seen["fresh"]]
     assert seen["switched"] == [[None, tokens] for tokens in fresh]
@@ -31,7 +31,7 @@ def test_tokens_are_those_of_the_base_with_the_part(observed: Any, case: str) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_less_than_was_brought_before_is_refused(observed: Any, case: str) -> None:
+def test_less_than_was_brought_before_is_refused(observed, case):
     error, tokens = observed[case]["less"]
     assert error.startswith("EngineUpdateError: ")
     last = len(observed[case]["fresh"])
@@ -41,7 +41,7 @@ def test_less_than_was_brought_before_is_refused(observed: Any, case: str) -> No
     assert tokens == observed[case]["fresh"][-1]
 
 
-def test_without_being_told_a_part_is_refused(observed: Any) -> None:
+def test_without_being_told_a_part_is_refused(observed):
     error, tokens = observed["not told"]
     assert error.startswith("EngineUpdateError: ")
     assert "WeightsMismatchError: only 0 of " in error
@@ -49,7 +49,7 @@ def test_without_being_told_a_part_is_refused(observed: Any) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_part_of_a_layer_is_refused(observed: Any, name: str) -> None:
+def test_part_of_a_layer_is_refused(observed, name):
     family, _, reason = REFUSED[name]
     error, tokens = observed["refused"][name]
     assert error.startswith("EngineUpdateError: ")
@@ -57,7 +57,7 @@ def test_part_of_a_layer_is_refused(observed: Any, name: str) -> None:
     assert tokens == observed[f"{family} packed"]["base"]
 
 
-def test_a_failed_load_goes_back_to_base_and_part(observed: Any) -> None:
+def test_a_failed_load_goes_back_to_base_and_part(observed):
     """The version before does not hold what the failed one had begun to bring in addition."""
     seen, fresh = observed["recovery"], observed["qwen3 packed"]["fresh"]
     error, tokens = seen["failed"]

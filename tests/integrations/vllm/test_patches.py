@@ -6,7 +6,7 @@ What engines make of them: `test_vllm.py`, and over HTTP `test_server.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,20 +123,20 @@ RIGHT: dict[str, tuple[list[Patch], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("what", RIGHT)
-def test_patches_make_a_version(sender: WeightSender, what: str) -> None:
+def test_patches_make_a_version(sender, what):
     patches, after = RIGHT[what]
     assert publish_patches(sender, iter(patches)) == 2
     assert same(published(sender), after)
 
 
-def test_indices_of_64_bits_and_a_shape_as_a_list(sender: WeightSender) -> None:
+def test_indices_of_64_bits_and_a_shape_as_a_list(sender):
     wide = patch(shape=[3, 4])
     wide.indices = wide.indices.long()
     assert publish_patches(sender, [wide, patch(places=(7,), values=(1.0,))]) == 2
     assert same(published(sender), changed("a", [1, 6, 7], [20.0, 30.0, 1.0]))
 
 
-def test_patches_of_a_release_without_shapes(sender: WeightSender) -> None:
+def test_patches_of_a_release_without_shapes(sender):
     fields = vars(patch())
     del fields["full_shape"]
     assert publish_patches(sender, [SimpleNamespace(**fields)]) == 2
@@ -146,7 +146,7 @@ def test_patches_of_a_release_without_shapes(sender: WeightSender) -> None:
 @pytest.mark.parametrize(
     "nothing", [None, [], (), iter([])], ids=["none", "list", "tuple", "iterator"]
 )
-def test_no_patches_are_no_version(sender: WeightSender, nothing: Any) -> None:
+def test_no_patches_are_no_version(sender, nothing):
     assert publish_patches(sender, nothing) is None
     assert publish_patches(sender, [patch()]) == 2
 
@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_patch_is_refused_with_all_others(sender: WeightSender, what: str) -> None:
+def test_a_wrong_patch_is_refused_with_all_others(sender, what):
     """And the next ones follow the version before."""
     wrong, kind, message = WRONG[what]
     with pytest.raises(kind, match=message):
@@ -205,20 +205,20 @@ def test_a_wrong_patch_is_refused_with_all_others(sender: WeightSender, what: st
     assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
 
 
-def test_parts_of_a_tensor_agree_about_it(sender: WeightSender) -> None:
+def test_parts_of_a_tensor_agree_about_it(sender):
     for other in (patch(shape=(4, 3)), patch(dtype=torch.bfloat16)):
         with pytest.raises(WeightsMismatchError, match="'a'"):
             patches_of([patch(), other])
     assert publish_patches(sender, [patch()]) == 2
 
 
-def test_what_is_composed_of_other_tensors_is_refused() -> None:
+def test_what_is_composed_of_other_tensors_is_refused():
     """As a shard of FSDP is."""
     with pytest.raises(InvalidWeightsError, match="'a'"):
         patches_of([spoilt(values=TwoTensor(torch.ones(2), torch.ones(2)))])
 
 
-def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
+def test_tied_names_are_one_tensor(tmp_path):
     weight = torch.arange(4.0)
     with WeightSender(tmp_path / "store", delta=True) as sender:
         sender.send({"embed": weight, "head": weight})
@@ -233,9 +233,7 @@ def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delta", [True, False])
-def test_patches_go_upon_nothing_that_another_sender_has_published(
-    store: Path, delta: bool
-) -> None:
+def test_patches_go_upon_nothing_that_another_sender_has_published(store, delta):
     """It may be another run's."""
     with WeightSender(store, delta=delta) as sender:
         sender.send(WEIGHTS)
@@ -253,19 +251,19 @@ def test_patches_go_upon_nothing_that_another_sender_has_published(
         assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
 
 
-def test_as_releases_with_a_sparse_method_call_it(sender: WeightSender) -> None:
+def test_as_releases_with_a_sparse_method_call_it(sender):
     assert trainer_send_sparse_weights(iter([patch()]), {"sender": sender}) == 2
     assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
     assert trainer_send_sparse_weights(iter(()), {"sender": sender}) is None
 
 
 @pytest.mark.parametrize("arguments", [None, {}, {"sender": None}, {"group": 1}], ids=repr)
-def test_arguments_without_a_sender_are_refused(arguments: Any) -> None:
+def test_arguments_without_a_sender_are_refused(arguments):
     with pytest.raises(OptionError, match="'sender'"):
         trainer_send_sparse_weights([patch()], arguments)
 
 
-def test_a_sender_without_deltas_is_refused(store: Path) -> None:
+def test_a_sender_without_deltas_is_refused(store):
     with WeightSender(store) as sender:
         sender.send(WEIGHTS)
         with pytest.raises(OptionError, match="delta"):
@@ -274,9 +272,7 @@ def test_a_sender_without_deltas_is_refused(store: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("move", [lambda given: given.cuda(), lambda given: given.pin_memory()])
-def test_patches_of_another_device(
-    sender: WeightSender, move: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_patches_of_another_device(sender, move):
     given = patch()
     moved = replace(given, indices=move(given.indices), values=move(given.values))
     assert publish_patches(sender, [moved]) == 2

@@ -24,20 +24,20 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_vllm_put_back_is_not_patched_upon(observed: Any, kind: str) -> None:
+def test_what_vllm_put_back_is_not_patched_upon(observed, kind):
     assert observed["put back"][kind] == {"put back": NUM_LAYERS, "wrong": [], "error": None}
 
 
-def test_a_reranker_that_computes_its_head_is_refused_and_serves_on(observed: Any) -> None:
+def test_a_reranker_that_computes_its_head_is_refused_and_serves_on(observed):
     error, is_as_before = observed["reranker"]
     assert error.startswith("EngineUpdateError: ")
     assert "computes score.weight from model.embed_tokens.weight" in error
     assert is_as_before
 
 
-def test_what_a_model_keeps_beside_its_parameters_is_of_the_version(observed: Any) -> None:
+def test_what_a_model_keeps_beside_its_parameters_is_of_the_version(observed):
     assert observed["beside"][0] == [[None, [7.0, 9.0]], [None, [11.0, 10.0]]]
 
 
-def test_a_tensor_of_which_a_model_keeps_a_view_is_refused(observed: Any) -> None:
+def test_a_tensor_of_which_a_model_keeps_a_view_is_refused(observed):
     assert "no place for viewed" in observed["beside"][1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 
 from tests.support.documents import BLOCKS
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
@@ -24,7 +23,7 @@ def shown() -> list[list[str]]:
     return [shlex.split(line[2:]) for line in lines if line.startswith("$ vllm serve")]
 
 
-def test_vllm_understands_the_commands(tmp_path: Path) -> None:
+def test_vllm_understands_the_commands(tmp_path):
     job = SlurmJob(tmp_path / "job", "--tensor-parallel-size", "8")
     found = [*commands(), *job.commands, *shown()]
     servers = [command for command in found if command[:2] == ["vllm", "serve"]]

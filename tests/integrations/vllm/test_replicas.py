@@ -66,7 +66,7 @@ def versions_of(response: dict[str, Any]) -> list[int]:
 # Dense replicas.
 
 
-def test_each_dense_replica_answers_from_the_version_that_it_reports(dense: dict[str, Any]) -> None:
+def test_each_dense_replica_answers_from_the_version_that_it_reports(dense):
     for replica in REPLICAS:
         responses = [one for one in dense["responses"] if one["replica"] == replica]
         assert len({v for one in responses for v in versions_of(one)}) >= MIN_VERSIONS_SEEN
@@ -76,18 +76,18 @@ def test_each_dense_replica_answers_from_the_version_that_it_reports(dense: dict
             assert min(versions_of(response)) >= response["floor"]
 
 
-def test_a_version_is_applied_when_all_replicas_have_it(dense: dict[str, Any]) -> None:
+def test_a_version_is_applied_when_all_replicas_have_it(dense):
     assert dense["reached"] == dense["last"]
     for response in dense["after"]:
         assert versions_of(response) == [dense["last"]]
         assert wrong_tokens(response) == []
 
 
-def test_each_replica_acknowledges_by_itself(dense: dict[str, Any]) -> None:
+def test_each_replica_acknowledges_by_itself(dense):
     assert dense["records"] == dict.fromkeys(NAMES, dense["last"])
 
 
-def test_replica_that_cannot_switch_serves_on_and_says_so(dense: dict[str, Any]) -> None:
+def test_replica_that_cannot_switch_serves_on_and_says_so(dense):
     seen = dense["one fails"]
     assert seen["applied"] == seen["before"]
     assert seen["applied by replica"] == [seen["version"], seen["before"]]
@@ -102,13 +102,13 @@ def test_replica_that_cannot_switch_serves_on_and_says_so(dense: dict[str, Any])
     assert NAMES[0] not in seen["not in time"].replace(NAMES[1], "")
 
 
-def test_replica_that_could_not_switch_is_tried_again(dense: dict[str, Any]) -> None:
+def test_replica_that_could_not_switch_is_tried_again(dense):
     seen = dense["one fails"]
     assert seen["reached"] == seen["version"]
     assert [versions_of(response) for response in seen["after"]] == [[seen["version"]]] * 2
 
 
-def test_one_replica_pauses_while_the_other_serves(dense: dict[str, Any]) -> None:
+def test_one_replica_pauses_while_the_other_serves(dense):
     """While a load of one is held up, the other answers, from the new version already."""
     seen = dense["one is held"]
     assert versions_of(seen["other"]) == [seen["version"]]
@@ -119,7 +119,7 @@ def test_one_replica_pauses_while_the_other_serves(dense: dict[str, Any]) -> Non
 # Replicas that step together.
 
 
-def test_replicas_that_step_together_switch_as_one(lockstep: dict[str, Any]) -> None:
+def test_replicas_that_step_together_switch_as_one(lockstep):
     """No token is of a mix: with experts of one version and attention of another it would be."""
     assert lockstep["reached"] == lockstep["last"]
     assert lockstep["tokens"] == lockstep["fresh engines"]
@@ -134,12 +134,12 @@ def test_replicas_that_step_together_switch_as_one(lockstep: dict[str, Any]) -> 
     assert any(len(response["spans"]) > 1 for response in lockstep["responses"])
 
 
-def test_replicas_that_step_together_are_one_receiver(lockstep: dict[str, Any]) -> None:
+def test_replicas_that_step_together_are_one_receiver(lockstep):
     assert lockstep["records"] == {ENGINE: lockstep["last"]}
     assert lockstep["ranks"] == [f"{ENGINE}.rank-{rank}" for rank in REPLICAS]
 
 
-def test_models_differ_in_their_tokens(lockstep: dict[str, Any]) -> None:
+def test_models_differ_in_their_tokens(lockstep):
     first, second = lockstep["fresh starts"]
     assert all(one != other for one, other in zip(first, second, strict=True))
 
@@ -147,19 +147,17 @@ def test_models_differ_in_their_tokens(lockstep: dict[str, Any]) -> None:
 # A server, with as many API servers as replicas, as is vLLM's default.
 
 
-def test_no_api_server_is_ready_before_there_is_a_version(served: dict[str, Any]) -> None:
+def test_no_api_server_is_ready_before_there_is_a_version(served):
     assert served["ready with an empty store"] is False
 
 
-def test_each_replica_behind_each_api_server_follows(served: dict[str, Any]) -> None:
+def test_each_replica_behind_each_api_server_follows(served):
     for version, answers in served["answers"].items():
         assert answers == [[token_of(int(version))] * ANSWER_TOKENS] * len(answers)
     assert set(served["answers"]) == {"1", "2", "3"}
 
 
-def test_one_api_server_follows_each_replica_and_the_others_stand_by(
-    served: dict[str, Any],
-) -> None:
+def test_one_api_server_follows_each_replica_and_the_others_stand_by(served):
     began = [line for line in served["log"] if "and serves weights that are no version" in line]
     assert len(began) == len(REPLICAS)
     switched = [re.search(r"(\S+) serves version (\d+): ", line) for line in served["log"]]
@@ -168,7 +166,7 @@ def test_one_api_server_follows_each_replica_and_the_others_stand_by(
     ]
 
 
-def test_metrics_of_all_replicas_are_on_all_api_servers(served: dict[str, Any]) -> None:
+def test_metrics_of_all_replicas_are_on_all_api_servers(served):
     for metrics in served["metrics"]:
         for name in NAMES:
             assert metrics[f"dbuffer_version_applied of {name}"] == 3
@@ -176,12 +174,12 @@ def test_metrics_of_all_replicas_are_on_all_api_servers(served: dict[str, Any]) 
             assert metrics[f"dbuffer_pause_seconds_count of {name}"] == 3
 
 
-def test_server_of_replicas_ends_cleanly(served: dict[str, Any]) -> None:
+def test_server_of_replicas_ends_cleanly(served):
     assert served["exit code"] == 0
     assert served["left over"] == []
 
 
-def test_replicas_of_a_server_cannot_be_driven_from_outside(served: dict[str, Any]) -> None:
+def test_replicas_of_a_server_cannot_be_driven_from_outside(served):
     assert "replicas step each by itself" in served["driven from outside"]
     assert "--middleware dbuffer.integrations.vllm.FollowStore" in served["driven from outside"]
 
@@ -189,7 +187,7 @@ def test_replicas_of_a_server_cannot_be_driven_from_outside(served: dict[str, An
 # Two front ends that balance their own replicas each (--data-parallel-hybrid-lb).
 
 
-def test_each_front_end_follows_with_its_own_replicas(hybrid: dict[str, Any]) -> None:
+def test_each_front_end_follows_with_its_own_replicas(hybrid):
     for version, of_servers in hybrid["answers"].items():
         for answers in of_servers:
             assert answers == [[token_of(int(version))] * ANSWER_TOKENS] * len(answers)
@@ -202,5 +200,5 @@ def test_each_front_end_follows_with_its_own_replicas(hybrid: dict[str, Any]) ->
         ]
 
 
-def test_front_ends_end_cleanly(hybrid: dict[str, Any]) -> None:
+def test_front_ends_end_cleanly(hybrid):
     assert hybrid["ends"] == [[0, []], [0, []]]

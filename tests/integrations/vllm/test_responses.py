@@ -100,7 +100,7 @@ def ask(app: Any, core: Core | None = None, **headers: str) -> tuple[int, dict[s
     return start["status"], told, b"".join(one["body"] for one in bodies)
 
 
-def test_headers_tell_the_weights_of_the_first_token() -> None:
+def test_headers_tell_the_weights_of_the_first_token():
     _, headers, body = ask(answering([JSON], b"{}", note=has_generated))
     assert headers["x-weight-version"] == "7"
     assert headers["x-weight-history"] == HISTORY
@@ -108,13 +108,13 @@ def test_headers_tell_the_weights_of_the_first_token() -> None:
     assert body == b"{}"
 
 
-def test_response_without_an_output_is_passed_on_as_it_is() -> None:
+def test_response_without_an_output_is_passed_on_as_it_is():
     _, headers, body = ask(answering([JSON], b"a", b"b", note=lambda _: None))
     assert headers == {"content-type": "application/json"}
     assert body == b"ab"
 
 
-def test_metadata_that_no_header_holds_is_left_out() -> None:
+def test_metadata_that_no_header_holds_is_left_out():
     def note(exchange: Exchange) -> None:
         exchange.admitted = WeightLabel("7", HISTORY, {"note": "x" * 5000})
 
@@ -124,7 +124,7 @@ def test_metadata_that_no_header_holds_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_fields_are_added_to_json_that_comes_in_parts(step: int) -> None:
+def test_fields_are_added_to_json_that_comes_in_parts(step):
     whole = json.dumps({"choices": [{"index": 0, "text": "ü"}, {"index": 1}]}).encode()
     parts = [whole[start : start + step] for start in range(0, len(whole), step)]
     length = (b"content-length", str(len(whole)).encode())
@@ -137,7 +137,7 @@ def test_fields_are_added_to_json_that_comes_in_parts(step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_fields_are_added_to_the_last_chunk_of_a_choice(step: int) -> None:
+def test_fields_are_added_to_the_last_chunk_of_a_choice(step):
     chunks: list[Any] = [
         {"choices": [{"index": 0, "text": "a", "finish_reason": None}]},
         {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]},
@@ -154,12 +154,12 @@ def test_fields_are_added_to_the_last_chunk_of_a_choice(step: int) -> None:
 
 
 @pytest.mark.parametrize("body", [b"null", b"[]", b'{"error": "x"}', b'{"choices": null}'])
-def test_json_without_choices_stays_as_it_is(body: bytes) -> None:
+def test_json_without_choices_stays_as_it_is(body):
     app = answering([JSON], body, note=has_generated)
     assert json.loads(ask(app, X_Weight_Versions="true")[2]) == json.loads(body)
 
 
-def test_request_that_the_engine_ended_before_a_token_is_refused() -> None:
+def test_request_that_the_engine_ended_before_a_token_is_refused():
     """A switch came between the look at the engine and the request's way there."""
     core = Core(WeightLabel("7"), WeightLabel("8"))
     app = answering([EVENTS], b"data: {}\n\n", b"data: [DONE]\n\n", note=has_been_ended)
@@ -169,7 +169,7 @@ def test_request_that_the_engine_ended_before_a_token_is_refused() -> None:
     assert json.loads(body)["weights"]["version"] == "8"
 
 
-def test_choices_that_the_engine_ended_are_told_if_others_go_on() -> None:
+def test_choices_that_the_engine_ended_are_told_if_others_go_on():
     """Their chunks are held back until it is known that the request is not refused."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -185,7 +185,7 @@ def test_choices_that_the_engine_ended_are_told_if_others_go_on() -> None:
     assert (status, body) == (200, b"ended generated")
 
 
-def test_requests_that_wait_ask_the_engine_together() -> None:
+def test_requests_that_wait_ask_the_engine_together():
     core = Core(*[WeightLabel("1")] * 5, WeightLabel("2"))
     outlook = outlook_on(core)
 
@@ -197,7 +197,7 @@ def test_requests_that_wait_ask_the_engine_together() -> None:
     assert core.num_questions < 20
 
 
-def test_label_that_is_looked_at_is_not_older_than_the_request() -> None:
+def test_label_that_is_looked_at_is_not_older_than_the_request():
     """A request that comes after an acknowledged switch is not refused for what was before it."""
     core = Core(WeightLabel("1"))
     outlook = outlook_on(core)

@@ -26,7 +26,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_rank_has_after_switches_what_vllm_gives_it(observed: Any, case: str) -> None:
+def test_each_rank_has_after_switches_what_vllm_gives_it(observed, case):
     seen = observed[case]
     first, second = seen["fresh"]
     for rank in (0, 1):
@@ -42,7 +42,7 @@ def test_each_rank_has_after_switches_what_vllm_gives_it(observed: Any, case: st
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("case", CASES)
-def test_what_one_rank_cannot_take_no_rank_takes(observed: Any, case: str, name: str) -> None:
+def test_what_one_rank_cannot_take_no_rank_takes(observed, case, name):
     """A stage skips names of the other one; what no rank has taken is refused anyway."""
     answers, digests = observed[case]["refused"][name]
     for answer in answers:
@@ -51,7 +51,7 @@ def test_what_one_rank_cannot_take_no_rank_takes(observed: Any, case: str, name:
     assert digests == observed[case]["fresh"][ORDER[-1]]
 
 
-def test_a_head_that_no_stage_reads_is_redundant_if_it_is_equal(observed: Any) -> None:
+def test_a_head_that_no_stage_reads_is_redundant_if_it_is_equal(observed):
     seen = observed[TIED]
     assert seen["equal head"] == [DONE, seen["fresh"][0]]
     for answers, digests in seen["other heads"]:
@@ -62,6 +62,6 @@ def test_a_head_that_no_stage_reads_is_redundant_if_it_is_equal(observed: Any) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_experts_that_move_are_refused(observed: Any, case: str) -> None:
+def test_experts_that_move_are_refused(observed, case):
     for answer in observed[case]["balancing"]:
         assert "enable_eplb" in answer

@@ -51,9 +51,7 @@ def headers_of(version: int, history: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["plain", "asked", "stream", "asked stream"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_each_response_has_the_version_its_history_and_its_metadata(
-    told: Any, route: str, kind: str
-) -> None:
+def test_each_response_has_the_version_its_history_and_its_metadata(told, route, kind):
     response = told[route][kind]
     expected = headers_of(1, told["history"])
     assert {name: response[name] for name in expected} == expected
@@ -62,9 +60,7 @@ def test_each_response_has_the_version_its_history_and_its_metadata(
 @ANSWERS_TELL_VERSIONS
 @pytest.mark.parametrize("kind", ["asked", "asked stream"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_spans_of_each_choice_are_told_when_they_are_asked_for(
-    told: Any, route: str, kind: str
-) -> None:
+def test_spans_of_each_choice_are_told_when_they_are_asked_for(told, route, kind):
     choices = choices_of(told[route][kind])
     assert [choice["index"] for choice in choices] == list(range(4 if route == "several" else 1))
     metadata = {"step": STEPS_PER_VERSION, "run": "test"}
@@ -74,25 +70,25 @@ def test_spans_of_each_choice_are_told_when_they_are_asked_for(
 
 @pytest.mark.skipif(vllm_release() >= (0, 32), reason="vLLM tells spans")
 @pytest.mark.parametrize("kind", ["asked", "asked stream"])
-def test_versions_at_both_ends_are_told_where_vllm_has_no_spans(told: Any, kind: str) -> None:
+def test_versions_at_both_ends_are_told_where_vllm_has_no_spans(told, kind):
     for choice in choices_of(told["several"][kind]):
         assert versions_of(choice) == [VersionSpan(1, 0, 8, is_exact=False)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "stream"])
 @pytest.mark.parametrize("route", ["completion", "several", "chat"])
-def test_no_client_meets_a_field_that_it_did_not_ask_for(told: Any, route: str, kind: str) -> None:
+def test_no_client_meets_a_field_that_it_did_not_ask_for(told, route, kind):
     assert not [
         key for choice in choices_of(told[route][kind]) for key in choice if "weight" in key
     ]
 
 
-def test_spans_that_vllm_does_not_tell_are_told_as_unknown(told: Any) -> None:
+def test_spans_that_vllm_does_not_tell_are_told_as_unknown(told):
     """Of a beam search, whose outputs are no prompt's."""
     assert [choice["weight_versions"] for choice in told["beams"]["body"]["choices"]] == [None] * 2
 
 
-def test_response_without_tokens_names_no_version(told: Any) -> None:
+def test_response_without_tokens_names_no_version(told):
     assert told["not found"]["status"] == NOT_FOUND
     assert told["models"]["status"] == OK
     assert told["not found"]["version"] is told["models"]["version"] is None
@@ -102,7 +98,7 @@ def test_response_without_tokens_names_no_version(told: Any) -> None:
 
 
 @pytest.mark.parametrize("requirement", ["min", "exact", "step", "history"])
-def test_request_whose_requirement_is_met_is_served(seen: Any, requirement: str) -> None:
+def test_request_whose_requirement_is_met_is_served(seen, requirement):
     assert seen["admission"]["met"][requirement]["status"] == OK
 
 
@@ -115,16 +111,14 @@ def test_request_whose_requirement_is_met_is_served(seen: Any, requirement: str)
         ("history", ["0000000000000000"]),
     ],
 )
-def test_request_whose_requirement_is_not_met_is_refused(
-    seen: Any, requirement: str, words: list[str]
-) -> None:
+def test_request_whose_requirement_is_not_met_is_refused(seen, requirement, words):
     response = seen["admission"]["unmet"][requirement]
     assert (response["status"], response["retry after"]) == (CONFLICT, "1")
     assert response["version"] == response["body"]["weights"]["version"] == "1"
     assert all(word in response["body"]["error"]["message"] for word in words)
 
 
-def test_stream_is_refused_as_any_other_request(seen: Any) -> None:
+def test_stream_is_refused_as_any_other_request(seen):
     assert seen["admission"]["unmet stream"]["status"] == CONFLICT
 
 
@@ -141,13 +135,13 @@ def test_stream_is_refused_as_any_other_request(seen: Any) -> None:
         ("flag", "X-Weight-Versions 'yes'"),
     ],
 )
-def test_wrong_value_is_a_bad_request_by_name(seen: Any, case: str, named: str) -> None:
+def test_wrong_value_is_a_bad_request_by_name(seen, case, named):
     response = seen["admission"]["wrong"][case]
     assert response["status"] == BAD_REQUEST
     assert named.lower() in response["body"]["error"]["message"].lower()
 
 
-def test_load_balancer_learns_whether_a_version_is_served(seen: Any) -> None:
+def test_load_balancer_learns_whether_a_version_is_served(seen):
     ready = seen["admission"]["ready"]
     statuses = {name: answer["status"] for name, answer in ready.items()}
     assert statuses == {
@@ -161,20 +155,20 @@ def test_load_balancer_learns_whether_a_version_is_served(seen: Any) -> None:
     assert replica["version"] == "1"
 
 
-def test_request_waits_for_a_version_as_long_as_it_allows(seen: Any) -> None:
+def test_request_waits_for_a_version_as_long_as_it_allows(seen):
     waiting = seen["waiting"]
     assert waiting["in vain"]["status"] == CONFLICT
     assert (waiting["admitted"]["status"], waiting["admitted"]["version"]) == (OK, "2")
     assert waiting["ready"]["status"] == OK
 
 
-def test_request_for_a_version_that_is_past_is_refused_at_once(seen: Any) -> None:
+def test_request_for_a_version_that_is_past_is_refused_at_once(seen):
     past = seen["waiting"]["past"]
     assert (past["status"], past["retry after"]) == (CONFLICT, None)
 
 
 @pytest.mark.parametrize("kind", ["exact", "exact stream"])
-def test_request_for_one_version_is_ended_by_the_switch(seen: Any, kind: str) -> None:
+def test_request_for_one_version_is_ended_by_the_switch(seen, kind):
     """It is told why, and has no token of another version."""
     [choice] = choices_of(seen["exact"][kind])
     assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "weight_version")
@@ -182,7 +176,7 @@ def test_request_for_one_version_is_ended_by_the_switch(seen: Any, kind: str) ->
     assert len(choice["token_ids"]) < LONG_TOKENS
 
 
-def test_request_whose_minimum_is_met_runs_on_through_a_switch(seen: Any) -> None:
+def test_request_whose_minimum_is_met_runs_on_through_a_switch(seen):
     [choice] = choices_of(seen["exact"]["minimum"])
     assert choice["finish_reason"] == "length"
     assert set(choice["token_ids"]) == {token_of(2), token_of(3)}
@@ -202,13 +196,13 @@ def assert_load_is_labeled_right(load: Any) -> None:
 
 
 @pytest.mark.soak
-def test_no_token_under_load_is_labeled_wrong(seen: Any) -> None:
+def test_no_token_under_load_is_labeled_wrong(seen):
     assert_load_is_labeled_right(seen["load"])
     assert seen["exit"] == [0, []]
 
 
 @in_soaks_alone
-def test_no_token_of_replicas_is_labeled_wrong(tmp_path: Path) -> None:
+def test_no_token_of_replicas_is_labeled_wrong(tmp_path):
     """Two replicas, each on its own version, behind two API servers of which one follows."""
     seen = observe("vllm_versions.py", tmp_path, "2", env=environment(processes=True))
     assert_load_is_labeled_right(seen["load"])
