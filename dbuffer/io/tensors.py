@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
 """On Linux; Python 3.11 has no name for it."""
 
+_PAGE_MAP = Path("/proc/self/pagemap")
+_PAGE_IN_USE, _PAGE_OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+"""Bits of its 8 bytes for each page (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
+
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)
 }
@@ -103,7 +107,7 @@ class MappedTensors(FileTensors):
         super().__init__(map_file(file, file_bytes, access), layout)
         self.identity = filesystem.identity_of(file)
         """Identity of the mapped file, which another file of the same name may replace."""
-        self._is_read_only = access == mmap.ACCESS_READ
+        self._access = access
         self._device_copies = 0
         if access == mmap.ACCESS_COPY:
             _read_mappings[self.address] = self
@@ -111,6 +115,21 @@ class MappedTensors(FileTensors):
     def read_ahead(self) -> None:
         """Touch every page, with the interpreter's lock let go."""
         self._bytes[:: mmap.PAGESIZE].amax()
+
+    def is_unwritten(self) -> bool:
+        """Whether it shows the file: no page is this process's own, as a write would make it."""
+        if self._access != mmap.ACCESS_COPY:
+            return True
+        first, num_pages = self.address // mmap.PAGESIZE, -(-len(self.raw) // mmap.PAGESIZE)
+        try:
+            with _PAGE_MAP.open("rb", buffering=0) as file:
+                file.seek(8 * first)
+                pages = np.frombuffer(file.read(8 * num_pages), np.uint64)
+        except OSError as error:
+            log_once(logger, "files are mapped anew for each version: %s", str(error))
+            return False
+        is_own = (pages & _PAGE_IN_USE != 0) & (pages & _PAGE_OF_FILE == 0)
+        return len(pages) == num_pages and not bool(is_own.any())
 
     def expect_device(self) -> None:
         """Page-lock the file when a GPU's tensors come a second time.
@@ -122,7 +141,8 @@ class MappedTensors(FileTensors):
         if self._device_copies == 1:
             try:
                 num_bytes = self._bytes.numel()
-                PageLock.owned_by(self, self.address, num_bytes, read_only=self._is_read_only)
+                is_read_only = self._access == mmap.ACCESS_READ
+                PageLock.owned_by(self, self.address, num_bytes, read_only=is_read_only)
             except StoreAccessError as error:
                 log_once(logger, "copies from a GPU take longer: %s", str(error))
         self._device_copies += 1
@@ -152,9 +172,10 @@ class KeptMappings:
         self._mapped: dict[Path, MappedTensors] = {}
 
     def of(self, path: Path, file: int, map_file: Callable[[], MappedTensors]) -> MappedTensors:
-        """An open file in memory, mapped once for as long as the file lives."""
+        """An open file in memory, mapped once for as long as it lives and is not written here."""
         mapped = self._mapped.get(path)
-        if mapped is None or mapped.identity != filesystem.identity_of(file):
+        is_usable = mapped is not None and mapped.identity == filesystem.identity_of(file)
+        if mapped is None or not is_usable or not mapped.is_unwritten():
             # A mapping keeps an unlinked file's room; and each buffer has one file.
             self._mapped = {
                 other: known

@@ -174,6 +174,7 @@ class Stager:
         if version is not None:
             options.whole_number("version", version)
         self._receiver = receiver
+        receiver.reader.keep_snapshots()
         self._check = check
         self._checked: Layout | None = None
         self._prepare = prepare
@@ -192,8 +193,8 @@ class Stager:
         self._hold = contextlib.ExitStack()
         """Hold on the staged version, where it is mapped."""
         self._unmap_later: Staged | None = None
-        """Version that was applied, for the stager's thread to unmap: that takes 17 ms a GB, for
-        which neither the engine nor the next version need wait."""
+        """Version that was applied, for the stager's thread to unmap where its mapping is not kept:
+        that takes 17 ms a GB, for which neither the engine nor the next version need wait."""
         self._failure: Failure | None = None
         """Failure of the last attempt. A version that was ready before it still is."""
         self._request: _Request | None = None
@@ -506,6 +507,8 @@ class Stager:
         """Record the result of an attempt that was made for this request."""
         with self._condition:
             self._failure = None
+            if self._loop.error is not None:
+                self._receiver.reader.unmap()  # the store may be gone
             if self._loop.has_started_over:
                 self._skip_up_to = None
                 if not self._is_taken:
