@@ -169,7 +169,8 @@ class PlannedReceiver:
         if switch is not None and switch.is_enough:
             self._loads.apply(switch, staged.identity)
         else:
-            self._loads.reload(staged.tensors or {}, switch, staged.identity)
+            assert self._trace is not None
+            self._loads.reload(staged.tensors or {}, self._trace, switch, staged.identity)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
         is_patched = switch is not None and switch.base is not None

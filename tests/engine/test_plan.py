@@ -149,6 +149,11 @@ def random(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32) -
     return torch.randn(shape).to(dtype)
 
 
+def copied(tensors: Tensors) -> Tensors:
+    """For whoever may write into them."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 class Switched:
     """A model that is switched, as an engine switches its own, and what came of it."""
 
@@ -179,8 +184,8 @@ class Switched:
     def switch(self, tensors: Tensors) -> bool:
         """Whether it was done by copies alone."""
         before = self.reloads
-        self.twin.reload(tensors)
-        self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
+        self.twin.reload(copied(tensors))
+        self.versions.append(copied(tensors))
         identity = str(len(self.versions) - 1)
         switch = self.loads.prepare(tensors, self.trace, self.changed_since)
         if switch is not None and switch.is_enough and self.staged:
@@ -202,7 +207,7 @@ class Switched:
         if switch is not None and switch.is_enough:
             self.loads.apply(switch, identity)
         else:
-            self.loads.reload(tensors, switch, identity)
+            self.loads.reload(tensors, self.trace, switch, identity)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Reload the model, as its loader asks for it."""
@@ -291,6 +296,7 @@ COPIES: dict[str, tuple[Callable[[], Model], Callable[[], Tensors]]] = {
     "tied": (make_tied, two_tensors),
     "twice the same": (lambda: Model(a=Layer(twice)), lambda: {"a.weight": random()}),
     "a scalar": (lambda: Model(a=Layer(shape=())), lambda: {"a.weight": random(())}),
+    "zeroed in place": (lambda: Model(a=Layer(zeroed), b=Layer()), two_tensors),
     "nothing in one": (
         lambda: Model(a=Layer(), b=Layer(shape=(0, 4))),
         lambda: {"a.weight": random(), "b.weight": random((0, 4))},
@@ -340,8 +346,30 @@ def depending(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.data[0].mul_(3)
 
 
+def shifted_in_place(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    """As SGLang loads the norms of Gemma."""
+    loaded += 1.0
+    parameter.data.copy_(loaded)
+
+
+def shifted_twice(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data[:3].copy_(loaded[:3])
+    loaded[0].fill_(7)
+    loaded.copy_(loaded * 2)
+    parameter.data[3:].copy_(loaded[3:])
+
+
+def zeroed(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    """As vLLM loads biases of gpt-oss's experts, on all ranks but the first."""
+    parameter.data[:3].copy_(loaded[:3])
+    loaded.zero_()
+    parameter.data[3:].copy_(loaded[3:])
+
+
 COMPUTING: dict[str, Loader] = {
     "scaled": scaled,
+    "shifted in place": shifted_in_place,
+    "shifted twice": shifted_twice,
     "transposed": lambda parameter, loaded: parameter.data.copy_(loaded.t().contiguous()),
     "concatenated": lambda parameter, loaded: parameter.data.copy_(
         torch.cat([loaded[3:], loaded[:3]])
@@ -990,9 +1018,10 @@ def test_loaders_do_with_data_what_they_were_traced_doing(case):
     check, right = check_of(make), make()
     tensors = make_tensors()
     trace = check(specs_of(tensors))
-    right.reload(tensors)
+    right.reload(copied(tensors))
     for name in trace.tensors:
-        assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
+        loaded = check.loaded(name, copied(tensors).items())
+        assert torch.equal(loaded, right.get_parameter(name))
     assert all(parameter.is_meta for parameter in check._meta.model.parameters())
 
 
@@ -1074,7 +1103,7 @@ def test_a_reload_that_fails_is_raised_and_verifies_nothing():
         switch = switched.loads.prepare(version, switched.trace)
         assert not switch.is_enough
         with pytest.raises(RuntimeError, match="no reload"):
-            switched.loads.reload(version, switch)
+            switched.loads.reload(version, switched.trace, switch)
     assert switched.switch_often(two_tensors) == PLANNED
 
 

@@ -37,6 +37,8 @@ class LoadRecorder:
         self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self._rewritten: dict[str, float | None] = {}
+        """Published tensors that were written into, and the number that fills one; None: others."""
         self._ops: dict[str, list[CopyOp]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._computed: dict[int, tuple[str, torch.Tensor]] = {}
@@ -50,6 +52,7 @@ class LoadRecorder:
             del self._tensors[storage]
         self._registered.clear()
         self._sources.clear()
+        self._rewritten.clear()
         self._ops.clear()
         self._refused.clear()
         self._computed.clear()
@@ -90,15 +93,23 @@ class LoadRecorder:
             if func is torch.ops.aten.copy_.default:
                 self._note_copy(args[0], args[1])
                 return
+            value = (args[1] if len(args) > 1 else 0) if func in _FILLS else None
             for target in _written(func, args, kwargs):
+                self._note_rewritten(target, value)
                 name, whole = self._tensors.get(storage_of(target), (None, target))
                 if name is None:
                     continue
-                if func in _FILLS and target.dtype == whole.dtype:
-                    value = args[1] if len(args) > 1 else 0
+                if value is not None and target.dtype == whole.dtype:
                     self._ops[name].append(CopyOp(View.of(target, whole), None, value=value))
                 else:
                     self._refused[name] = f"is written by {func}"
+
+    def _note_rewritten(self, target: torch.Tensor, value: float | None = None) -> None:
+        """Note a write into a published tensor, if this is one: this value, or anything else."""
+        name, published = self._sources.get(storage_of(target), (None, target))
+        if name is not None:
+            is_filled = (target.numel(), target.dtype) == (published.numel(), published.dtype)
+            self._rewritten[name] = value if is_filled else None
 
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether published data went into this parameter or buffer.
@@ -123,7 +134,8 @@ class LoadRecorder:
             if ops or name in self._refused or num_loaded[name]:
                 kept = () if refused else ops
                 traced[name] = TracedTensor(form_of(whole), kept, refused, num_loaded[name])
-        return LoadTrace(traced, frozenset(name for name, _ in self._sources.values()))
+        offered = frozenset(name for name, _ in self._sources.values())
+        return LoadTrace(traced, offered, frozenset(self._rewritten))
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the model's tensor that this is part of, or was computed from."""
@@ -132,6 +144,7 @@ class LoadRecorder:
         return name
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._note_rewritten(target)
         name, whole = self._tensors.get(storage_of(target), (None, target))
         if name is None:
             return  # the loader's own memory; a later copy out of it shows
@@ -145,9 +158,13 @@ class LoadRecorder:
             self._refused[name] = "gets bits of another dtype"
         elif target.is_complex() or _changes_values(source) or _changes_values(target):
             self._refused[name] = "gets complex numbers"
-        else:
+        elif source_name not in self._rewritten:
             part = View.of(source.expand(target.shape), published)
             self._ops[name].append(CopyOp(View.of(target, whole), source_name, part))
+        elif (value := self._rewritten[source_name]) is not None:
+            self._ops[name].append(CopyOp(View.of(target, whole), None, value=value))
+        else:
+            self._refused[name] = f"is loaded from {source_name}, which its loader has changed"
 
 
 def storage_of(tensor: torch.Tensor) -> int:

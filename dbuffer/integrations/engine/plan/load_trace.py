@@ -114,6 +114,8 @@ class LoadTrace:
     """Parameters and buffers that are written, by name."""
     offered: frozenset[str]
     """Names of all tensors that were offered to the loaders."""
+    rewritten: frozenset[str] = frozenset()
+    """Names of those that loaders write into, as if they were theirs."""
     unused: tuple[str, ...] = ()
     """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
     twins: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -99,6 +99,8 @@ class WeightLoader:
         self._unwrapped = unwrapped_by(wrapper)
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
+        self._rewritten: Collection[str] = ()
+        """Published tensors that loaders write into, so that each load gets a copy of them."""
         self._plan: CopyPlan | None = None
         """Plan of this trace; None: versions are reloaded."""
         self._reloaded: Mapping[str, str] = {}
@@ -131,6 +133,7 @@ class WeightLoader:
             changed_since: returns where it differs from the version of an identity, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
+        self._rewritten = trace.rewritten
         plan = self._plan_of(trace)
         if plan is None:
             return None
@@ -187,7 +190,8 @@ class WeightLoader:
         name = str(self._random.choice(list(plan.traced)))
         sources = {op.source for op in plan.traced[name].ops}
         try:
-            loaded = self._check.loaded(name, {n: t for n, t in tensors.items() if n in sources})
+            given = self._given({n: t for n, t in tensors.items() if n in sources})
+            loaded = self._check.loaded(name, given)
         # Some models' loaders want all tensors, or none.
         except Exception as error:  # noqa: BLE001
             self._rechecks_loaders = False
@@ -252,10 +256,16 @@ class WeightLoader:
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
-            self._serving.load(reloaded.items(), partial=True)
+            self._serving.load(self._given(reloaded), partial=True)
 
     def _reload(self, tensors: Tensors) -> None:
-        self._serving.load(tensors.items(), partial=self._partial)
+        self._serving.load(self._given(tensors), partial=self._partial)
+
+    def _given(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors to give to loaders: of those that they write into, copies."""
+        # Tensors are loaded again, and copied from, and must be as they were published.
+        for name, tensor in tensors.items():
+            yield name, tensor.clone() if name in self._rewritten else tensor
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
@@ -266,13 +276,19 @@ class WeightLoader:
 
     @torch.no_grad()
     def reload(
-        self, tensors: Tensors, switch: PreparedSwitch | None, identity: str | None = None
+        self,
+        tensors: Tensors,
+        trace: LoadTrace,
+        switch: PreparedSwitch | None,
+        identity: str | None = None,
     ) -> None:
         """Load by a reload, and verify the switch that was prepared for the version, if any.
 
-        A failure leaves a mix, to be repaired at once. ``identity``: as in :meth:`apply`.
+        A failure leaves a mix, to be repaired at once. ``trace``, ``identity``: as in
+        :meth:`prepare` and :meth:`apply`.
         """
         self.forget()
+        self._rewritten = trace.rewritten
         if switch is None or switch.plan is not self._plan:
             self._reload(tensors)
         elif self._num_verifications == _MAX_VERIFICATIONS:
