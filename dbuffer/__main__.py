@@ -4,21 +4,21 @@ import contextlib
 import signal
 import sys
 
+from dbuffer.errors import DBufferError
+from dbuffer.runtime.extras import needed_for
+
 _SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGPIPE)
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        from dbuffer.tools import cli
+        with needed_for("the command line"):
+            from dbuffer.tools import cli
 
-        code = cli.run(sys.argv[1:])
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        sys.exit(
-            "dbuffer: the command line needs typer: pip install '.[cli]' in a clone of dbuffer"
-        )
+            code = cli.run(sys.argv[1:])
+    except DBufferError as error:
+        sys.exit(f"dbuffer: {error}")
     except KeyboardInterrupt:  # before the command ran
         code = 128 + signal.SIGINT
     if code in _SIGNALED:

@@ -45,8 +45,7 @@ def record(*command: str) -> str:
     lines = [json.dumps(header)]
     decode = codecs.getincrementaldecoder("utf-8")().decode
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # DeepSpeed, if it is installed, would print a warning between the demo's lines.
-    env = os.environ | {"TERM": "xterm", "PATH": path, "DS_ACCELERATOR": "cpu"}
+    env = os.environ | {"TERM": "xterm", "PATH": path}
     begun_s = time.monotonic()
     with subprocess.Popen(  # noqa: S603
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env

@@ -37,9 +37,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dbuffer.errors import DBufferError, StoreCorruptError, UnsupportedError
+from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
 from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
+from dbuffer.runtime.extras import needed_for
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1
@@ -345,12 +346,8 @@ class _Tools(threading.local):
 
     @functools.cached_property
     def zstandard(self) -> ModuleType:
-        try:
+        with needed_for("a delta"):
             import zstandard
-        except ImportError as error:
-            raise DBufferError(
-                "deltas need zstandard: pip install zstandard, which dbuffer's extra delta adds"
-            ) from error
         return zstandard
 
     @functools.cached_property

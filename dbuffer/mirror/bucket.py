@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from dbuffer.errors import (
-    DBufferError,
     OptionError,
     StoreAccessError,
     StoreCorruptError,
@@ -29,6 +28,7 @@ from dbuffer.format.manifest import UNDECODABLE, RecordT, decode
 from dbuffer.format.objects import MAX_OBJECT_BYTES
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
 
 logger = logging.getLogger(__name__)
@@ -280,10 +280,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _obstore() -> Any:
-    try:
+    with needed_for("a bucket"):
         importlib.import_module("obstore.store")
         return importlib.import_module("obstore")
-    except ImportError as error:
-        raise DBufferError(
-            "buckets need obstore: pip install obstore, which dbuffer's extra objects adds"
-        ) from error

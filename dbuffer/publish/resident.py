@@ -59,7 +59,7 @@ class ResidentModel(Publisher):
         durable: flush each version to stable storage before it is published.
         checksum: write a checksum of every tensor, hashed when it is published.
         delta: tell receivers what changed since the version before, where that is little: engines
-            then write nothing else. A publish compares both buffers. Needs ``dbuffer[delta]``.
+            then write nothing else. A publish compares both buffers. Needs the extra ``delta``.
         rename: a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.

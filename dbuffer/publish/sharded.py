@@ -63,8 +63,8 @@ class ShardedWeightSender(Publisher):
         durable: flush each version to stable storage before it is published, so that it
             outlives a power cut. Always so on network mounts.
         checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
-        delta: publish what changed since the version before, where that is worth it; needs
-            ``dbuffer[delta]``, and on each rank memory for a copy of what it writes.
+        delta: publish what changed since the version before, where that is worth it; needs the
+            extra ``delta``, and on each rank memory for a copy of what it writes.
         dtype: publish floating-point tensors in this dtype, cast while copying.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:

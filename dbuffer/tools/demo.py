@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 import transformers
 import vllm
+from safetensors.torch import save_file
 from torch import nn
 
 from dbuffer.integrations.vllm import follow
@@ -95,6 +96,7 @@ class _Trainer:
             num_key_value_heads=2,
             head_dim=32,  # the smallest that vLLM's CPU attention takes
             tie_word_embeddings=False,
+            architectures=[transformers.Qwen3ForCausalLM.__name__],
         )
         self.model: nn.Module = transformers.Qwen3ForCausalLM(config)
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
@@ -119,7 +121,9 @@ class _Trainer:
 
 
 def _start_engine(model: nn.Module, checkpoint: Path) -> vllm.LLM:
-    model.save_pretrained(checkpoint)  # type: ignore[operator]
+    # Not `model.save_pretrained`: it imports DeepSpeed, if it is installed, which prints a warning.
+    model.config.save_pretrained(checkpoint)  # type: ignore[operator,union-attr]
+    save_file(model.state_dict(), checkpoint / "model.safetensors")
     return vllm.LLM(
         str(checkpoint),
         skip_tokenizer_init=True,

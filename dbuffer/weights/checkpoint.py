@@ -13,6 +13,7 @@ import torch
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.io.tensors import DTYPES
+from dbuffer.runtime.extras import needed_for
 
 SAFETENSORS_DTYPES = {
     "BOOL": "bool",
@@ -171,12 +172,8 @@ def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
 def _open_safetensors(
     file: Path, names_in_file: list[str] | None
 ) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-    try:
+    with needed_for(f"reading {file}"):
         from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InvalidWeightsError(
-            f"reading {file} needs safetensors: pip install safetensors"
-        ) from None
     try:
         file.open("rb").close()  # of a file that may not be read safetensors says it is not there
         handle: Any = safe_open(file, framework="pt")

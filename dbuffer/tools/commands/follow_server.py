@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
+from dbuffer.errors import OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
@@ -86,26 +86,23 @@ def follow_server(
     if engine == "sglang" and partial:
         raise OptionError("--partial has no effect on an SGLang server, which takes whole models")
     status_line.show(f"looking for a server at {url}")
-    try:
-        from dbuffer.integrations.engine.background import follow_for_ever
-        from dbuffer.integrations.engine.engine_options import EngineOptions
-        from dbuffer.integrations.engine.follower import Follower
-        from dbuffer.integrations.engine.reporting import Switch
+    from dbuffer.integrations.engine.background import follow_for_ever
+    from dbuffer.integrations.engine.engine_options import EngineOptions
+    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.integrations.engine.reporting import Switch
 
-        engine_options = EngineOptions(
-            store=str(store.absolute()),
-            version=version,
-            engine_id=follow_options.receiver_id,
-            verify=follow_options.verify or "auto",
-            allow_shared_store=follow_options.allow_shared_store,
-            partial=partial,
-            unused_tensors=unused_tensors,
-            new_history=follow_options.new_history,
-        )
-        server = _server(engine, url, rename, api_key)
-        follower = Follower(server, engine_options, pause=pause)
-    except ModuleNotFoundError as error:
-        raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
+    engine_options = EngineOptions(
+        store=str(store.absolute()),
+        version=version,
+        engine_id=follow_options.receiver_id,
+        verify=follow_options.verify or "auto",
+        allow_shared_store=follow_options.allow_shared_store,
+        partial=partial,
+        unused_tensors=unused_tensors,
+        new_history=follow_options.new_history,
+    )
+    server = _server(engine, url, rename, api_key)
+    follower = Follower(server, engine_options, pause=pause)
     last = time.monotonic()
     # A switch that has begun must end with the server resumed, even after a signal.
     with shared.stopped_by_signals() as stop, follower:

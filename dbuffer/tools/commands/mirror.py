@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dbuffer
-from dbuffer.errors import DBufferError
+from dbuffer.runtime.extras import needed_for
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 
@@ -78,13 +78,9 @@ def mirror(
 
 
 def _serve_metrics(copying: Mirror, port: int) -> None:
-    try:
+    with needed_for("--metrics-port"):
         from prometheus_client import start_http_server
 
         from dbuffer.integrations.metrics import register
-    except ModuleNotFoundError as error:
-        raise DBufferError(
-            f"--metrics-port needs {error.name}: pip install 'prometheus-client'"
-        ) from error
     register(copying)
     start_http_server(port)

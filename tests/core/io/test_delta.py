@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -451,14 +451,7 @@ class TestSize:
 
 
 def test_without_zstandard(copier, monkeypatch):
-    really_import = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name == "zstandard":
-            raise ImportError("no module", name=name)
-        return really_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setattr(delta_format, "_tools", delta_format._Tools())
     with pytest.raises(DBufferError, match=r"pip install zstandard"):
         random_step(3, ["bfloat16"], [100], [0.1], copier)

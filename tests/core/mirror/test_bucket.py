@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -567,12 +566,6 @@ def test_a_url_is_for_mirrors(tmp_path, bucket_url):
         Mirror("s3:///policy", tmp_path)
     with pytest.raises(dbuffer.OptionError, match="outlives the mirror"):
         Mirror(tmp_path, "memory://")
-
-
-def test_the_missing_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(dbuffer.DBufferError, match="pip install obstore"):
-        Mirror("s3://bucket/policy", tmp_path)
 
 
 @pytest.mark.timing(forget_receivers_after_s=0.0)

