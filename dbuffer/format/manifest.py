@@ -8,6 +8,7 @@ shared disk, and decide which bytes a model is made of.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+from xxhash import xxh3_64_hexdigest
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
@@ -49,6 +52,7 @@ _RUN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
 IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
 RecordT = TypeVar("RecordT", bound="Record")
 
@@ -325,6 +329,11 @@ class ReceiverRecord(Record):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
     @property
+    def copied_version(self) -> int | None:
+        """Newest version that a mirror has copied; None: there is none, or this is no mirror."""
+        return self.staged_version if _MIRROR_ID.fullmatch(self.receiver) else None
+
+    @property
     def is_broken(self) -> bool:
         """Whether it is an engine some of whose ranks are half loaded."""
         return self.state == "broken"
@@ -407,6 +416,11 @@ def is_receiver_id(text: str) -> bool:
 def is_history(text: object) -> bool:
     """Whether ``text`` can name a history: the run of a store's first writer."""
     return isinstance(text, str) and _RUN.fullmatch(text) is not None
+
+
+def mirror_id(target: str) -> str:
+    """Return the id of a mirror: the same for each start on this host with this target."""
+    return f"mirror-{host_in_id()}-{xxh3_64_hexdigest(os.fsencode(target))}"
 
 
 def host_in_id() -> str:

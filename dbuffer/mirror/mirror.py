@@ -19,10 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import xxhash
-
 from dbuffer.errors import ClosedError, OptionError, WaitTimeoutError, WriterSupersededError
-from dbuffer.format.manifest import Pointer, host_in_id
+from dbuffer.format.manifest import Pointer, mirror_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
@@ -283,9 +281,7 @@ class Mirror(Closing, ProcessBound):
                     self._published = self._announced = None
 
     def _open_receiver(self) -> SourceReceiver:
-        # The same name when it is started again: one record a node and target.
-        of_target = xxhash.xxh3_64_hexdigest(os.fsencode(self._target.name))
-        receiver = self._source.open_receiver(f"mirror-{host_in_id()}-{of_target}")
+        receiver = self._source.open_receiver(mirror_id(self._target.name))
         receiver.record.count(**_NO_STATS)
         self._receiver = receiver
         return receiver
@@ -296,12 +292,18 @@ class Mirror(Closing, ProcessBound):
             self._copy, published = self._target.begin(self._source, receiver)
             if published is not None:
                 self._published = self._announced = published
+                receiver.record.write(staged_version=published, history=receiver.history)
         with receiver.hold_seen(self._published) as held:
             copied = None if held is None else self._copy.copy(held, receiver)
         if copied is not None:
             self._published = copied.version
             receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-            receiver.record.write(staged_version=copied.version, problem=None, problem_version=None)
+            receiver.record.write(
+                staged_version=copied.version,
+                history=receiver.history,
+                problem=None,
+                problem_version=None,
+            )
         return copied
 
     def _close_copy(self) -> None:

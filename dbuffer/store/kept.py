@@ -113,7 +113,9 @@ def unpin(store: DoubleBuffer, version: int) -> None:
 
     Raises:
         VersionError: it is not pinned.
+        StoreNotFoundError, StoreAccessError: the store is not there, or others can write to it.
     """
+    store.check()
     for buffer, manifest in store.kept().items():
         if manifest.version == version and is_pinned(store, buffer):
             (store.root / buffer / places.PIN_FILE).unlink(missing_ok=True)

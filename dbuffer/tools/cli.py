@@ -53,8 +53,8 @@ Try it: `dbuffer demo` trains a small model while a real vLLM engine samples fro
 
 _EPILOG = """`dbuffer COMMAND --help` shows a command's options.
 
-Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out; 130 stopped
-by Ctrl-C; 141 the reader of a pipe is gone; 143 stopped by SIGTERM.
+Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
+was published yet; 130 stopped by Ctrl-C; 141 the reader of a pipe is gone; 143 stopped by SIGTERM.
 """
 
 _WAITING = ("dbuffer.mirror.mirror", "dbuffer.store.weights_files")

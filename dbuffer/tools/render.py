@@ -361,12 +361,19 @@ def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
         "receiver": name if receiver["is_alive"] else f"{name} (ended)",
         "host": receiver["host"],
         "pid": str(receiver["pid"]),
-        "applied": _or_blank(receiver["applied_version"]),
+        "applied": _applied_by(receiver),
         "step": _or_blank(step_in(receiver["metadata"])),
         "behind by": _lag_of(receiver),
         "staged": _or_blank(receiver["staged_version"]),
-        "updated": format_age(receiver["updated_age_s"]),
+        # Of a rank it would look stale: the record of its engine says what all ranks have.
+        "updated": "" if receiver["part_of"] else format_age(receiver["updated_age_s"]),
     }
+
+
+def _applied_by(receiver: dict[str, Any]) -> str:
+    """Return the version that a receiver has applied, or a mirror copied."""
+    copied = receiver["copied_version"]
+    return _or_blank(receiver["applied_version"]) if copied is None else f"{copied} (copied)"
 
 
 def _lag_of(receiver: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer, ReceiverRecord
@@ -72,19 +73,22 @@ def receiver_status(
     is_alive: bool,
 ) -> dict[str, Any]:
     """Return the status of a receiver; ``metadata`` is that of the newest version."""
-    lag = None if newest is None else record.lag_behind(newest.version, newest.history, metadata)
+    copied = record.copied_version
+    has = record if copied is None else replace(record, applied_version=copied)
+    lag = None if newest is None else has.lag_behind(newest.version, newest.history, metadata)
     return {
         "receiver": record.receiver,
         "host": record.host,
         "pid": record.pid,
         "is_alive": is_alive,
         "applied_version": record.applied_version,
+        "copied_version": copied,
         "metadata": record.metadata,
         "lag_versions": None if lag is None else lag.versions,
         "lag_steps": None if lag is None else lag.steps,
         "updated_age_s": time.time() - record.updated_at,
         "part_of": record.part_of,
-        "staged_version": record.staged_version,
+        "staged_version": record.staged_version if copied is None else None,
         "only_version": record.only_version,
         "problem": record.problem,
     }

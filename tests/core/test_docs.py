@@ -252,6 +252,9 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
     assert printed(*follow) == documented("dbuffer follow --json")
     assert printed("status", store) == documented("dbuffer status --json")
     assert printed("verify", store) == documented("dbuffer verify --json")
+    for command in ("pin", "unpin"):
+        assert printed(command, store, "1") == documented("dbuffer pin --json")
+    assert printed("rollback", store, "1") == documented("dbuffer publish --json")
     assert printed("ls", store) == documented("dbuffer ls --json")
     against = ["ls", store, "--against", str(checkpoint)]
     assert printed(*against) == documented("dbuffer ls --against MODEL_DIR --json")

@@ -12,7 +12,7 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.tools.commands import shared
-from dbuffer.tools.terminal import print_line, status_line
+from dbuffer.tools.terminal import status_line
 
 VersionArgument = Annotated[
     int, typer.Argument(help="One that `dbuffer status` lists.", metavar="VERSION")
@@ -22,6 +22,7 @@ VersionArgument = Annotated[
 def pin(
     store: shared.StoreArgument,
     version: VersionArgument,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Keep a version until it is unpinned, whatever the store's sender keeps.
@@ -29,17 +30,20 @@ def pin(
     No byte is copied: the weights file gets a second name below `kept`.
     """
     kept.pin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
-    print_line(f"version {version} of {store} is pinned")
+    text = f"version {version} of {store} is pinned"
+    shared.report({"version": version, "is_pinned": True}, text, as_json=as_json)
 
 
 def unpin(
     store: shared.StoreArgument,
     version: VersionArgument,
+    as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Unpin a version: the store's sender drops it, unless it keeps so many."""
     kept.unpin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
-    print_line(f"version {version} of {store} is not pinned any more")
+    text = f"version {version} of {store} is not pinned any more"
+    shared.report({"version": version, "is_pinned": False}, text, as_json=as_json)
 
 
 def rollback(

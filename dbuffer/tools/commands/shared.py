@@ -160,9 +160,9 @@ def print_json(value: Any) -> None:
 
 
 def report(result: Any, text: str, *, as_json: bool) -> None:
-    """Print a result: the fields of a dataclass as JSON, or a text."""
+    """Print a result: a dictionary, or the fields of a dataclass, as JSON; or a text."""
     if as_json:
-        print_json(dataclasses.asdict(result))
+        print_json(result if isinstance(result, dict) else dataclasses.asdict(result))
     else:
         print_line(text)
 

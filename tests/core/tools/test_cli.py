@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from tensordict import TensorDict
 from torch import distributed
 
 import dbuffer
+from dbuffer.tools.cli import COMMANDS
 from tests.support.children import Child, Command
 from tests.support.commands import call
 from tests.support.waiting import TIMEOUT_S, until
@@ -164,14 +164,6 @@ def test_commands_without_a_command(capsys):
     assert err.startswith("Usage: dbuffer ")
 
 
-def test_without_typer_it_says_what_to_install():
-    code = "import sys; sys.modules['typer'] = None; from dbuffer.__main__ import main; main()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"dbuffer: .*typer: pip install '.\[cli\]'.*\n", done.stderr)
-
-
 def test_a_command_that_is_mistyped_is_told_a_similar_one(capsys):
     assert "'status'" in call(capsys, "statu", "x")[2]
 
@@ -242,6 +234,7 @@ def test_a_publish_that_is_refused_touches_nothing(
         (("rollback", "store", 2), "bytes"),  # damaged
         (("rollback", "none", 1), "no store"),
         (("pin", "store", 9), "version 9 is not in"),
+        (("unpin", "none", 1), "no store"),
         (("unpin", "store", 1), "not pinned"),
     ],
 )
@@ -293,14 +286,22 @@ def test_a_command_that_is_stopped_ends_by_the_signal(
         assert waiting.wait() == -number
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["publish", "follow", "exec", "follow-server", "mirror", "status", "verify", "ls", "demo"],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_each_command(capsys, command):
     code, out, _ = call(capsys, command, "--help")
     assert code == 0
     assert command in out
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"demo"}))
+def test_each_command_prints_json(capsys, command):
+    assert "--json " in call(capsys, command, "--help")[1]
+
+
+def test_pin_and_unpin_print_json(capsys, store):
+    for command, is_pinned in (("pin", True), ("unpin", False)):
+        code, out, _ = call(capsys, command, store, 2, "--json")
+        assert (code, json.loads(out)) == (0, {"version": 2, "is_pinned": is_pinned})
 
 
 def test_version_option(capsys):
@@ -333,6 +334,37 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     assert "engine-0" in out
     assert "\tstep\t" in out
     assert "\t75\t2 (5.5 steps)\t" in out
+
+
+def test_status_tells_what_a_mirror_has_copied(capsys, tmp_path, checkpoint, store):
+    local = tmp_path / "local"
+    for copied in (2, 2, 3):  # the second mirror finds that all is copied
+        if copied == 3:
+            with dbuffer.WeightSender(store) as sender:
+                sender.send(checkpoint)
+        with dbuffer.Mirror(store, local, poll_interval_s=0.05).start() as mirror:
+            mirror.wait_until_current()
+        (seen,) = json.loads(call(capsys, "status", store, "--json")[1])["receivers"]
+        assert (seen["applied_version"], seen["copied_version"]) == (None, copied)
+        assert (seen["staged_version"], seen["lag_versions"]) == (None, 0)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(checkpoint)
+    assert "\t3 (copied)\t1\t" in call(capsys, "status", store)[1]
+
+
+def test_status_leaves_the_age_of_a_ranks_record_out(capsys, store):
+    """Its engine's record tells what all ranks have, and is newer."""
+    with (
+        dbuffer.WeightReceiver(store, receiver_id="engine") as engine,
+        dbuffer.WeightReceiver(store, receiver_id="engine.rank-0") as rank,
+    ):
+        engine.load_into(list)
+        rank.record.write(part_of="engine", token=engine.record.current.token)
+        _, out, _ = call(capsys, "status", store)
+    *_, of_engine, of_rank = (line.split("\t") for line in out.splitlines())
+    assert (of_engine[0], of_rank[0]) == ("engine", "  rank-0")
+    assert of_engine[-1].endswith(" s")
+    assert of_rank[-1] == ""
 
 
 def test_status_shows_who_holds_a_buffer(capsys, store):
