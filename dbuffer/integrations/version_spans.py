@@ -15,7 +15,7 @@ class VersionSpan:
     """Range of an output's tokens, and the version that they came from."""
 
     version: int | None
-    """None: weights that are no version of a store."""
+    """None: weights that did not come from a store."""
     start: int
     """Index of the first token."""
     end: int | None

@@ -63,7 +63,7 @@ class BackgroundFollower(Closing):
     def applied(self) -> int | None:
         """The version that the engine serves, the oldest of its replicas' versions.
 
-        None: some serve weights that are no version of the store.
+        None: the weights of some did not come from the store.
         """
         applied = [follower.applied for follower in self.replicas]
         return None if None in applied else min(filter(None, applied))
@@ -101,8 +101,8 @@ class BackgroundFollower(Closing):
         if behind or applied is None:
             raise WaitTimeoutError(
                 "; ".join(
-                    f"{one.engine_id} has {one.weights}, and not {version} within {timeout_s:g} s; "
-                    f"last problem: {self._errors.get(one) or 'none'}"
+                    f"{one.engine_id} has {one.weights}, and not version {version} within "
+                    f"{timeout_s:g} s; last problem: {self._errors.get(one) or 'none'}"
                     for one in behind
                 )
             )

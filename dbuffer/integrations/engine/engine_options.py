@@ -48,10 +48,11 @@ class EngineOptions:
     """
 
     store: str
-    """The store's directory, as the workers see it."""
+    """The store's directory, as the workers see it: a text or a ``Path``."""
     local_store: str | None = None
-    """Directory in shared memory, to which one process of the node copies each version once, and
-    from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
+    """Directory in shared memory (a text or a ``Path``), to which one process of the node copies
+    each version once, and from which all ranks map it. For a store on a network mount; all ranks
+    must be on one node."""
     version: int | None = None
     """Version to serve and stay on, whatever is published later: in a buffer, kept, or not yet
     published. Not with ``local_store``. Default: the newest, each time."""
@@ -97,10 +98,11 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("store", "local_store"):
             if (place := getattr(self, name)) is not None or name == "store":
-                _require(self, name, isinstance(place, str))
                 path = checks.directory(name, place)
                 # It need not exist yet. Not Path.is_file(), which raises what a mount may answer.
                 _require(self, name, not os.path.isfile(path))  # noqa: PTH113
+                # As text, also of a `Path`: options go to other processes as JSON.
+                object.__setattr__(self, name, str(path))
         if self.version is not None:
             checks.whole_number("version", self.version, at_most=MAX_INTEGER)
             _require(self, "version", self.local_store is None)

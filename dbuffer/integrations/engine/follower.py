@@ -81,7 +81,7 @@ class Follower(Closing):
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves; None: weights that are no version of the store."""
+        """The version that the engine serves; None: its weights did not come from the store."""
         applied = self._applied
         return None if applied is None else applied.version
 
@@ -170,8 +170,9 @@ class Follower(Closing):
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
         self._is_certain = self._has_started = True
-        store, weights = options.read_store, self.weights
-        logger.info("%s follows %s, and serves %s", view.engine_id, store, weights)
+        until = "" if self._applied else " until a version is there and loaded"
+        message = "%s follows %s, and serves %s%s"
+        logger.info(message, view.engine_id, options.read_store, self.weights, until)
 
     def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
         """Raise if another follower in this process has the engine follow the same store."""

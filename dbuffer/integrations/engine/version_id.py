@@ -1,7 +1,8 @@
 """`VersionId` and `WeightLabel`: the version that an engine has, and how its responses tell it.
 
-An engine without a version has weights that are no version of its store, or may be none. Its record
-then names no version, and it answers under the label :data:`UNKNOWN_VERSION`.
+An engine without a version has weights that did not come from its store: the checkpoint that it was
+started with, or what another load or sleep left. Its record then names no version, and it answers
+under the label :data:`UNKNOWN_VERSION`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WeightLabel:
     """Label under which an engine answers: a version, and what its publisher said of it."""
 
     version: str = UNKNOWN_VERSION
-    """Number of the version; or another text, of weights that are no version of the store."""
+    """Number of the version; or another text, of weights that did not come from the store."""
     history: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that the version was published with, a trainer's ``step`` for instance."""
@@ -53,7 +54,7 @@ class WeightLabel:
 
     @property
     def number(self) -> int | None:
-        """The version's number; None: the weights are no version of a store."""
+        """The version's number; None: the weights did not come from a store."""
         is_number = self.version.isascii() and self.version.isdecimal()
         return int(self.version) if is_number else None
 
@@ -87,5 +88,5 @@ class WeightLabel:
 def describe_weights(version: VersionId | None) -> str:
     """Describe the weights of an engine that has this version of the store that it follows."""
     if version is None:
-        return "weights that are no version of its store"
+        return "weights from outside the store (its checkpoint, or another load)"
     return f"version {version.version}"

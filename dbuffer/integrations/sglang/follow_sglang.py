@@ -10,7 +10,6 @@ from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
-from dbuffer.runtime import options as checks
 from dbuffer.weights.names import NameMap
 
 SglangPause = Literal["keep", "abort"]
@@ -79,8 +78,7 @@ def follow(
             A server that does not answer (yet) is waited for, in the background.
     """
     names = _names_of(rename)
-    place = checks.directory("store", store)
-    chosen = EngineOptions.parse({"store": os.fspath(place), **options})
+    chosen = EngineOptions.parse({"store": store, **options})
     driven = sglang_engine_of(engine, names, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
     if not isinstance(driven, OfflineSglang):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -68,8 +69,8 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     def __init__(
         self,
-        remote_addr: str,
-        local_addr: str | None = None,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
         strategy: Strategy = "tensordict",
         **options: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -50,8 +51,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         bucket_size: int,  # noqa: ARG002 - verl gives it
         is_master: bool = False,
         *,
-        store: str | None = None,
-        local_store: str | None = None,
+        store: str | os.PathLike[str] | None = None,
+        local_store: str | os.PathLike[str] | None = None,
         delta: bool = False,
         dtype: str | None = None,
         timeout_s: float = 600.0,

@@ -19,7 +19,6 @@ from dbuffer.integrations.vllm.vllm_engine import (
     is_one_of_several,
     vllm_engine_of,
 )
-from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
@@ -91,8 +90,7 @@ def follow(
     """
     chosen = None
     if store is not None:
-        place = checks.directory("store", store)
-        chosen = EngineOptions.parse({"store": os.fspath(place), **options})
+        chosen = EngineOptions.parse({"store": store, **options})
     elif options:
         raise OptionError(f"{', '.join(options)} given without a store")
     if is_one_of_several(engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
     backend: ClassVar[str] = BACKEND
 
-    store: str
+    store: str | os.PathLike[str]
     """The store's directory, as this process sees it."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More of :class:`EngineOptions` for the engine, ``store`` for one if it sees another path."""
@@ -47,7 +48,7 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     sparse: bool = False
     """Let patches be sent, by a sender of ``delta=True``; so it is in any case without a source.
     A source is gathered whole then, in main memory where it is not there already."""
-    checkpoint: str | None = None
+    checkpoint: str | os.PathLike[str] | None = None
     """HuggingFace checkpoint that the first patches follow, for a trainer that has patches and no
     source, as vLLM's own. It is published whole in ``trainer_init``."""
 
@@ -106,8 +107,9 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             )
         if not init_info.is_sender:
             return cls(client=client, source=source, sender=None)
-        options = {"store": str(Path(init_info.store).absolute())} | init_info.engine
-        EngineOptions.parse(options)
+        given = {"store": init_info.store} | init_info.engine
+        checked = EngineOptions.parse(given)
+        options = {name: getattr(checked, name) for name in given}
         how = dict(init_info.sender)
         if init_info.sparse or source is None:
             how["delta"] = True

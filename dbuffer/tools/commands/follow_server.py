@@ -92,7 +92,7 @@ def follow_server(
     from dbuffer.integrations.engine.reporting import Switch
 
     engine_options = EngineOptions(
-        store=str(store.absolute()),
+        store=str(store),
         version=version,
         engine_id=follow_options.receiver_id,
         verify=follow_options.verify or "auto",

@@ -223,6 +223,15 @@ def test_no_store_is_made_at_no_path(tmp_path, monkeypatch, place):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["store", "local_store"])
+def test_an_engines_stores_are_paths_or_texts(tmp_path, monkeypatch, name):
+    """They stay where they are in a process with another working directory, to which JSON goes."""
+    monkeypatch.chdir(tmp_path)
+    for place in (tmp_path / "there", Path("there"), "there"):
+        options = EngineOptions(**{"store": "/other", name: place})
+        assert getattr(options, name) == str(tmp_path / "there")
+
+
 def test_the_working_directory_can_be_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dbuffer.WeightSender(".") as sender:

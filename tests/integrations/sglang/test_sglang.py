@@ -96,7 +96,7 @@ def test_next_update_after_a_failure_succeeds(seen):
 def test_failure_before_any_version_goes_back_to_the_checkpoint(seen):
     error, message, tokens, label = seen["failed at first"]
     assert error == "EngineUpdateError"
-    assert "the engine serves on with weights that are no version of its store" in message
+    assert "the engine serves on with weights from outside the store" in message
     assert tokens == seen["fresh A"]
     assert label == "default"
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections import UserDict
-from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,8 +34,8 @@ STORE = "/dev/shm/policy"
 TOO_LONG_S = 2 * threading.TIMEOUT_MAX
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
-    "store": ["", None, 1, True, b"/store", Path("/store"), ["/store"], {}],
-    "local_store": ["", 1, True, b"/store", Path("/store"), ["/store"], {}],
+    "store": ["", None, 1, True, b"/store", ["/store"], {}],
+    "local_store": ["", 1, True, b"/store", ["/store"], {}],
     "version": [0, -1, 1.0, "1", True, [1], MAX_INTEGER + 1],
     "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
     "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
@@ -54,8 +53,8 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 }
 
 RIGHT_OPTIONS: dict[str, list[Any]] = {
-    "store": ["a", "/dev/shm/größe policy", "s" * 500],
-    "local_store": [None, "a", "/dev/shm/größe copy"],
+    "store": ["/a", "/dev/shm/größe policy", "/" + "s" * 500],
+    "local_store": [None, "/a", "/dev/shm/größe copy"],
     "version": [None, 1, MAX_INTEGER],
     "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
     "staging": ["auto", "map", "copy"],

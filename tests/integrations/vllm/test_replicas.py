@@ -158,7 +158,7 @@ def test_each_replica_behind_each_api_server_follows(served):
 
 
 def test_one_api_server_follows_each_replica_and_the_others_stand_by(served):
-    began = [line for line in served["log"] if "and serves weights that are no version" in line]
+    began = [line for line in served["log"] if "and serves weights from outside the store" in line]
     assert len(began) == len(REPLICAS)
     switched = [re.search(r"(\S+) serves version (\d+): ", line) for line in served["log"]]
     assert sorted(match.groups() for match in switched if match) == [

@@ -90,7 +90,8 @@ def test_log_has_vllms_format_and_tells_each_switch(inside):
     format_of_vllm = re.compile(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d {files}\d+\] ")
     assert all(format_of_vllm.search(line) for line in ours)
     began, *switches = ours
-    assert "and serves weights that are no version" in began
+    outside = "and serves weights from outside the store (its checkpoint, or another load)"
+    assert f"{outside} until a version is there and loaded" in began
     told = [
         re.search(r"serves version (\d+): .*staged in [\d.]+ ms.*paused for", s) for s in switches
     ]
