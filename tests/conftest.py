@@ -237,6 +237,13 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
 
 
 @pytest.fixture
+def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
+    """A receiver with no options."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        yield receiver
+
+
+@pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every directory behave as a network mount."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")

@@ -24,18 +24,6 @@ CYCLES = 200_000_000
 SHAPES = models.qwen2_0_5b(width=0.25)
 
 
-@pytest.fixture
-def sender(store):
-    with dbuffer.WeightSender(store) as sender:
-        yield sender
-
-
-@pytest.fixture
-def receiver(store):
-    with dbuffer.WeightReceiver(store) as receiver:
-        yield receiver
-
-
 @pytest.fixture(params=["local", "network"])
 def mount(request, monkeypatch):
     monkeypatch.setenv("DBUFFER_MOUNT", request.param)

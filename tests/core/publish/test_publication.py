@@ -30,11 +30,6 @@ from tests.support.patterns import received
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 class Gate:
     """Holds up a publish between its bytes being written and its commit."""
 

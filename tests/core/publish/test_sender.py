@@ -33,11 +33,6 @@ MB = 1 << 20
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
 
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
 def newest(store: Path) -> tuple[Path, dict]:
     """The newest weights file and its manifest, by the names in the files alone."""
     directory = store / json.loads((store / "CURRENT").read_bytes())["buffer"]

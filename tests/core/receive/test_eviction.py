@@ -30,12 +30,6 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
         yield sender
 
 
-@pytest.fixture
-def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
-    with dbuffer.WeightReceiver(store) as receiver:
-        yield receiver
-
-
 def hold(receiver: dbuffer.WeightReceiver) -> tuple[dbuffer.Snapshot, contextlib.ExitStack]:
     """A snapshot, and what to close to leave it."""
     leave = contextlib.ExitStack()

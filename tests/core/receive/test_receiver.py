@@ -38,11 +38,6 @@ def values_in(tensors) -> set[float]:
 
 
 @pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def sender(store):
     with dbuffer.WeightSender(store, reader_timeout_s=0.05) as sender:
         yield sender

@@ -27,18 +27,6 @@ from tests.support.patterns import SMALL, load, newest, publish
 pytestmark = pytest.mark.usefixtures("network")
 
 
-@pytest.fixture
-def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store, num_threads=1) as sender:
-        yield sender
-
-
-@pytest.fixture
-def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
-    with dbuffer.WeightReceiver(store, num_threads=1) as receiver:
-        yield receiver
-
-
 def take_away(store: Path) -> None:
     (store / "CURRENT").unlink()
 

@@ -48,11 +48,6 @@ class Published(NamedTuple):
 
 
 @pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def publish(store):
     """Send something and say what a receiver got."""
 

@@ -32,11 +32,6 @@ def weights_of(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def sender(store):
     with WeightSender(store, checksum=True) as sender:
         yield sender

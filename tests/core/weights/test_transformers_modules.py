@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,6 @@ def make_computed(seed: int = 0) -> Any:
 @pytest.fixture
 def mixtral() -> Any:
     return make_family("mixtral", 0)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def sender(store: Path) -> Iterator[WeightSender]:
-    with WeightSender(store) as sender:
-        yield sender
 
 
 def saved(model: Any, directory: Path) -> dict[str, torch.Tensor]:

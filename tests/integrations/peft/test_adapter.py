@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,6 @@ def model_of(seed: int, **more: Any) -> Any:
     model = make("qwen3", lora(**more))
     train(model, seed)
     return model
-
-
-@pytest.fixture
-def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
-    with dbuffer.WeightReceiver(store) as receiver:
-        yield receiver
 
 
 def files_of_peft(model: Any, directory: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
