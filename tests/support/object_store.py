@@ -257,6 +257,10 @@ class Hold:
         )
         exchange.answer(exchange.forward())
 
+    def has_come(self) -> bool:
+        """Whether the request has come."""
+        return self._has_come.is_set()
+
     def wait(self) -> None:
         """Wait until the request has come."""
         assert self._has_come.wait(TIMEOUT_S), "the request to hold did not come"
