@@ -242,12 +242,12 @@ def test_programs_hold_no_tests():
 def test_only_until_waits_in_a_loop():
     """A pause in a loop that is part of a scenario is a constant with a name.
 
-    Programs in the lab's guests and forks of helpers have loops of their own.
+    Programs in the lab's guests and forks of zygotes have loops of their own.
     """
     waiting = [
         f"{path.relative_to(unchanged.ROOT)}:{call.lineno}"
         for path, module in modules().items()
-        if path.parent.name != "lab" and path.name not in ("waiting.py", "preforked.py")
+        if path.parent.name != "lab" and path.name not in ("waiting.py", "zygote.py")
         for loop in ast.walk(module)
         if isinstance(loop, ast.While)
         for call in ast.walk(loop)

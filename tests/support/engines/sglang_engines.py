@@ -19,7 +19,7 @@ import pytest
 import dbuffer
 from dbuffer.integrations.sglang import versions_of
 from tests.support import ROOT
-from tests.support.engines import preforked
+from tests.support.engines import zygote
 from tests.support.waiting import until
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
@@ -106,7 +106,7 @@ def prefork() -> None:
         importlib.import_module(module)
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads cannot be forked"
-    preforked.have_a_helper()
+    zygote.fork_zygote()
 
 
 def start_engine(checkpoint: Path, **more: Any) -> Any:
