@@ -46,7 +46,7 @@ from tests.support.crashes import (
 )
 from tests.support.moments import die, die_before_call, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest
-from tests.support.soak import at_moment, is_soak, patience_s
+from tests.support.soak import at_moment, in_turn, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
 pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
@@ -286,18 +286,14 @@ def kill_before_every_call(
     connection.send(number)
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-@pytest.mark.parametrize(
-    ("prepares", "delta"),
-    [
-        pytest.param(0, False, id="from the start"),
-        pytest.param(2, False, id="in place"),
-        pytest.param(3, True, id="a delta", marks=SLOW),
-        pytest.param(4, True, id="an anchor after deltas", marks=SLOW),
-    ],
+@in_turn(
+    ("prepares", "mount"),
+    [0, 2, *(pytest.param(number, marks=SLOW) for number in (3, 4))],
+    ["local", "network"],
 )
-def test_killed_before_every_call_that_changes_the_disk(store, prepares, delta, mount):
-    with Child(kill_before_every_call, store, prepares, mount, delta) as child:
+def test_killed_before_every_call_that_changes_the_disk(store, prepares, mount):
+    """From the start, in place; a delta, and an anchor after deltas."""
+    with Child(kill_before_every_call, store, prepares, mount, prepares > 2) as child:
         assert child.receive() > MIN_MOMENTS
 
 
@@ -510,11 +506,11 @@ def freeze_at_every_moment(
     connection.send(flip.moments)
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-@pytest.mark.parametrize(
-    "situation",
+@in_turn(
+    ("situation", "mount"),
     ["in place", "new layout", "in place, durable"]
     + [pytest.param(situation, marks=SLOW) for situation in DELTA_SITUATIONS],
+    ["local", "network"],
 )
 def test_a_frozen_sender_delays_no_reader(shm_path, situation, mount, record_property):
     with Child(freeze_at_every_moment, shm_path, situation, mount) as child:

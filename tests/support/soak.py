@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,24 @@ def in_soaks_alone(test: Callable[..., None]) -> Callable[..., None]:
 def at_moment(number: int, action: Callable[[], None]) -> None:
     """Call ``action`` before the ``number``-th kind of system call, or in a soak of any C call."""
     at_call(number, action, None if is_soak() else MOMENTS, repeats=is_soak())
+
+
+def in_turn(
+    names: tuple[str, ...], first: Sequence[Any], second: Sequence[Any], **options: Any
+) -> pytest.MarkDecorator:
+    """Parametrize a test with one of the second for each of the first, in turn.
+
+    In soaks each of the first has each of the second. One of the first is a value, or a
+    ``pytest.param`` of several values, or with marks.
+    """
+    assert len(first) >= len(second)
+    pairs = itertools.product(first, second) if is_soak() else zip(first, itertools.cycle(second))
+    cases = []
+    for one, other in pairs:
+        case = one if isinstance(one, type(pytest.param())) else pytest.param(one)
+        cases.append(pytest.param(*case.values, other, marks=case.marks))
+    options = {"ids": lambda value: getattr(value, "__name__", None), **options}
+    return pytest.mark.parametrize(names, cases, **options)
 
 
 def numbers(first: int = 1, every: int = 3) -> Iterator[int]:

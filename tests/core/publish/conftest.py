@@ -23,3 +23,10 @@ def four(transformers_preloaded: None, tmp_path_factory: pytest.TempPathFactory)
     """Four ranks in one process group, for all tests that need just that."""
     with World(tmp_path_factory.mktemp("world"), 4) as world:
         yield world
+
+
+@pytest.fixture(scope="package")
+def two(transformers_preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks in one process group, of another job."""
+    with World(tmp_path_factory.mktemp("world"), 2) as world:
+        yield world

@@ -62,7 +62,7 @@ from tests.support.sharded import (
     two_dimensions,
     uneven_rows,
 )
-from tests.support.soak import in_soaks_alone, is_soak, numbers, patience_s
+from tests.support.soak import in_soaks_alone, in_turn, is_soak, numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
 from tests.support.worlds import World
 
@@ -145,13 +145,10 @@ def assert_equal_stores(store: Path, *, verify: bool, mount: str = "auto") -> No
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("turn", [0, 1] if is_soak() else [0])
-@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.__name__)
+@in_turn(("case", "checksum"), ROWS, [False, True])
 def test_the_file_is_that_of_the_whole_weights_and_nothing_is_gathered(
-    request, world, store, case, turn
+    world, store, case, checksum
 ):
-    """Outside of soaks, each way to shard weights is with checksums or without, in turn."""
-    checksum = bool((request.node.callspec.indices["case"] + turn) % 2)
     published = world.run(send_both, case, store, {"checksum": checksum})
     assert_equal_stores(store, verify=checksum)
     assert {gathers for _, gathers in published} == {0}
@@ -239,8 +236,8 @@ def test_on_a_network_mount_each_rank_flushes_its_file(world, store):
     assert parts == {name for names in flushed_parts for name in names}
 
 
-@pytest.mark.parametrize("case", [fsdp, two_dimensions, STRIDED], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("mount", ["local", "network"])
+@pytest.mark.soak
+@in_turn(("case", "mount"), [fsdp, two_dimensions, STRIDED], ["local", "network"])
 def test_casting_and_renaming(four, store, case, mount):
     options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}, "durable": True}
     four.run(send_both, case, store, options, mount)
@@ -389,6 +386,7 @@ def open_twice(rank: int, store: Path) -> None:
     [
         ({"dtype": torch.int8}, "int8"),
         ({"num_threads": 0}, "num_threads 0"),
+        ({"delta": 1}, "delta 1"),
         ({"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
         ({"store": ""}, "store ''"),
     ],
@@ -754,7 +752,7 @@ def survives(
     ],
 )
 def test_a_rank_that_is_killed_at_any_moment(
-    shm_path, tmp_path, monkeypatch, record_property, size, on_rank, way, first
+    request, shm_path, tmp_path, monkeypatch, record_property, size, on_rank, way, first
 ):
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, way.mount)
     has_flipped = False
@@ -763,29 +761,29 @@ def test_a_rank_that_is_killed_at_any_moment(
     every = 13
     if on_rank and not way.is_restarted:
         every = 3 if way.delta else 5
-    with World(tmp_path, size) as next_job:
-        for number in numbers(first, every):
-            store = shm_path / f"{number}"
-            there = survives(store, tmp_path, next_job, on_rank, number, way)
-            if there is None:
-                break
-            kills += 1
-            # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
-            has_flipped |= there == 4
-            assert there == (4 if has_flipped else 3), f"before call {number}"
-            if way.delta:
-                assert set(store.glob("deltas/*")) <= named_files(store)
-            elif way.mount == "network":
-                files = sum(len(names) for names in weights_files(store).values())
-                assert files == 2 * (1 + size), weights_files(store)
-            else:
-                assert_tidy(store)
-            shutil.rmtree(store)
+    next_job = request.getfixturevalue("four" if size == 4 else "two")
+    for number in numbers(first, every):
+        store = shm_path / f"{number}"
+        there = survives(store, tmp_path, next_job, on_rank, number, way)
+        if there is None:
+            break
+        kills += 1
+        # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
+        has_flipped |= there == 4
+        assert there == (4 if has_flipped else 3), f"before call {number}"
+        if way.delta:
+            assert set(store.glob("deltas/*")) <= named_files(store)
+        elif way.mount == "network":
+            files = sum(len(names) for names in weights_files(store).values())
+            assert files == 2 * (1 + size), weights_files(store)
+        else:
+            assert_tidy(store)
+        shutil.rmtree(store)
     assert kills > 1
     record_property("kills of a rank", kills)
 
 
-def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
+def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path, two):
     with World(tmp_path, 2) as world:
         in_mid_copy = 1, frozenset({"_foreach_copy_"})
         world.begin(send_until, store, 1, in_mid_copy, stop, 1.0)
@@ -793,11 +791,10 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
         assert re.search("a rank was lost .*while the ranks tried to write what it holds", message)
         assert 0.5 < waited_s < 10
         assert newest(store, verify=True) == 3
-        with World(tmp_path, 2) as other:
-            other.run(open_and_send, store, 5)
-            # It goes on, into a file that nobody reads any more.
-            world.ranks[1].signal(signal.SIGCONT)
-            message, _ = world.outcome(1)
-            assert newest(store, verify=True) == 5
-            other.run(open_and_send, store, 6)
-            assert newest(store, verify=True) == 6
+        two.run(open_and_send, store, 5)
+        # It goes on, into a file that nobody reads any more.
+        world.ranks[1].signal(signal.SIGCONT)
+        message, _ = world.outcome(1)
+        assert newest(store, verify=True) == 5
+        two.run(open_and_send, store, 6)
+        assert newest(store, verify=True) == 6

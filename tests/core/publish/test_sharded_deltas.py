@@ -39,9 +39,9 @@ from tests.support.sharded import (
     two_dimensions,
     whole,
 )
-from tests.support.soak import IN_SOAKS_ALONE, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_turn
 from tests.support.stores import fill, small_disk
-from tests.support.worlds import Failure, World
+from tests.support.worlds import World
 
 MOUNTS = ["local", "network"]
 
@@ -145,11 +145,8 @@ CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, STRIDE
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("turn", range(len(MOUNTS)) if is_soak() else [0])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_every_version_is_what_the_ranks_hold(request, world, store, case, turn):
-    """Outside of soaks, each way to hold weights is on one kind of mount, in turn."""
-    mount = MOUNTS[(request.node.callspec.indices["case"] + turn) % len(MOUNTS)]
+@in_turn(("case", "mount"), CASES, MOUNTS)
+def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
     # Some, none, all of a few tensors, far too much, and some again; and across anchors.
     one_in = [64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
     by_rank = world.run(follow, case, store, mount, one_in, {})
@@ -158,27 +155,28 @@ def test_every_version_is_what_the_ranks_hold(request, world, store, case, turn)
     assert has_delta == [False, *[True] * 3, False, *[True] * 5]
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("options", [{"checksum": True}, {"checksum": False}, {"durable": True}])
+@pytest.mark.soak
+@in_turn(("options", "mount"), [{"checksum": True}, {"checksum": False}, {"durable": True}], MOUNTS)
 def test_with_each_option(world, store, options, mount):
     [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
     assert None not in found[1:]
 
 
-ALL_WAYS = [*CASES, hsdp]
+WAYS = [fsdp, replicated, two_dimensions, sums, few, hsdp]
+"""One of each kind that ranks read back in another way; the other ways in soaks."""
+ALL_WAYS = [
+    *WAYS,
+    *(pytest.param(way, marks=IN_SOAKS_ALONE) for way in (partly_fsdp, tied, placements)),
+    pytest.param(*STRIDED.values, marks=[*STRIDED.marks, *IN_SOAKS_ALONE]),
+]
 STORES = [("local", False), ("local", True), ("network", True)]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("turn", range(len(STORES)) if is_soak() else [0])
-@pytest.mark.parametrize("case", ALL_WAYS, ids=lambda case: case.__name__)
-def test_ranks_that_were_restarted_go_on(request, world, store, case, turn):
-    """From a whole version, from one in a chain, from one that a restart has begun with.
-
-    Outside of soaks, each way to hold weights has one kind of store, in turn.
-    """
-    index = request.node.callspec.indices["case"]
-    mount, checksum = STORES[(index + turn) % len(STORES)]
+@in_turn(("case", "kind"), ALL_WAYS, STORES)
+def test_ranks_that_were_restarted_go_on(world, store, case, kind):
+    """From a whole version, from one in a chain, from one that a restart has begun with."""
+    mount, checksum = kind
     options, restarts = {"checksum": checksum}, (2, 4, 5, 7)
     for found in world.run(follow, case, store, mount, [64] * 8, options, restarts):
         assert found[0] is None
@@ -280,8 +278,8 @@ def lose_base(store: Path, mount: str) -> None:
     base_of(store, mount, 1).unlink()
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("damage", [damage_base, damage_delta, lose_delta, lose_base])
+@pytest.mark.soak
+@in_turn(("damage", "mount"), [damage_base, lose_base, damage_delta, lose_delta], MOUNTS)
 def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
     world.run(go_on, fsdp, store, mount, range(1, 4))
     with mounted(mount):
@@ -293,18 +291,7 @@ def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("failing", "mount"),
-    [
-        pytest.param(failing, mount, marks=() if is_typical else IN_SOAKS_ALONE)
-        for failing, mount, is_typical in (
-            (0, "local", True),
-            (3, "network", True),
-            (0, "network", False),
-            (3, "local", False),
-        )
-    ],
-)
+@in_turn(("failing", "mount"), [0, 3], MOUNTS)
 @pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
 def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world, store, failing, mount, why
@@ -329,12 +316,11 @@ def test_other_tensors_begin_with_a_whole_version(world, store, mount):
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
-def test_another_number_of_ranks(world, store, mount, tmp_path_factory):
+def test_another_number_of_ranks(world, two, store, mount):
     """On one machine the file is the same; across a network each rank has written a part."""
     world.run(go_on, fsdp, store, mount, range(1, 4))
-    with World(tmp_path_factory.mktemp("world"), 2) as two:
-        for went in two.run(go_on, fsdp, store, mount, range(4, 7)):
-            assert went == Went([mount == "local", True, True], [])
+    for went in two.run(go_on, fsdp, store, mount, range(4, 7)):
+        assert went == Went([mount == "local", True, True], [])
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
@@ -519,15 +505,6 @@ def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on:
             weights = pattern_of(version, distributed.get_world_size(), SPARSE)
             has_delta = sender.send(weights, version=version).delta_bytes is not None
             assert has_delta == (goes_on or version > versions[0])
-
-
-def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
-    ShardedWeightSender(store, **options).close()
-
-
-def test_options_are_refused(world, store):
-    outcomes = world.outcomes(make_with, store, {"delta": 1})
-    assert all(isinstance(one, Failure) and one.kind == "OptionError" for one in outcomes)
 
 
 MEGABYTE = 1 << 20

@@ -23,7 +23,6 @@ from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
 from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
 from tests.support.soak import is_soak
-from tests.support.worlds import World
 
 WIDTH = 64
 
@@ -478,14 +477,10 @@ def test_tensors_that_move_between_ranks_begin_with_a_whole_version(four, store)
     assert four.run(send_other_stages, store) == [[False, True, False, True]] * 4
 
 
-def test_two_ranks_with_half_of_the_experts(store, tmp_path):
-    with World(tmp_path, 2) as two:
-        for of_rank in two.run(publish, experts, store, "local"):
-            assert {went.gathers for went in of_rank} == {0}
-            assert {went.written - 4 * 4 * WIDTH * WIDTH for went in of_rank} <= {
-                0,
-                4 * 8 * WIDTH,
-            }
+def test_two_ranks_with_half_of_the_experts(two, store):
+    for of_rank in two.run(publish, experts, store, "local"):
+        assert {went.gathers for went in of_rank} == {0}
+        assert {went.written - 4 * 4 * WIDTH * WIDTH for went in of_rank} <= {0, 4 * 8 * WIDTH}
 
 
 def send_in_an_order_of_its_own(rank: int, store: Path) -> None:

@@ -16,6 +16,7 @@ from torch import distributed, nn
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from tests.support.sharded import mounted
+from tests.support.soak import in_turn
 from tests.support.worlds import World
 
 pytestmark = [
@@ -119,8 +120,8 @@ def assert_published(store: Path, mount: str, version: int, model: nn.Module) ->
             assert torch.equal(snapshot.tensors[name], right), name
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-@pytest.mark.parametrize("persisted", [0, 10_000])
+@pytest.mark.soak
+@in_turn(("persisted", "mount"), [0, 10_000], ["local", "network"])
 def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
     for found in world.run(publish, store, persisted, mount):
         assert len(found["counts"]) == 2 * found["num_parameters"]

@@ -32,7 +32,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.moments import LOOKS, Step, at_call, at_step
 from tests.support.patterns import OTHER, SMALL, Pattern, load, newest, publish
-from tests.support.soak import numbers
+from tests.support.soak import in_turn, numbers
 from tests.support.stores import weights_files
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -452,8 +452,7 @@ def read_at_last(store: Path, how: str, act: Callable[[], None], at: Step | int)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("how", ["open", "load", "function"])
-@pytest.mark.parametrize("times", [1, 3])
+@in_turn(("how", "times"), ["open", "load", "function"], [1, 3])
 def test_writer_that_comes_round_while_a_reader_reads(shm_path, how, times):
     for number in numbers(times):
         if not come_round(shm_path / f"{number}", number, how, times):
@@ -675,12 +674,11 @@ def is_directory(path: str) -> bool:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_stale_handle_is_tried_again(store, sender, faults, how, name, is_hit, times):
+def test_a_stale_handle_is_tried_again(store, sender, faults, how, name, is_hit):
     publish(sender, 1, 2)
-    faults.fail(name, errno.ESTALE, is_hit, times)
+    faults.fail(name, errno.ESTALE, is_hit, times=3)
     assert read_at_last(store, how, lambda: None, Step("call", "no such function")) == 2
-    assert faults.hits == times
+    assert faults.hits == 3
 
 
 def test_the_second_fstat_of_a_file_may_be_stale_too(store, sender, monkeypatch):
@@ -698,20 +696,20 @@ def test_the_second_fstat_of_a_file_may_be_stale_too(store, sender, monkeypatch)
     assert next(looks) > 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["open", "load", "function"])
-@pytest.mark.parametrize(
-    ("name", "is_hit"),
+@in_turn(
+    ("name", "is_hit", "number"),
     [
-        ("open", is_record),
-        ("open", is_weights),
-        ("read", is_record),
-        ("fstat", is_weights),
-        ("pread", is_weights),
-        ("preadv", is_weights),
+        pytest.param("open", is_record),
+        pytest.param("open", is_weights),
+        pytest.param("read", is_record),
+        pytest.param("fstat", is_weights),
+        pytest.param("pread", is_weights),
+        pytest.param("preadv", is_weights),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    [errno.EIO, errno.EACCES, errno.ETIMEDOUT],
 )
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT], ids=os.strerror)
 def test_any_other_error_is_ours_and_the_next_read_is_as_good_as_ever(
     store, sender, faults, how, name, is_hit, number
 ):
@@ -799,8 +797,8 @@ def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
 # What a network does to a writer's calls
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=os.strerror)
-@pytest.mark.parametrize("nth", range(1, 8))
+@pytest.mark.soak
+@in_turn(("nth", "number"), range(1, 8), [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
     store, receiver, monkeypatch, number, nth
 ):
@@ -839,8 +837,8 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
         assert path.name not in before | left, "no file is written twice, least of all that one"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
-@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.soak
+@in_turn(("nth", "number"), [1, 2, 3], [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
 def test_a_write_that_fails_publishes_nothing(store, receiver, monkeypatch, number, nth, as_stream):
     """The first writes into the weights file, its layout and its table of checksums."""
@@ -953,56 +951,52 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(s
 # The rest of the package
 
 
-def test_the_stager_stages_across_a_network(store, sender):
-    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
-    try:
-        for version in range(1, 8):
-            publish(sender, version)
-            staged = stager.take(version, timeout_s=30)
-            assert SMALL.version_of(staged.tensors) == staged.version == version
-            # It stays what it is, whatever becomes of its file.
-            for path in store.glob("[AB]/weights-*"):
-                path.unlink()
-            assert SMALL.version_of(staged.tensors) == version
-            stager.release(applied=version)
-        assert stager.stats["evictions"] == stager.stats["failures"] == 0
-    finally:
-        stager.close()
+@pytest.fixture
+def stager(store: Path) -> Iterator[Stager]:
+    receiver = dbuffer.WeightReceiver(
+        store, receiver_id="rank-0", poll_interval_s=0.05, num_threads=1
+    )
+    with contextlib.closing(Stager(receiver)) as stager:
+        yield stager
+
+
+def test_the_stager_stages_across_a_network(store, sender, stager):
+    for version in range(1, 8):
+        publish(sender, version)
+        staged = stager.take(version, timeout_s=30)
+        assert SMALL.version_of(staged.tensors) == staged.version == version
+        # It stays what it is, whatever becomes of its file.
+        for path in store.glob("[AB]/weights-*"):
+            path.unlink()
+        assert SMALL.version_of(staged.tensors) == version
+        stager.release(applied=version)
+    assert stager.stats["evictions"] == stager.stats["failures"] == 0
+    stager.close()
     assert not list((store / "receivers").glob("rank-0*"))
 
 
 @hasty
-def test_the_stager_keeps_no_file_from_going(store, sender):
-    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
-    try:
-        publish(sender, 1)
-        staged = stager.take(1, timeout_s=30)
-        publish(sender, 2, 3, 4, 5)
-        assert SMALL.version_of(staged.tensors) == 1
-        assert sum(map(len, weights_files(store).values())) == 2
-        stager.release(applied=1)
-        staged = stager.take(5, timeout_s=30)
-        assert SMALL.version_of(staged.tensors) == 5
-        stager.release(applied=5)
-    finally:
-        stager.close()
+def test_the_stager_keeps_no_file_from_going(store, sender, stager):
+    publish(sender, 1)
+    staged = stager.take(1, timeout_s=30)
+    publish(sender, 2, 3, 4, 5)
+    assert SMALL.version_of(staged.tensors) == 1
+    assert sum(map(len, weights_files(store).values())) == 2
+    stager.release(applied=1)
+    staged = stager.take(5, timeout_s=30)
+    assert SMALL.version_of(staged.tensors) == 5
+    stager.release(applied=5)
 
 
-def test_the_stager_survives_a_file_that_goes(store, sender, faults):
+def test_the_stager_survives_a_file_that_goes(sender, faults, request):
     publish(sender, 1)
     faults.fail("preadv", errno.ESTALE, is_weights, times=2)
     faults.fail("pread", errno.ESTALE, is_weights)
-    receiver = dbuffer.WeightReceiver(
-        store, receiver_id="rank-0", poll_interval_s=0.05, num_threads=1
-    )
-    stager = Stager(receiver)
-    try:
-        assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
-        stager.release(applied=1)
-        assert stager.stats["failures"] == 0
-        assert faults.hits == 3
-    finally:
-        stager.close()
+    stager = request.getfixturevalue("stager")
+    assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
+    stager.release(applied=1)
+    assert stager.stats["failures"] == 0
+    assert faults.hits == 3
 
 
 def test_the_commands(store, sender, receiver, capsys):

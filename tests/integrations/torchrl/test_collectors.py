@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import pickle
 import shutil
@@ -30,7 +29,7 @@ import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import is_soak
+from tests.support.soak import in_turn, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -45,24 +44,12 @@ weight_update = Later("torchrl.weight_update")
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 MULTI_CLASSES = ("MultiSyncCollector", "MultiAsyncCollector")
-MULTI = pytest.mark.parametrize("collector_class", MULTI_CLASSES, indirect=True)
-
-
-def multi_with(name: str, *values: Any) -> pytest.MarkDecorator:
-    """Give each class one of two values of an option; in a soak, each class gets both."""
-    pairs = (
-        itertools.product(MULTI_CLASSES, values)
-        if is_soak()
-        else zip(MULTI_CLASSES, values, strict=True)
-    )
-    return pytest.mark.parametrize(
-        ("collector_class", name), list(pairs), indirect=["collector_class"]
-    )
+MULTI = pytest.mark.parametrize("class_name", MULTI_CLASSES)
 
 
 @pytest.fixture
-def collector_class(request: pytest.FixtureRequest) -> Any:
-    return getattr(collectors, request.param)
+def collector_class(class_name: str) -> Any:
+    return getattr(collectors, class_name)
 
 
 PATIENCE_S = 1.0
@@ -217,7 +204,7 @@ def test_update_weights_shared_mem(scheme, collector_class):
         assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [2.0, 2.0]
 
 
-@multi_with("give_weights", True, False)
+@in_turn(("class_name", "give_weights"), MULTI_CLASSES, [True, False])
 def test_param_sync(scheme, collector_class, give_weights):
     policy = parts.BufferedPolicy()
     with parts.collecting(
@@ -250,7 +237,7 @@ def test_multi_collector_bumps_on_update(scheme, collector_class):
             assert [version() for _ in range(4)] == [{expected}] * 4
 
 
-@multi_with("num_workers", 1, 2)
+@in_turn(("class_name", "num_workers"), MULTI_CLASSES, [1, 2])
 def test_auto_wrap_modules(scheme, collector_class, num_workers):
     policy = parts.BarePolicy(1.0)  # which only the workers wrap
     with parts.collecting(
@@ -296,7 +283,7 @@ def test_nonserializable_policy_with_factory_and_weight_sync(scheme, collector_c
         assert (collector.next()["action"] == 4.0).all()
 
 
-@multi_with("device", "cpu", "cpu:0")
+@in_turn(("class_name", "device"), MULTI_CLASSES, ["cpu", "cpu:0"])
 def test_weight_update_after_device_cast(scheme, collector_class, device):
     """The worker's collector runs a copy of the policy that its scheme was given.
 
@@ -313,7 +300,7 @@ def test_weight_update_after_device_cast(scheme, collector_class, device):
         assert (collector.next()["action"] == 0.0).all()
 
 
-@multi_with("total_frames", -1, 1_000_000_000)
+@in_turn(("class_name", "total_frames"), MULTI_CLASSES, [-1, 1_000_000_000])
 def test_start_update_policy(scheme, collector_class, total_frames):
     """Workers that run freely into a replay buffer take weights as they go."""
     linear = nn.Linear(1, 1)

@@ -25,7 +25,7 @@ import dbuffer
 from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -37,7 +37,11 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
 KIND_CLASSES = ("DistributedCollector", "RPCCollector")
-KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, indirect=True)
+KINDS = pytest.mark.parametrize("kind_name", KIND_CLASSES)
+ONE_KIND = pytest.mark.parametrize(
+    "kind_name", [pytest.param(KIND_CLASSES[0], marks=IN_SOAKS_ALONE), KIND_CLASSES[1]]
+)
+"""RPC's alone outside of soaks, where the other's nodes do the same."""
 FRAMES = 8
 
 Collected = list[list[float]]
@@ -51,13 +55,13 @@ def address(shm_path: Path) -> Path:
 
 
 @pytest.fixture
-def node(request: pytest.FixtureRequest) -> Any:
-    return getattr(collectors, request.param)
+def node(node_name: str) -> Any:
+    return getattr(collectors, node_name)
 
 
 @pytest.fixture
-def kind(request: pytest.FixtureRequest) -> Any:
-    return getattr(distributed, request.param)
+def kind(kind_name: str) -> Any:
+    return getattr(distributed, kind_name)
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
@@ -143,15 +147,8 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize(
-    ("kind", "node"),
-    [
-        pytest.param(kind, node, marks=IN_SOAKS_ALONE if (index + other) % 2 else [])
-        for index, kind in enumerate(KIND_CLASSES)
-        for other, node in enumerate(NODE_CLASSES)
-    ],
-    indirect=True,
-)
+@pytest.mark.soak
+@in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
 def test_distributed_collector_class(address, kind, node):
     """A policy without weights, on every kind of node."""
     assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
@@ -200,7 +197,7 @@ WAYS = [
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS, indirect=["kind", "node"])
+@pytest.mark.parametrize(("kind_name", "node_name", "sync", "with_factory"), WAYS)
 def test_distributed_collector_updatepolicy(address, kind, node, sync, with_factory):
     """Down to the last worker: trainer, node, and the node's own workers."""
     seen = in_child(_update_policy, kind, node, sync, with_factory, address)
@@ -308,7 +305,7 @@ def _whole(kind: Any, node: Any, address: Path) -> Collected:
     return seen
 
 
-@KINDS
+@ONE_KIND
 def test_no_forward_call_sees_weights_of_two_versions(address, kind):
     seen = in_child(_whole, kind, collectors.Collector, address)
     values = {value for row in seen for value in row}
@@ -329,7 +326,7 @@ def _begin(kind: Any, address: Path) -> Collected:
     return seen
 
 
-@KINDS
+@ONE_KIND
 def test_weights_of_an_earlier_run_are_not_used(address, kind):
     """RPC's workers come to the store before the trainer does."""
     address.mkdir(mode=0o700)
