@@ -177,21 +177,22 @@ def test_awkward_tensors_arrive_bit_by_bit(remote, local):
             assert bits(got) == bits(tensor)
 
 
-def test_what_is_obsolete_is_skipped(remote, local):
-    copied: list[Publication] = []
-    publish(remote, *range(1, 41))
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        with quick(remote, local, on_copied=copied.append).start() as one:
-            one.wait_until_current(10)
-            assert [item.version for item in copied] == [40]
-            # Frozen in the callback, it misses what comes meanwhile.
-            for version in range(41, 140):
-                sender.send(SMALL.weights(version))
-            one.wait_until_current(10)
-            assert one.version == 139
-    versions = [item.version for item in copied]
-    assert versions == sorted(set(versions))
-    assert newest(local, verify=True) == 139
+def test_versions_that_come_before_or_while_one_is_copied_are_skipped(remote, local):
+    may_go_on, versions = threading.Event(), []
+
+    def on_copied(copied: Publication) -> None:
+        versions.append(copied.version)
+        assert may_go_on.wait(10)
+
+    publish(remote, *range(1, 11))
+    with quick(remote, local, on_copied=on_copied).start() as one:
+        until("the first is copied", lambda: versions)
+        publish(remote, *range(11, 21))
+        may_go_on.set()
+        one.wait_until_current(10)
+        assert one.version == 20
+    assert versions == [10, 20]
+    assert newest(local, verify=True) == 20
 
 
 def is_current(remote: Path, local: Path) -> bool:
@@ -236,22 +237,6 @@ def test_what_on_copied_raises_reaches_who_waits(remote, local):
     with quick(remote, local, on_copied=on_copied).start() as one:
         with pytest.raises(KeyError):
             one.wait_until_current(10)
-
-
-def test_versions_that_come_while_one_is_copied_are_skipped(remote, local):
-    may_go_on, versions = threading.Event(), []
-
-    def on_copied(copied: Publication) -> None:
-        versions.append(copied.version)
-        assert may_go_on.wait(10)
-
-    publish(remote, 1)
-    with quick(remote, local, on_copied=on_copied).start() as one:
-        until("the first is copied", lambda: versions == [1])
-        publish(remote, *range(2, 12))
-        may_go_on.set()
-        one.wait_until_current(10)
-    assert versions == [1, 11]
 
 
 def test_a_store_that_comes_later(remote, local):
@@ -474,59 +459,6 @@ def test_a_damaged_local_buffer_is_not_built_upon(remote, local, mount, checksum
                 idle = other_buffer(double.pointer().buffer)
                 flip_bit(double.weights_path(idle, double.manifest(idle)), 77)
         assert one.stats["failures"] == 0
-
-
-def follow_to_a_call(
-    connection: Connection, remote: Path, local: Path, number: int, mount: str
-) -> None:
-    """Copy versions 2 to 4, which are deltas, and die before a call in the last copy."""
-    os.environ["DBUFFER_MOUNT"] = mount
-    end = threading.Event()
-    with dbuffer.WeightSender(remote, checksum=True, delta=True, num_threads=1) as sender:
-        sender.send(SPARSE.weights(1))
-
-        def on_copied(copied: Publication) -> None:
-            sys.setprofile(None)
-            if copied.version == 4:
-                end.set()
-                return
-            sender.send(SPARSE.weights(copied.version + 1))
-            if copied.version == 3:
-                at_call(number, die, COPIES, repeats=is_soak())
-
-        with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
-            one.run(end)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(patience_s())
-def test_killed_at_any_moment_of_a_copy_of_a_delta(shm_path, mount, record_property):
-    kills = 0
-    for number in numbers():
-        remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
-        with Child(follow_to_a_call, remote, local, number, mount) as child:
-            if (code := child.wait()) == 0:
-                break
-        assert code == -signal.SIGKILL
-        assert newest(local, verify=True) in (3, 4), f"before call {number}"
-        kills += 1
-        make_temporaries_old(local)
-        with (
-            dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
-            quick(remote, local).start() as one,
-        ):
-            for version in (5, 6, 7):
-                one.wait_until_current(10)
-                assert newest(local, verify=True) == version - 1
-                sender.send(SPARSE.weights(version))
-            one.wait_until_current(10)
-        assert newest(local, verify=True) == 7
-        if mount != "network":
-            assert_tidy(local)
-        remove(remote)
-        remove(local)
-    assert kills > 5
-    record_property("kills of a mirror in the middle of a copy", kills)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -759,10 +691,11 @@ SHORT_SPAN_BYTES = 6 * 1024
 def run_to_a_call(
     connection: Connection, remote: Path, local: Path, number: int, mount: str
 ) -> None:
-    """Copy version 2 and die before a call."""
+    """Publish versions 1 and 2, copy them, and die before a call in the last copy."""
     os.environ["DBUFFER_MOUNT"] = mount
     layout.SPAN_BYTES = SHORT_SPAN_BYTES
     end = threading.Event()
+    publish(remote, 1)
 
     def on_copied(copied: Publication) -> None:
         if copied.version == 1:
@@ -776,32 +709,63 @@ def run_to_a_call(
         one.run(end)
 
 
+def follow_to_a_call(
+    connection: Connection, remote: Path, local: Path, number: int, mount: str
+) -> None:
+    """Do so with versions 1 to 4, which are deltas."""
+    os.environ["DBUFFER_MOUNT"] = mount
+    end = threading.Event()
+    with dbuffer.WeightSender(remote, checksum=True, delta=True, num_threads=1) as sender:
+        sender.send(SPARSE.weights(1))
+
+        def on_copied(copied: Publication) -> None:
+            sys.setprofile(None)
+            if copied.version == 4:
+                end.set()
+                return
+            sender.send(SPARSE.weights(copied.version + 1))
+            if copied.version == 3:
+                at_call(number, die, COPIES, repeats=is_soak())
+
+        with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
+            one.run(end)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
-@pytest.mark.parametrize("mount", ["auto", "network"], ids=["mapped", "written"])
-def test_killed_at_any_moment_of_a_copy(shm_path, mount, monkeypatch, record_property):
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+@pytest.mark.parametrize(
+    ("copy", "last", "delta", "every"),
+    [
+        pytest.param(run_to_a_call, 2, False, 2, id="whole"),
+        pytest.param(follow_to_a_call, 4, True, 3, id="delta"),
+    ],
+)
+def test_killed_at_any_moment_of_a_copy(
+    shm_path, mount, monkeypatch, record_property, copy, last, delta, every
+):
     monkeypatch.setattr(layout, "SPAN_BYTES", SHORT_SPAN_BYTES)
     has_flipped = False
     kills = 0
-    for number in numbers(first=1 + (mount == "network"), every=2):
+    for number in numbers(first=1 + (mount == "network"), every=every):
         remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
-        publish(remote, 1)
-        with Child(run_to_a_call, remote, local, number, mount) as child:
+        with Child(copy, remote, local, number, mount) as child:
             if (code := child.wait()) == 0:
                 break
         assert code == -signal.SIGKILL
         version = newest(local, verify=True)
-        assert version == 2 or (version == 1 and not has_flipped), f"before call {number}"
-        has_flipped, kills = version == 2, kills + 1
+        assert version in (last, last - (not has_flipped)), f"before call {number}"
+        has_flipped, kills = version == last, kills + 1
         make_temporaries_old(local)
-        with quick(remote, local).start() as one:
-            assert newest(local, verify=True) in (version, 2)
+        with (
+            dbuffer.WeightSender(remote, checksum=True, delta=delta) as sender,
+            quick(remote, local).start() as one,
+        ):
+            for later in range(last + 1, last + 4):
+                one.wait_until_current(10)
+                assert newest(local, verify=True) == later - 1
+                sender.send(SPARSE.weights(later) if delta else SMALL.weights(later))
             one.wait_until_current(10)
-            assert newest(local, verify=True) == 2
-            publish(remote, 3)
-            one.wait_until_current(10)
-        assert newest(local, verify=True) == 3
+        assert newest(local, verify=True) == last + 3
         if mount != "network":
             assert_tidy(local)
         remove(remote)
