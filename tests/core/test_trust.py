@@ -268,9 +268,9 @@ def ways_to_unpickle(source: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_module_can_unpickle(file):
-    assert ways_to_unpickle(file.read_text()) == set()
+def test_no_module_can_unpickle():
+    found = {file: ways_to_unpickle(file.read_text()) for file in MODULES}
+    assert not {file: ways for file, ways in found.items() if ways}
 
 
 @pytest.mark.parametrize(

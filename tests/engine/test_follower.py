@@ -453,15 +453,6 @@ def test_failed_load_that_was_taken_back_leaves_the_label(scene):
         assert (scene.recorded, follower.applied_metadata) == ((2, {"step": 20}), {"step": 20})
 
 
-def test_metadata_of_another_store_is_not_that_of_this_one(scene, other_store):
-    with scene.serving() as follower:
-        follower.apply_once(other_store)
-        assert (scene.engine.version, scene.recorded) == (7, (None, {}))
-        assert (follower.applied, follower.applied_metadata) == (None, {})
-        follower.sync()
-        assert follower.applied_metadata == {"step": 10}
-
-
 def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
     engines = [LightEngine(instance_id=name) for name in ("one", "two")]
     followers = [Follower(each, options(store, each.instance_id)) for each in engines]
@@ -648,9 +639,11 @@ def test_other_store_that_is_empty_changes_nothing(scene, shm_path):
 def test_version_of_another_store_is_none_of_this_one(scene, other_store):
     with scene.serving() as follower:
         follower.apply_once(other_store)
-        assert (scene.engine.serves, follower.applied) == ((7, UNKNOWN_VERSION), None)
+        assert (scene.engine.serves, scene.recorded) == ((7, UNKNOWN_VERSION), (None, {}))
+        assert (follower.applied, follower.applied_metadata) == (None, {})
         assert follower.sync() is not None
         assert (scene.engine.serves, follower.applied) == ((1, "1"), 1)
+        assert follower.applied_metadata == {"step": 10}
 
 
 def test_what_no_waiting_mends_is_raised_at_once(scene):

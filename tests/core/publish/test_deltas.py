@@ -907,56 +907,53 @@ def test_patches_that_change_nothing_make_a_version(mount, patches, sender, read
 ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    ("patches", "error", "said"),
-    [
-        ([SparsePatch("x", ONE.long(), ONE)], dbuffer.WeightsMismatchError, "'x'"),
-        ([SparsePatch("a", ONE.long(), ONE.int())], dbuffer.WeightsMismatchError, "int32"),
-        (
-            [SparsePatch("a", ONE.long(), ONE.to(torch.float8_e5m2))],
-            dbuffer.WeightsMismatchError,
-            "float8_e5m2",
-        ),
-        ([SparsePatch("a", ONE.long(), ONE, (4, 1000))], dbuffer.WeightsMismatchError, "shape"),
-        ([SparsePatch("a", torch.tensor([4000]), ONE)], dbuffer.WeightsMismatchError, "outside"),
-        ([SparsePatch("a", torch.tensor([-1]), ONE)], dbuffer.WeightsMismatchError, "outside"),
-        ([SparsePatch("e", torch.tensor([0]), ONE)], dbuffer.WeightsMismatchError, "outside"),
-        ([SparsePatch("a", ONE.long(), TWO)], dbuffer.InvalidWeightsError, "1 indices and 2"),
-        ([SparsePatch("a", TWO.long() * 0, TWO)], dbuffer.InvalidWeightsError, "twice"),
-        ([SparsePatch("a", ONE, ONE)], dbuffer.InvalidWeightsError, "integers"),
-        ([SparsePatch("a", ONE.bool(), ONE)], dbuffer.InvalidWeightsError, "integers"),
-        ([SparsePatch("a", ONE + 0j, ONE)], dbuffer.InvalidWeightsError, "integers"),
-        ([SparsePatch("a", ONE.long(), ONE)] * 2, dbuffer.InvalidWeightsError, "two patches"),
-        (None, dbuffer.InvalidWeightsError, "a list of SparsePatch, not None"),
-        ([("a", ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a SparsePatch"),
-        ([SparsePatch(5, ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
-        ([SparsePatch(["a"], ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
-        ([SparsePatch("a", [1], ONE)], dbuffer.InvalidWeightsError, "indices .* not this list"),
-        ([SparsePatch("a", ONE.long(), ONE.numpy())], dbuffer.InvalidWeightsError, "ndarray"),
-        ([SparsePatch("a", ONE.long(), ONE.to_sparse())], dbuffer.InvalidWeightsError, "sparse"),
-        ([SparsePatch("a", ONE.long(), ONE.to("meta"))], dbuffer.InvalidWeightsError, "meta"),
-        ([SparsePatch("a", ONE.long(), ONE, 4000)], dbuffer.InvalidWeightsError, "must be a tuple"),
-        (
-            [SparsePatch("a", ONE.long(), ONE), SparsePatch("tied", ONE.long(), ONE)],
-            dbuffer.InvalidWeightsError,
-            "tied",
-        ),
-    ],
-)
-def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
-    store, mount, patches, error, said
-):
+REFUSED_PATCHES: list[tuple[Any, type[Exception], str]] = [
+    ([SparsePatch("x", ONE.long(), ONE)], dbuffer.WeightsMismatchError, "'x'"),
+    ([SparsePatch("a", ONE.long(), ONE.int())], dbuffer.WeightsMismatchError, "int32"),
+    (
+        [SparsePatch("a", ONE.long(), ONE.to(torch.float8_e5m2))],
+        dbuffer.WeightsMismatchError,
+        "float8_e5m2",
+    ),
+    ([SparsePatch("a", ONE.long(), ONE, (4, 1000))], dbuffer.WeightsMismatchError, "shape"),
+    ([SparsePatch("a", torch.tensor([4000]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+    ([SparsePatch("a", torch.tensor([-1]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+    ([SparsePatch("e", torch.tensor([0]), ONE)], dbuffer.WeightsMismatchError, "outside"),
+    ([SparsePatch("a", ONE.long(), TWO)], dbuffer.InvalidWeightsError, "1 indices and 2"),
+    ([SparsePatch("a", TWO.long() * 0, TWO)], dbuffer.InvalidWeightsError, "twice"),
+    ([SparsePatch("a", ONE, ONE)], dbuffer.InvalidWeightsError, "integers"),
+    ([SparsePatch("a", ONE.bool(), ONE)], dbuffer.InvalidWeightsError, "integers"),
+    ([SparsePatch("a", ONE + 0j, ONE)], dbuffer.InvalidWeightsError, "integers"),
+    ([SparsePatch("a", ONE.long(), ONE)] * 2, dbuffer.InvalidWeightsError, "two patches"),
+    (None, dbuffer.InvalidWeightsError, "a list of SparsePatch, not None"),
+    ([("a", ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a SparsePatch"),
+    ([SparsePatch(5, ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
+    ([SparsePatch(["a"], ONE.long(), ONE)], dbuffer.InvalidWeightsError, "must be a string"),
+    ([SparsePatch("a", [1], ONE)], dbuffer.InvalidWeightsError, "indices .* not this list"),
+    ([SparsePatch("a", ONE.long(), ONE.numpy())], dbuffer.InvalidWeightsError, "ndarray"),
+    ([SparsePatch("a", ONE.long(), ONE.to_sparse())], dbuffer.InvalidWeightsError, "sparse"),
+    ([SparsePatch("a", ONE.long(), ONE.to("meta"))], dbuffer.InvalidWeightsError, "meta"),
+    ([SparsePatch("a", ONE.long(), ONE, 4000)], dbuffer.InvalidWeightsError, "must be a tuple"),
+    (
+        [SparsePatch("a", ONE.long(), ONE), SparsePatch("tied", ONE.long(), ONE)],
+        dbuffer.InvalidWeightsError,
+        "tied",
+    ),
+]
+
+
+def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(store, mount, sender, reader):
     a = torch.arange(4000.0)
-    with make_sender(store) as sender, reader_of(store) as reader:
-        sender.send({"a": a, "tied": a, "e": torch.empty(0)})
+    sender.send({"a": a, "tied": a, "e": torch.empty(0)})
+    for version, (patches, error, said) in enumerate(REFUSED_PATCHES, 2):
         before = {path: path.read_bytes() for path in version_files(store)}
-        good = SparsePatch("a", torch.tensor([7]), torch.tensor([-7.0]))
         with pytest.raises(error, match=said):
             sender.send_patches(patches)
         assert {path: path.read_bytes() for path in version_files(store)} == before
-        assert sender.send_patches([good]).version == 2
+        good = SparsePatch("a", torch.tensor([7]), torch.tensor([-float(version)]))
+        assert sender.send_patches([good]).version == version
         with reader.open() as snapshot:
-            assert snapshot.tensors["a"][7] == -7.0
+            assert snapshot.tensors["a"][7] == -version
 
 
 def test_views_are_patches_as_any_other_tensors(mount, sender, reader):

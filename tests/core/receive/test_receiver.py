@@ -380,11 +380,6 @@ class TestAcknowledging:
         receiver.acknowledge(1)
         sender.wait_applied(1, timeout_s=0)
 
-    def test_by_loading(self, sender, receiver):
-        sender.send(weights_of(1))
-        receiver.load_into(weights_of(0))
-        sender.wait_applied(1, timeout_s=0)
-
     def test_with_the_metadata_of_the_version(self, sender, receiver, store):
         def applied() -> tuple[int | None, dict[str, Any]]:
             record = record_of(store)
@@ -665,10 +660,6 @@ class TestVerifying:
             with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
                 receiver.load_into(weights_of(0))
 
-    def test_no_other_choice(self, store):
-        with pytest.raises(ValueError, match="verify"):
-            dbuffer.WeightReceiver(store, verify="always")
-
 
 class TestKeptLayouts:
     @pytest.fixture
@@ -771,24 +762,6 @@ def clones(pairs):
 
 
 class TestStore:
-    def test_that_went_back_is_noticed(self, sender, receiver, store):
-        sender.send(weights_of(1), version=10)
-        receiver.load_into(weights_of(0))
-        sender.close()
-        shutil.rmtree(store)
-        with dbuffer.WeightSender(store) as again:
-            again.send(weights_of(5), version=5)
-            target = weights_of(0)
-            with pytest.raises(
-                dbuffer.VersionRegressedError, match=r"version 10, and .* version 5"
-            ):
-                receiver.load_into(target)
-            with pytest.raises(dbuffer.VersionRegressedError), receiver.open(timeout_s=0):
-                pass
-            assert values_in(target) == {0.0}
-            with dbuffer.WeightReceiver(store) as new:
-                assert new.load_into(target) == 5
-
     @pytest.mark.parametrize("version", [9, 10, 11], ids=["lower", "equal", "higher"])
     @pytest.mark.parametrize("left", [(), ("writer.json", "receivers")], ids=["removed", "emptied"])
     def test_that_was_begun_anew_is_noticed(self, sender, receiver, store, version, left):
@@ -923,10 +896,3 @@ class TestLife:
             finally:
                 os.kill(child, 9)
                 os.waitpid(child, 0)
-
-    @pytest.mark.parametrize(
-        ("option", "value"), [("poll_interval_s", 0), ("poll_interval_s", -1), ("num_threads", 0)]
-    )
-    def test_refuses_options_that_make_no_sense(self, store, option, value):
-        with pytest.raises(ValueError, match=option):
-            dbuffer.WeightReceiver(store, **{option: value})

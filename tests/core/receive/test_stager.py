@@ -1074,27 +1074,6 @@ def test_a_store_that_cannot_be_entered_for_a_while(shm_path):
 # Options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"copy": "never"},
-        {"copy": None},
-        {"receiver_id": "a/b"},
-        {"poll_interval_s": 0},
-        {"verify": "sometimes"},
-        {"num_threads": 0},
-        {"version": 0},
-    ],
-    ids=str,
-)
-def test_options_are_checked(store, options):
-    threads = threading.active_count()
-    with pytest.raises(dbuffer.OptionError, match=next(iter(options))):
-        stager_of(store, **options)
-    assert threading.active_count() == threads
-    assert not store.exists()
-
-
 def test_the_record_says_whose_it_is(store, sender):
     with staging(store):
         record = record_in(store)

@@ -154,11 +154,6 @@ def test_the_modules_own_tensors_are_published_if_asked(mixtral, store):
     assert_same(received(store), mixtral.state_dict())
 
 
-def test_an_option_that_is_no_flag_is_refused(store):
-    with pytest.raises(dbuffer.OptionError, match="as_checkpoint"):
-        WeightSender(store, as_checkpoint="no")  # type: ignore[arg-type]
-
-
 class Actor(nn.Module):
     """A trainer's module that has a model in it, and a value head beside it."""
 

@@ -192,19 +192,9 @@ def test_shared_gpu_memory_is_refused_with_what_to_do(name):
         BridgeConfig(use_cuda_ipc=True)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"trainer_rank": 1},
-        {"trainer_rank": -1},
-        {"world_size": 0},
-        {"num_inference_nodes": -1},
-        {"timeout_seconds": 0},
-    ],
-)
-def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(dbuffer.OptionError, match=next(iter(wrong))):
-        BridgeConfig(**wrong)
+def test_rank_outside_of_the_world_is_refused():
+    with pytest.raises(dbuffer.OptionError, match="trainer_rank"):
+        BridgeConfig(trainer_rank=1)
 
 
 def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch):

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import pickle
 import subprocess
 import sys
 import threading
@@ -80,32 +79,23 @@ WRONG_REQUESTS: dict[str, list[Any]] = {
 }
 
 
-def each(values: dict[str, list[Any]]) -> list[Any]:
-    return [
-        pytest.param(name, value, id=f"{name}-{value!r:.30}")
-        for name, found in values.items()
-        for value in found
-    ]
-
-
 # Options of an engine.
 
 
-@pytest.mark.parametrize(("name", "value"), each(WRONG_OPTIONS))
-def test_a_wrong_option_is_a_value_error_that_names_it(name, value):
-    with pytest.raises(OptionError) as caught:
-        EngineOptions.parse({"store": STORE, name: value})
-    assert isinstance(caught.value, ValueError)
-    assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_a_wrong_option_is_an_error_that_names_it(name):
+    for value in WRONG_OPTIONS[name]:
+        with pytest.raises(OptionError) as caught:
+            EngineOptions.parse({"store": STORE, name: value})
+        assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
 
 
-@pytest.mark.parametrize(("name", "value"), each(RIGHT_OPTIONS))
-def test_a_right_option_is_kept(name, value):
-    options = EngineOptions.parse({"store": STORE, name: value})
-    assert getattr(options, name) == value
-    assert EngineOptions.parse(dataclasses.asdict(options)) == options
-    assert EngineOptions.parse(json.loads(json.dumps(dataclasses.asdict(options)))) == options
+@pytest.mark.parametrize("name", RIGHT_OPTIONS)
+def test_a_right_option_is_kept(name):
+    for value in RIGHT_OPTIONS[name]:
+        options = EngineOptions.parse({"store": STORE, name: value})
+        assert getattr(options, name) == value
+        assert EngineOptions.parse(json.loads(json.dumps(dataclasses.asdict(options)))) == options
 
 
 def test_every_field_is_tested_here():
@@ -137,7 +127,6 @@ def test_a_missing_store_and_unknown_keys_are_refused(values):
     with pytest.raises(OptionError) as caught:
         EngineOptions.parse(values)
     message = str(caught.value)
-    assert isinstance(caught.value, ValueError)
     assert repr(values) in message
     assert "'store'" in message
     assert all(name in message for name in WRONG_OPTIONS), "it says what there is"
@@ -210,12 +199,12 @@ def test_the_default_engine_id_can_name_a_record(instance, monkeypatch):
 # Requests.
 
 
-@pytest.mark.parametrize(("name", "value"), each(WRONG_REQUESTS))
-def test_a_wrong_request_is_a_value_error_that_names_the_field(name, value):
-    with pytest.raises(OptionError) as caught:
-        UpdateRequest.parse({name: value})
-    assert isinstance(caught.value, ValueError)
-    assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
+@pytest.mark.parametrize("name", WRONG_REQUESTS)
+def test_a_wrong_request_is_an_error_that_names_the_field(name):
+    for value in WRONG_REQUESTS[name]:
+        with pytest.raises(OptionError) as caught:
+            UpdateRequest.parse({name: value})
+        assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
 
 
 @pytest.mark.parametrize(
