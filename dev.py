@@ -16,7 +16,7 @@ python3 dev.py measure [options of pytest]           (all tests; writes the seco
                                                       by which they are ordered)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
-environment (a minute at most, 2.7 GB); later ones reuse it until what it was made from changes.
+environment (a minute at most, 2.8 GB); later ones reuse it until what it was made from changes.
 """
 
 import sys

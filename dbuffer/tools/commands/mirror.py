@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dbuffer
+from dbuffer.errors import DBufferError
 from dbuffer.runtime.extras import needed_for
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
@@ -82,5 +83,10 @@ def _serve_metrics(copying: Mirror, port: int) -> None:
         from prometheus_client import start_http_server
 
         from dbuffer.integrations.metrics import register
+    try:
+        start_http_server(port)
+    except OSError as error:
+        raise DBufferError(
+            f"cannot serve metrics on port {port} ({error.strerror}): give --metrics-port another"
+        ) from error
     register(copying)
-    start_http_server(port)

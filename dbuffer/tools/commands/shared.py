@@ -118,13 +118,25 @@ class FollowOptions:
     count: CountOption = None
     timeout_s: Annotated[
         float | None,
-        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
+        typer.Option(
+            help="Stop with exit code 3 if no version comes for this many seconds.",
+            show_default="never",
+        ),
     ] = None
     receiver_id: Annotated[
         str | None,
-        typer.Option(help="Name under which versions are acknowledged.", metavar="ID"),
+        typer.Option(
+            help="Name under which versions are acknowledged.",
+            metavar="ID",
+            show_default="a generated name",
+        ),
     ] = None
-    verify: Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")] = False
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Check every tensor's checksum; the default on a network mount."
+        ),
+    ] = False
     new_history: Annotated[
         NewHistory,
         typer.Option(
