@@ -124,15 +124,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dir",
         nargs="+",
+        action="extend",
         type=Path,
-        default=[Path("/dev/shm"), Path(tempfile.gettempdir())],
-        help="directories to put the files in; the targets are judged by the first "
-        "(default: /dev/shm and the directory for temporary files)",
+        help="directories to put the files in; the targets are judged by the first, and a bucket's "
+        "server has the last (default: /dev/shm and the directory for temporary files)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, under 40 seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # Not the parser's default, which would be extended.
+    options.dir = options.dir or [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    return options
 
 
 def _measure(directories: Sequence[Path], *, quick: bool) -> Results:

