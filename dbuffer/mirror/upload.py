@@ -34,7 +34,7 @@ from dbuffer.format.objects import (
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import new_memory, pack_checksums
+from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
@@ -304,22 +304,25 @@ class Upload(Closing):
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
         layout = footer.layout
-        memory = new_memory(layout.checksums_offset).zero_()  # gaps are put, too
+        memory = new_memory(footer.file_bytes)
+        data = memory[: layout.checksums_offset]
         hashed = held.manifest.checksums_xxh3 is not None
-        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
+        _, checksums = read_whole(held, self._copier, data, hashed=hashed)
         if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
             return None
         table = pack_checksums(checksums or [])
-        end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
-        end += footer.encoded + footer.tail
-
-        def read(offset: int, num_bytes: int) -> bytes:
-            behind = offset - layout.checksums_offset
-            of_end = end[max(0, behind) : max(0, behind + num_bytes)]
-            return b"".join((tensors.raw[offset : offset + num_bytes], of_end))
-
+        raw = as_bytes(memory)
+        starts = [*layout.offsets[1:], layout.checksums_offset]
+        for offset, size, start in zip(layout.offsets, layout.sizes, starts, strict=True):
+            raw[offset + size : start] = bytes(start - offset - size)  # gaps are put, too
+        table_end = table.ljust(layout.layout_offset - layout.checksums_offset, b"\0")
+        raw[layout.checksums_offset :] = table_end + footer.encoded + footer.tail
         table_xxh3 = None if checksums is None else digest(table)
-        return _Content(footer.file_bytes, read, footer.described(table_xxh3))
+        return _Content(
+            footer.file_bytes,
+            lambda offset, num_bytes: raw[offset : offset + num_bytes],
+            footer.described(table_xxh3),
+        )
 
     def _put(
         self,
@@ -398,7 +401,7 @@ class _Content(NamedTuple):
     """A file that is to be put."""
 
     num_bytes: int
-    read: Callable[[int, int], bytes]
+    read: Callable[[int, int], bytes | memoryview]
     """Function that returns its bytes: as many, from an offset on."""
     fields: dict[str, Any] = {}  # noqa: RUF012 - read only
     """Fields of a manifest that describe it, if it has weights."""

@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from dbuffer.format.layout import TensorSpec
+from dbuffer.format.layout import ALIGNMENT_BYTES, TensorSpec
 from dbuffer.format.places import is_part_of
+from dbuffer.mirror import upload
+from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish import box_share
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import Box, assign_writes
@@ -335,6 +337,26 @@ def test_a_damaged_part_is_refused(in_parts, damage):
     if kind is CORRUPT:
         checks = verify_store(DoubleBuffer(in_parts))
         assert [bool(check.problems) for check in checks if check.is_newest] == [True]
+
+
+def send_odd_sizes(rank: int, store: Path) -> None:
+    with mounted("network"), ShardedWeightSender(store) as sender:
+        sender.send({name: torch.ones(3, dtype=torch.uint8) for name in "abcdefgh"})
+
+
+def test_gaps_between_parts_go_into_a_bucket_as_zeros(world, store, bucket_url, monkeypatch):
+    def dirty_memory(num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 0xAA, dtype=torch.uint8)
+
+    world.run(send_odd_sizes, store)
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    monkeypatch.setattr(upload, "new_memory", dirty_memory)
+    with dbuffer.Mirror(store, bucket_url).start() as mirror:
+        mirror.wait_until_current(20)
+    with Bucket(bucket_url) as bucket:
+        [part] = [name for name in bucket.list("") if "/weights/" in name]
+        tensors = bytes(bucket.get_range(part, 0, 8 * ALIGNMENT_BYTES))
+    assert tensors == 8 * bytes([1, 1, 1]).ljust(ALIGNMENT_BYTES, b"\0")
 
 
 def test_where_the_store_looks_local_parts_are_not_mapped(in_parts, monkeypatch):
