@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import xxhash
+
 from dbuffer.errors import (
     OptionError,
     StoreAccessError,
@@ -40,6 +42,9 @@ Tag: TypeAlias = dict[str, str]
 
 NUM_REQUESTS = 8
 """Requests that are made side by side: one alone does not fill a network."""
+
+_PIECE_BYTES = 1 << 18
+"""Bytes of an object that are handled together, at least."""
 
 _ATTEMPTS = 6
 
@@ -114,16 +119,45 @@ class Bucket(Closing):
 
     def get(self, name: str, num_bytes: int) -> memoryview:
         """Return the content of an object of a known size."""
+        content = memoryview(bytearray(num_bytes))
 
-        def request() -> memoryview | None:
+        def place(offset: int, data: memoryview) -> None:
+            content[offset : offset + data.nbytes] = data
+
+        self.get_pieces(name, num_bytes, place)
+        return content
+
+    def get_pieces(
+        self, name: str, num_bytes: int, place: Callable[[int, memoryview], None]
+    ) -> str:
+        """Get the content of an object of a known size piece by piece, and return its digest.
+
+        Args:
+            name: the object's.
+            num_bytes: its size.
+            place: called with pieces of the content, each with its offset, in this order; from the
+                first one on again, if the request is repeated.
+        """
+
+        def request() -> str | None:
             result = self._obstore.get(self._objects, name)
-            is_right = result.meta["size"] == num_bytes
-            return memoryview(result.buffer()) if is_right else None
+            if result.meta["size"] != num_bytes:
+                return None
+            # A piece is copied and hashed while it is in a core's cache.
+            hasher, end = xxhash.xxh3_64(), 0
+            for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                data = memoryview(piece)
+                start, end = end, end + data.nbytes
+                if end > num_bytes:
+                    return None
+                place(start, data)
+                hasher.update(data)
+            return hasher.hexdigest() if end == num_bytes else None
 
-        data = self._request("get", name, request)
-        if data is None or data.nbytes != num_bytes:
+        content_xxh3 = self._request("get", name, request)
+        if content_xxh3 is None:
             raise StoreCorruptError(f"{self.name_of(name)} has not the size that was published")
-        return data
+        return content_xxh3
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
         """Return some bytes of an object."""
@@ -167,7 +201,7 @@ class Bucket(Closing):
         except UNDECODABLE as error:
             raise type(error)(f"{self.name_of(name)}: {error}") from None
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
         """Put an object, whatever was there."""
         self._request("put", name, lambda: self._put(name, data, "overwrite"))
 
@@ -223,7 +257,7 @@ class Bucket(Closing):
         """Return an object's URL, for messages."""
         return f"{self.url}/{name}"
 
-    def _put(self, name: str, data: bytes, mode: Any) -> Tag:
+    def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
         result = self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False)
         return _tag_of(result)
 

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from dbuffer.errors import (
     SnapshotEvictedError,
     StoreCorruptError,
@@ -17,7 +19,7 @@ from dbuffer.errors import (
     VersionRegressedError,
     WaitTimeoutError,
 )
-from dbuffer.format.layout import KeptLayouts, digest
+from dbuffer.format.layout import KeptLayouts
 from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
@@ -87,13 +89,17 @@ class HeldObjects(HeldVersion):
         return data
 
     def read_data(self, into: memoryview, on_bytes: OnBytes | None) -> None:
-        def place(offset: int, data: memoryview) -> None:
-            data = data[: max(0, into.nbytes - offset)]  # without the footer
-            into[offset : offset + data.nbytes] = data
-            if on_bytes is not None:
-                on_bytes(data.nbytes)
+        target = np.frombuffer(into, np.uint8)  # copies into it let go of the interpreter's lock
 
-        self._fetch([(self._weights, self.record.weights_parts, place)])
+        def place(offset: int, data: memoryview) -> None:
+            some = target[offset : offset + data.nbytes]
+            some[:] = np.frombuffer(data, np.uint8)[: len(some)]  # without the footer
+
+        def count(offset: int, num_bytes: int) -> None:
+            if on_bytes is not None:
+                on_bytes(len(target[offset : offset + num_bytes]))
+
+        self._fetch([(self._weights, self.record.weights_parts, place)], count)
 
     def open_delta(self, identity: str) -> tuple[str, Descriptor]:
         if identity not in self._deltas:
@@ -116,20 +122,25 @@ class HeldObjects(HeldVersion):
             self._fetch(wholes)
         self._deltas |= files
 
-    def _fetch(self, wholes: list[_Whole]) -> None:
-        """Fetch all parts of some files, side by side."""
+    def _fetch(
+        self, wholes: list[_Whole], on_part: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        """Fetch all parts of some files, side by side; ``on_part``: called with place and size."""
 
         def fetch(item: tuple[_Whole, int]) -> None:
             (directory, parts, place), index = item
-            offset = index * self.record.part_bytes
-            num_bytes = min(self.record.part_bytes, parts.num_bytes - offset)
+            first = index * self.record.part_bytes
+            num_bytes = min(self.record.part_bytes, parts.num_bytes - first)
             name = part_object(directory, index, parts.digests[index])
-            data = self._bucket.get(name, num_bytes)
-            if digest(data) != parts.digests[index]:
-                data = self._bucket.get(name, num_bytes)  # the network may have damaged it
-            if digest(data) != parts.digests[index]:
+            for _ in range(2):  # the network may have damaged it
+                part_xxh3 = self._bucket.get_pieces(
+                    name, num_bytes, lambda offset, data: place(first + offset, data)
+                )
+                if part_xxh3 == parts.digests[index]:
+                    break
+            else:
                 raise StoreCorruptError(f"{self._bucket.name_of(name)} is not what was published")
-            place(offset, data)
+            on_part(first, num_bytes)
 
         items = [(whole, index) for whole in wholes for index in range(len(whole[1].digests))]
         self._bucket.in_parallel(fetch, items)

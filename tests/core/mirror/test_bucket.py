@@ -116,6 +116,25 @@ def test_a_version_is_the_same_at_the_far_end(remote, local, bucket_url, checksu
     assert len(anchors) == (1 if delta else 4)
 
 
+def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
+    """With its gaps and its footer; and progress has all bytes of its tensors."""
+    weights = {f"odd {index}": torch.arange(100_001) * index for index in range(3)}
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        sender.send(weights)
+        up.wait_until_current(20)
+    record, manifest = record_of(bucket), manifest_of(remote)
+    [weights_file] = (remote / DoubleBuffer(remote).pointer().buffer).glob(manifest.file)
+    parts = {name: each for name, each in bucket.list("").items() if "/weights/" in name}
+    assert len(parts) == len(record.weights) > 1
+    contents = [bucket.get(name, parts[name].num_bytes) for name in sorted(parts)]
+    assert b"".join(contents) == weights_file.read_bytes()
+    seen: list[tuple[int, int]] = []
+    with mirror(bucket.url, local, progress=lambda *at: seen.append(at)) as down:
+        down.wait_until_current(20)
+    total = manifest.checksums_offset
+    assert max(seen) == (total, total)
+
+
 def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
     with (
         dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
