@@ -35,7 +35,17 @@ class Case:
 CASES = {
     **{
         name: Case(name)
-        for name in ("gemma2", "glm4_moe", "gpt2", "granite", "mistral", "mixtral", "olmoe", "opt")
+        for name in (
+            "gemma",
+            "gemma2",
+            "glm4_moe",
+            "gpt2",
+            "granite",
+            "mistral",
+            "mixtral",
+            "olmoe",
+            "opt",
+        )
     },
     "cohere": Case("cohere", models=("commandr",)),
     "gemma3_text": Case("gemma3_text", models=("gemma3_causal", "gemma3_mm")),

@@ -41,6 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **_ROUTED,
     },
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", **_TIED},
     "gemma2": {
         **_GEMMA,
         "query_pre_attn_scalar": 32,
