@@ -313,6 +313,7 @@ def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(case, stag
     switched = Switched(make, make_tensors(), staged=staged)
     assert switched.trace.refused == {}
     assert switched.switch_often(make_tensors) == PLANNED
+    assert switched.reloads == 2  # of what stands in for the version, and of the version
 
 
 def test_parameters_stay_where_they_are():
@@ -693,6 +694,7 @@ def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind, staged):
     )
     weight = switched.model.layers["a"].weight
     assert switched.switch_often(two_tensors) == PLANNED
+    assert switched.reloads == 2
     assert switched.model.layers["a"].weight is weight
 
 
@@ -796,6 +798,7 @@ def test_a_layer_whose_loader_computes_is_reloaded_alone(loader, staged, log):
 
     switched = Switched(make, tensors(), staged=staged, in_parts=True)
     assert switched.switch_often(tensors) == PLANNED
+    assert switched.reloads == 2
     assert switched.parts == [{"a.weight"}] * (NUM_SWITCHES + 1)  # twice where it is proven
     [summary, reason] = log.messages
     assert "copies into 2 parameters" in summary
@@ -812,12 +815,14 @@ def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(derive):
 
     switched = Switched(make, mixed_tensors(), in_parts=True)
     assert switched.trace.refused == {}
-    planned = [switched.switch(mixed_tensors()) for _ in range(8)]
-    assert planned[-1] == (derive in REPEATED)
-    assert len(switched.parts) < 8 or planned[-1]
-    assert not planned[0]
-    if planned[-1]:
-        assert switched.parts[-1] == {"a.weight"}
+    planned = switched.switch_often(mixed_tensors)
+    if derive in REPEATED:
+        assert planned == PLANNED
+        assert switched.reloads == 4  # two to see what it derives, and two to verify the others
+        assert switched.parts == [{"a.weight"}] * (NUM_SWITCHES + 1)
+    else:
+        assert not any(planned)
+        assert len(switched.parts) < NUM_SWITCHES
 
 
 class Absorbing(Model):
@@ -841,9 +846,52 @@ class Absorbing(Model):
 
 def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload():
     switched = Switched(Absorbing, mixed_tensors(), in_parts=True)
-    planned = [switched.switch(mixed_tensors()) for _ in range(8)]
-    assert planned == [*[False] * 2, *[True] * 6]
+    assert switched.switch_often(mixed_tensors) == PLANNED
+    assert switched.reloads == 4
     assert switched.parts[-1] == {"a.weight", "b.weight"}
+
+
+@pytest.mark.usefixtures("any_share")
+def test_images_and_samples_of_the_other_layers_outlast_a_mismatch():
+    def make() -> Model:
+        return Model(a=DerivingOnData(in_an_attribute), b=IntoAKernel(), c=Layer(shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), packing=Packer(), in_parts=True)
+    switched.changes = differences
+    tensors = mixed_tensors()
+    planned = [switched.switch(tensors := changed_a_little(tensors)) for _ in range(NUM_SWITCHES)]
+    assert planned == PLANNED
+    assert switched.patched == PLANNED
+    assert switched.reloads == 4
+
+
+class Spreading(Model):
+    """Marks another layer with each reload of all: no plan is ever good."""
+
+    numbers = itertools.count()
+
+    def reload(self, tensors: Tensors) -> None:
+        super().reload(tensors)
+        number = next(self.numbers)
+        list(self.layers.values())[number % len(self.layers)].mark = number
+
+
+def test_a_pause_has_a_bounded_number_of_reloads(log):
+    names = "abcdefghijklmnop"
+
+    def tensors() -> Tensors:
+        return {f"{name}.weight": random() for name in names}
+
+    switched = Switched(
+        lambda: Spreading(**{name: Layer() for name in names}), tensors(), in_parts=True
+    )
+    assert not switched.switch(tensors())
+    assert switched.reloads == 9
+    [message] = log.messages
+    assert "for 8 versions" in message
+    assert "verified 4 times" in message
+    assert not any(switched.switch(tensors()) for _ in range(7))
+    assert switched.reloads == 16
 
 
 class Summing(Model):

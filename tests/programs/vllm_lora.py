@@ -43,8 +43,7 @@ def run(directory: Path) -> dict[str, Any]:
         seen["fresh"].append(greedy(start_llm(path, how="none")))
     observe_versions(directory, model, followed, with_adapters, seen)
     with following(with_adapters, directory / "base") as switch:
-        for path in (*merged, *merged):  # until it is proven that copies will do
-            switch(path)
+        switch(merged[-1])  # which verifies that copies will do
         with counted_reloads(with_adapters) as reloads:
             seen["base updates"] = [switch(path) for path in merged]
     return seen | {"reloads": reloads}

@@ -16,7 +16,14 @@ from tests.support.engines.tiny_models import (
     save_tokenizer,
     weights_in,
 )
-from tests.support.engines.vllm_engines import following, leave, model_of, set_packing, start_llm
+from tests.support.engines.vllm_engines import (
+    counted_reloads,
+    following,
+    leave,
+    model_of,
+    set_packing,
+    start_llm,
+)
 
 NUM_LAYERS = 17  # of eight parameters each
 KINDS = ("down_proj", "o_proj", "input_layernorm")
@@ -25,8 +32,11 @@ KINDS = ("down_proj", "o_proj", "input_layernorm")
 
 def run(directory: Path) -> dict[str, Any]:
     set_packing(packed=False)
+    deep = save_qwen3(directory / "deep", num_hidden_layers=NUM_LAYERS)
+    llm = start_llm(deep, how="none")
     return {
-        "put back": observe_put_back(directory),
+        "deriving": observe_deriving(directory, deep, llm),
+        "put back": observe_put_back(directory, deep, llm),
         "reranker": observe_reranker(directory),
         "beside": observe_beside(directory),
     }
@@ -45,9 +55,7 @@ def save_qwen3(path: Path, **more: Any) -> Path:
     return path
 
 
-def observe_put_back(directory: Path) -> dict[str, Any]:
-    deep = save_qwen3(directory / "deep", num_hidden_layers=NUM_LAYERS)
-    llm = start_llm(deep, how="none")
+def observe_put_back(directory: Path, deep: Path, llm: Any) -> dict[str, Any]:
     weights = weights_in(deep)
     seen: dict[str, Any] = {}
 
@@ -71,6 +79,35 @@ def observe_put_back(directory: Path) -> dict[str, Any]:
             right = put(save_mixed(deep, weights, directory / f"after {kind}"))
             wrong = [name for name in right if not torch.equal(right[name], switched[name])]
             seen[kind] = {"put back": len(changed), "wrong": wrong, "error": error}
+    return seen
+
+
+def observe_deriving(directory: Path, deep: Path, llm: Any) -> dict[str, Any]:
+    """Reloads of three switches, where a layer derives something that no trace shows."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Deriving(UnquantizedLinearMethod):  # type: ignore[misc]
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            layer.largest = layer.weight.max()  # type: ignore[operator]
+
+    layer = model_of(llm).get_submodule("model.layers.0.mlp.down_proj")
+    method, layer.quant_method = layer.quant_method, Deriving()
+    weights = weights_in(deep)
+    seen: dict[str, Any] = {"reloads": [], "largest": [], "right": []}
+    with (
+        following(llm, directory / "deriving store") as switch,
+        counted_reloads(llm) as reloads,
+    ):
+        for number in range(3):
+            reloads.clear()
+            tensor = weights["model.layers.0.mlp.down_proj.weight"]
+            tensor[0, 0] = 10.0 + number
+            assert switch(weights)[0] is None
+            seen["reloads"].append(list(reloads))
+            seen["largest"].append(float(layer.largest))
+            seen["right"].append(torch.equal(layer.weight, tensor))
+    layer.quant_method = method
     return seen
 
 

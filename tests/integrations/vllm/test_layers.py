@@ -20,6 +20,7 @@ from tests.programs.vllm_layers import (
     INT8,
     JUDGES,
     LACK_BEGINS,
+    MIXERS,
     ONLINE,
     PLAIN,
     RETIED,
@@ -29,6 +30,9 @@ from tests.programs.vllm_layers import (
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 
 pytestmark = NEEDS_VLLM
+RELOADED = (*INT8, ONLINE, "phi packed", HEARS, JUDGES)
+"""Models of which too little is only copied, or a layer is not to be loaded alone."""
+RELOADED_IN_PART = (MIXERS, "bloom live")
 needs_fp8_caches = pytest.mark.skipif(
     not HAS_FP8_CACHES, reason="vLLM keeps no fp8 caches on a CPU without AVX-512 and AMX"
 )
@@ -48,6 +52,19 @@ def test_switched_engines_answer_as_fresh_ones(observed, case):
         assert old != new
     assert seen["switched"] == [None, seen["fresh"][1]]
     assert seen["switched back"] == [None, seen["fresh"][0]]
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, HEARS, JUDGES, BIASED, RETIED, *INT8, ONLINE])
+def test_one_switch_verifies_the_copies_that_later_ones_are(observed, case):
+    seen = observed[case]
+    if case in RELOADED:
+        assert seen["first reloads"] == seen["later reloads"] == ["of all"]
+    elif case in RELOADED_IN_PART:
+        assert seen["first reloads"] == ["of all", "of a part"] * 2
+        assert seen["later reloads"] == ["of a part"]
+    else:
+        assert seen["first reloads"] == ["of all"] * 2
+        assert seen["later reloads"] == []
 
 
 @pytest.mark.parametrize("case", BACKEND)
@@ -136,14 +153,6 @@ def test_latent_attention_that_drops_a_packed_weight_is_refused_at_once(observed
     else:
         assert seen["error"].startswith("UnsupportedError: ")
         assert "start the engine with attention_backend='CPU_MLA'" in seen["error"]
-
-
-def test_layers_that_compute_are_reloaded_alone_beside_copies(observed):
-    """Mamba's mixers negate an exponential; all else of the model is copied, or packed before."""
-    seen = observed["mixers"]
-    assert seen["reloads"] == ["of a part"] * 2
-    fresh = observed["mamba2 packed"]["fresh"]
-    assert seen["answers"] == [[None, fresh[1]], [None, fresh[0]]]
 
 
 @needs_fp8_caches

@@ -28,6 +28,14 @@ def test_what_vllm_put_back_is_not_patched_upon(observed, kind):
     assert observed["put back"][kind] == {"put back": NUM_LAYERS, "wrong": [], "error": None}
 
 
+def test_one_switch_verifies_all_but_a_layer_that_derives_something(observed):
+    seen = observed["deriving"]
+    first = ["of all"] * 2 + ["of all", "of a part"] * 2  # without the layer, in the second round
+    assert seen["reloads"] == [first, ["of a part"], ["of a part"]]
+    assert seen["largest"] == [10.0, 11.0, 12.0]
+    assert seen["right"] == [True] * 3
+
+
 def test_a_reranker_that_computes_its_head_is_refused_and_serves_on(observed):
     error, is_as_before = observed["reranker"]
     assert error.startswith("EngineUpdateError: ")

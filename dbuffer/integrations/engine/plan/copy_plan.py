@@ -217,6 +217,16 @@ class PreparedSwitch:
         base = None if self.unpatched else self.base
         return replace(self, tensors=offered, copies=self.plan.copies_of(offered), base=base)
 
+    def by(self, plan: CopyPlan) -> PreparedSwitch:
+        """Bind a plan that leaves more layers to the reload to the same version."""
+        return replace(
+            self,
+            plan=plan,
+            copies=plan.copies_of(self.tensors),
+            images=[image for image in self.images if image.name in plan.packed],
+            sample={name: self.sample[name] for name in self.sample if name in plan.parameters},
+        )
+
     def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
         """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
 
@@ -272,17 +282,20 @@ class PreparedSwitch:
             return None
         return self.unpatched
 
-    def mismatches(self) -> dict[str, str]:
+    def mismatches(self, copier: Copier) -> dict[str, str]:
         """Return the parameters and images that differ from what a switch gives, and their layers.
 
-        Parameters must have what they are copied, to the byte.
+        Parameters must have what they are copied, to the byte. ``copier``: its threads compare.
         """
-        differing = {
-            name: layer_of(name)
-            for name, copies in sorted(self.copies.items())
-            if not all(same_bytes(*copy) for copy in copies)
-        }
-        return differing | {each.name: each.name for each in self.images if not each.matches()}
+        copies = [(name, copy) for name, each in self.copies.items() for copy in each]
+        differing: set[str] = set()
+
+        def work(first: int, end: int) -> None:
+            differing.update(name for name, copy in copies[first:end] if not same_bytes(*copy))
+
+        copier.in_parallel(work, cut_work([copy[0].nbytes for _, copy in copies], copier))
+        images = {each.name: each.name for each in self.images if not each.matches()}
+        return {name: layer_of(name) for name in sorted(differing)} | images
 
     def patch_matches(self, name: str, patches: Sequence[Patch], copies: Sequence[Copy]) -> bool:
         """Whether patches and copies give a parameter what the whole switch would give it.

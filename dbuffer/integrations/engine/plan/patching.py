@@ -188,6 +188,18 @@ def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
     blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
     return all(
-        torch.equal(as_integers(mine), as_integers(other.to(device=mine.device, dtype=mine.dtype)))
-        for mine, other in blocks
+        _same_bits(mine, other.to(device=mine.device, dtype=mine.dtype)) for mine, other in blocks
     )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pair = [as_integers(each) for each in (one, other)]
+    if all(each.is_contiguous() and _is_of_longs(each) for each in pair):
+        # Elements are compared one by one: of eight bytes, that takes half the time of two's.
+        pair = [each.view(-1).view(torch.int64) for each in pair]
+    return torch.equal(*pair)
+
+
+def _is_of_longs(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor can be viewed as integers of eight bytes."""
+    return not (tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8)

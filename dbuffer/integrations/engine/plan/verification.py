@@ -17,6 +17,7 @@ import torch
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.load_trace import Unwrapped
+from dbuffer.io.copier import Copier
 
 Mismatch = Mapping[str, str]
 """Layers that a reload does more with than a switch, by name, and what."""
@@ -28,7 +29,11 @@ _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 def mismatch_of(
-    switch: PreparedSwitch, before: ModelFingerprint, after: ModelFingerprint, unwrapped: Unwrapped
+    switch: PreparedSwitch,
+    before: ModelFingerprint,
+    after: ModelFingerprint,
+    unwrapped: Unwrapped,
+    copier: Copier,
 ) -> Mismatch | None:
     """Compare a model that was just reloaded with what a switch would have made of it.
 
@@ -37,12 +42,13 @@ def mismatch_of(
         before: the model with stand-ins.
         after: the model with the version.
         unwrapped: leads from the live model's names to the trace's.
+        copier: its threads compare.
     """
     mismatch: dict[str, str] = {}
     for place in before.changes_to(after):
         for layer in _layers_at(place, switch.plan.all_layers, unwrapped):
             mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
-    for name, layer in switch.mismatches().items():
+    for name, layer in switch.mismatches(copier).items():
         mismatch.setdefault(layer, f"{name} is not what was published")
     return mismatch or None
 

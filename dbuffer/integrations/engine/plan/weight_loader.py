@@ -2,8 +2,8 @@
 
 The first switch of a layout goes through the engine's own reload, and is compared with what its
 copies would have done (`verification`). Verified copies are used from then on. A layer with which a
-reload does more is reloaded alone, where that leaves the same as a reload of everything; otherwise
-the whole model stays with the reload.
+reload does more is reloaded alone, where that leaves the same as a reload of everything, which is
+verified in the same pause; otherwise the whole model stays with the reload.
 """
 
 from __future__ import annotations
@@ -169,18 +169,24 @@ class WeightLoader:
         elif self._plan is None and self._num_skipped:
             self._num_skipped -= 1
         if self._plan is None and not self._num_skipped:
-            try:
-                self._plan = plan_copies(
-                    self._model,
-                    trace,
-                    self._check,
-                    unwrapped=self._unwrapped,
-                    partial=self._partial,
-                    packing=self._packing,
-                    reloaded=self._reloaded,
-                )
-            except UnsupportedError as error:
-                self._give_up(str(error))
+            return self._made_plan()
+        return self._plan
+
+    def _made_plan(self) -> CopyPlan | None:
+        """Plan the trace, without the layers that stay with the reload."""
+        assert self._trace is not None  # noqa: S101 - it was prepared
+        try:
+            self._plan = plan_copies(
+                self._model,
+                self._trace,
+                self._check,
+                unwrapped=self._unwrapped,
+                partial=self._partial,
+                packing=self._packing,
+                reloaded=self._reloaded,
+            )
+        except UnsupportedError as error:
+            self._give_up(str(error))
         return self._plan
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
@@ -291,42 +297,51 @@ class WeightLoader:
         self._rewritten = trace.rewritten
         if switch is None or switch.plan is not self._plan:
             self._reload(tensors)
-        elif self._num_verifications == _MAX_VERIFICATIONS:
+            return
+        started = time.monotonic()
+        unverified: PreparedSwitch | None = switch
+        while unverified is not None:
+            unverified = self._reload_and_verify(tensors, unverified, identity)
+        if self._plan is not None:
+            _log_verified(self._plan, time.monotonic() - started)
+
+    def _reload_and_verify(
+        self, tensors: Tensors, switch: PreparedSwitch, identity: str | None
+    ) -> PreparedSwitch | None:
+        """Load a version by a reload, and verify a switch to it.
+
+        Returns:
+            The switch to verify next, which leaves more layers to the reload; None: there is none.
+        """
+        if self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
                 f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
                 "move, or layers change more than they load"
             )
             self._reload(tensors)
-        else:
-            self._reload_and_verify(tensors, switch, identity)
-
-    def _reload_and_verify(
-        self, tensors: Tensors, switch: PreparedSwitch, identity: str | None
-    ) -> None:
-        plan, started = switch.plan, time.monotonic()
-        plan.verified_for = None
+            return None
+        switch.plan.verified_for = None
         self._num_verifications += 1
-        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self._random)
+        stand_ins = stand_ins_for(tensors, switch.plan.reloaded_sources, self._random)
         before = self._load_stand_ins(stand_ins, switch)
         self._reload(tensors)
         if before is None:
-            return
+            return None
+        following = None
         try:
-            mismatch = self.verify(switch, before)
-            unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
-            fixed = {name: digest_of(tensor) for name, tensor in unvaried.items()}
+            mismatch = self._mismatch(switch, before)
+            if mismatch is None:
+                unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
+                switch.plan.verified_for = {n: digest_of(t) for n, t in unvaried.items()}
+                self._held = identity, switch.sample
+                return None
+            following = self._leave_to_reload(mismatch, switch)
         # Anything may be in a model, and a switch must not fail because it cannot be looked at.
         except Exception as error:  # noqa: BLE001
             self._set_aside("a reload cannot be compared with copies", error)
-        else:
-            if mismatch is None:
-                plan.verified_for = fixed
-                self._held = identity, switch.sample
-                _log_verified(plan, time.monotonic() - started)
-                return
-            self._leave_to_reload(mismatch, plan)
-        if switch.reloaded:  # and the part may have changed other layers
+        if following is None and switch.reloaded:  # and the part may have changed other layers
             self._reload(tensors)
+        return following
 
     def _load_stand_ins(
         self, stand_ins: Tensors, switch: PreparedSwitch
@@ -344,17 +359,16 @@ class WeightLoader:
             self._set_aside("values that stand in for a version cannot be loaded", error)
             return None
 
-    def verify(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
+    def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
         """Compare a model that was just reloaded with what a switch would have made of it.
 
-        Args:
-            switch: to the version that was reloaded.
-            before: the model with stand-ins.
+        ``before``: the model with stand-ins.
         """
-        mismatch = mismatch_of(switch, before, self._fingerprint(switch), self._unwrapped)
+        after, copier = self._fingerprint(switch), self._copier
+        mismatch = mismatch_of(switch, before, after, self._unwrapped, copier)
         if mismatch is None and switch.reloaded:
             self._reload_part(switch)
-            if changed := switch.mismatches():
+            if changed := switch.mismatches(copier):
                 why = f"reloading a part changes {listed(list(changed))} too"
                 return dict.fromkeys(switch.plan.reloaded, why)
         return mismatch
@@ -367,13 +381,16 @@ class WeightLoader:
             replaced={attribute for image in switch.images for attribute in image.replaced},
         )
 
-    def _leave_to_reload(self, mismatch: Mismatch, plan: CopyPlan) -> None:
-        """Leave layers to the reload that it does more with than the plan."""
-        if mismatch.keys() <= plan.reloaded.keys():
+    def _leave_to_reload(self, mismatch: Mismatch, switch: PreparedSwitch) -> PreparedSwitch | None:
+        """Leave layers to the reload that it does more with; return the switch of all others."""
+        reloaded = switch.plan.reloaded
+        if mismatch.keys() <= reloaded.keys():
             self._give_up(listed(sorted({*mismatch.values()}), "; "))
-        else:
-            self._drop_plan()
-            self._reloaded = {**mismatch, **plan.reloaded}
+            return None
+        self._drop_plan()
+        self._reloaded = {**mismatch, **reloaded}
+        plan = self._made_plan()
+        return None if plan is None else switch.by(plan)
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
