@@ -125,9 +125,10 @@ class WeightsMismatchError(DBufferError, ValueError):
 
 
 class SnapshotEvictedError(DBufferError, RuntimeError):
-    """A snapshot was held for longer than the sender waits, and its buffer was rewritten.
+    """A snapshot was held for longer than the sender waits, and the sender reused its buffer.
 
-    Discard the bytes that were read and open the newest version. Copy faster, or raise the sender's
+    Discard what was read and open the newest version: the reader cannot tell whether the sender left
+    its file alone or, because locks do not work, rewrote it. Copy faster, or raise the sender's
     ``reader_timeout_s``.
     """
 
