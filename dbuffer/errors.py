@@ -128,8 +128,8 @@ class SnapshotEvictedError(DBufferError, RuntimeError):
     """A snapshot was held for longer than the sender waits, and the sender reused its buffer.
 
     Discard what was read and open the newest version: the reader cannot tell whether the sender
-    left its file alone or, because locks do not work, rewrote it. Copy faster, or raise the sender's
-    ``reader_timeout_s``.
+    left its file alone or, because locks do not work, rewrote it. Copy faster, or raise the
+    sender's ``reader_timeout_s``.
     """
 
 
