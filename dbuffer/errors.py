@@ -23,8 +23,8 @@ class StoreNotFoundError(DBufferError, FileNotFoundError):
 class StoreAccessError(DBufferError, OSError):
     """The filesystem refused access, or the store is not safe: others can write to it.
 
-    Check the mount: read-only, permissions, a broken disk. For a shared directory, run
-    ``chmod go-w`` on the path that the message names, or pass ``allow_shared_store=True``.
+    Check the mount: read-only, permissions, a broken disk. For a store that others can write to, do
+    what the message says (``chmod go-w``, or another path), or pass ``allow_shared_store=True``.
     """
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.format.manifest import Pointer
+from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.ends import Source, SourceReceiver
 from dbuffer.mirror.local_copy import LocalCopy
@@ -16,10 +17,8 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.foreign import require_no_other_weights
+from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.writer import BufferWriter
-
-MIRROR_LOCK_FILE = "mirror.lock"
 
 
 class OneStoreError(OptionError):
@@ -102,8 +101,8 @@ class StoreTarget:
     def elect(self, source: Source) -> bool:
         root = self._store.root
         filesystem.make_directory(root, parents=True)
+        require_own_directory(root, move_torchrl_aside=self._move_torchrl_aside)
         self._store.check()
-        require_no_other_weights(root, move_torchrl_aside=self._move_torchrl_aside)
         lock = filesystem.take_lock(root / MIRROR_LOCK_FILE, "mirror's", may_lack_locks=False)
         if lock is None:
             return False

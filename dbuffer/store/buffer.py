@@ -25,7 +25,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
-from dbuffer.store.foreign import other_weights
+from dbuffer.store.foreign import other_contents, other_weights
 from dbuffer.store.listing import RecordListing, read_record
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium, medium_of
@@ -50,7 +50,7 @@ class DoubleBuffer:
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
-            filesystem.check_trust(self.root)
+            self._check_root()
             for name in (
                 *places.BUFFERS,
                 places.DELTAS_DIRECTORY,
@@ -59,6 +59,19 @@ class DoubleBuffer:
             ):
                 with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / name)
+
+    def _check_root(self) -> None:
+        try:
+            filesystem.check_trust(self.root)
+        except errors.StoreAccessError as error:
+            # A mistyped path may be that of a directory which is for others to write to.
+            contents = other_contents(self.root)
+            if contents is None:
+                raise
+            raise errors.StoreAccessError(
+                f"there is no store at {self.root}, which holds {contents}: name a directory of "
+                "the store's own"
+            ) from error
 
     @functools.cached_property
     def medium(self) -> Medium:

@@ -126,9 +126,12 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
             "pass allow_shared_store=True (--allow-shared-store) to use it anyway"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # Modes of directories such as /tmp and of mounts are for everybody who uses them.
+        is_for_all = status.st_mode & stat.S_ISVTX or path.is_mount()
+        remedy = "name a directory below it" if is_for_all else f"run 'chmod go-w {path}'"
         raise StoreAccessError(
-            f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); "
-            f"run 'chmod go-w {path}', or pass allow_shared_store=True (--allow-shared-store)"
+            f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); {remedy}, or "
+            "pass allow_shared_store=True (--allow-shared-store)"
         )
 
 

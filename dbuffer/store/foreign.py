@@ -1,8 +1,8 @@
-"""Directories that hold something other than a store: a checkpoint, or TorchRL's own weights.
+"""Directories that hold something other than a store: a checkpoint, other stores, TorchRL weights.
 
-A sender must not write a store into either of them. Files of a checkpoint would be mixed with a
-store's. And receivers of TorchRL's own double buffer go on reading its files, whatever is published
-beside them: a run of which only the trainer was moved to dbuffer would serve its last old weights.
+A sender must not write a store into any of them: other files would be mixed with a store's. And
+receivers of TorchRL's own double buffer go on reading its files, whatever is published beside them:
+a run of which only the trainer was moved to dbuffer would serve its last old weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from dbuffer.errors import OptionError
+from dbuffer.format import places
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
 
@@ -25,6 +26,33 @@ _TORCHRL_META = "meta.json"
 _TORCHRL_TENSORS = "*.memmap"
 _TORCHRL_WEIGHTS = f"weights of TorchRL's own double buffer ({_TORCHRL_META}, {_TORCHRL_TENSORS})"
 
+_PARTS = {
+    *places.BUFFERS,
+    places.POINTER_FILE,
+    places.WRITER_FILE,
+    places.WRITER_LOCK_FILE,
+    places.MIRROR_LOCK_FILE,
+    places.RECEIVERS_DIRECTORY,
+    places.DELTAS_DIRECTORY,
+    places.KEPT_DIRECTORY,
+    places.SCRATCH_DIRECTORY,
+    ASIDE_DIRECTORY,
+}
+"""Names in a store's directory."""
+
+_MARKS = (
+    places.POINTER_FILE,
+    places.WRITER_FILE,
+    places.WRITER_LOCK_FILE,
+    *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
+)
+"""Files by which a directory is known as a store, whatever else is in it."""
+
+_OF_MOUNTS = "lost+found"
+"""Directory at the root of an ext4 filesystem, which may be a store's own mount."""
+
+_NUM_NAMED = 3
+
 _CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -38,17 +66,45 @@ def other_weights(root: Path) -> str | None:
     return _TORCHRL_WEIGHTS if is_torchrl else None
 
 
-def require_no_other_weights(root: Path, *, move_torchrl_aside: bool = False) -> None:
-    """Refuse to write a store into a directory that holds weights of another kind.
+def other_contents(root: Path) -> str | None:
+    """Name what a directory without a store holds; None if it is a store's, empty, or not there.
 
-    ``move_torchrl_aside``: move those of TorchRL into a directory below this one instead.
+    What is left of a store counts as one. Hidden names do not count: network mounts and backups
+    keep theirs in any directory.
+    """
+    with os_errors("list", root):
+        if any((root / mark).exists() for mark in _MARKS) or not root.is_dir():
+            return None
+        names = sorted(path.name for path in root.iterdir() if path.name[0] != ".")
+    others = [name for name in names if name not in (*_PARTS, _OF_MOUNTS)]
+    if not others:
+        return None
+    num_more = len(others) - _NUM_NAMED
+    return ", ".join(others[:_NUM_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+def is_store(root: Path) -> bool:
+    """Whether a directory is a store's, or what is left of one."""
+    return other_contents(root) is None and any((root / name).exists() for name in _PARTS)
+
+
+def require_own_directory(root: Path, *, move_torchrl_aside: bool = False) -> None:
+    """Refuse to write a store into a directory that holds something else.
+
+    ``move_torchrl_aside``: move TorchRL's weights into a directory below this one instead.
 
     Raises:
-        OptionError: the directory holds a checkpoint, or TorchRL's weights.
+        OptionError: the directory holds a checkpoint, TorchRL's weights, or other files.
         StoreAccessError: the directory cannot be listed, or the files cannot be moved.
     """
     other = other_weights(root)
     if other is None:
+        contents = other_contents(root)
+        if contents is not None:
+            raise OptionError(
+                f"{root} holds {contents}, and no store: name a directory of the store's own, "
+                f"such as {root / 'policy'}"
+            )
         return
     if other != _TORCHRL_WEIGHTS:
         raise OptionError(f"{root} holds {other}: give the store another directory")

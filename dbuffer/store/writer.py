@@ -39,7 +39,7 @@ from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
-from dbuffer.store.foreign import require_no_other_weights
+from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.hold import Held
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.medium import LocalMedium, NetworkMedium
@@ -88,8 +88,8 @@ class BufferWriter:
     versions besides the two in the buffers stay, as far as they have ``keep_bytes`` in all.
 
     Raises:
-        OptionError: an option is not what it may be, or the directory holds weights of another
-            kind; see `foreign`.
+        OptionError: an option is not what it may be, or the directory holds something else; see
+            `foreign`.
         StoreBusyError: another writer has the store.
         StoreAccessError: the directory cannot be used.
     """
@@ -116,8 +116,8 @@ class BufferWriter:
         options.flag("durable", durable)
         options.flag("move_torchrl_aside", move_torchrl_aside)
         filesystem.make_directory(self.root, parents=True, durable=durable)
+        require_own_directory(self.root, move_torchrl_aside=move_torchrl_aside)
         self.store.check()
-        require_no_other_weights(self.root, move_torchrl_aside=move_torchrl_aside)
         self._make_directories()
         if keep:  # here, and not at a publish that needs it
             filesystem.require_second_names(self.root / places.SCRATCH_DIRECTORY)

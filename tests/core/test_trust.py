@@ -74,7 +74,8 @@ def test_a_new_store_is_for_its_owner_alone(shm_path):
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o777, 0o1777])
 def test_a_store_that_others_can_write_to_is_refused(published, way_in, mode):
     published.chmod(mode)
-    with pytest.raises(dbuffer.StoreAccessError, match=f"{published}.*chmod go-w"):
+    advice = "name a directory below it" if mode & stat.S_ISVTX else "run 'chmod go-w"
+    with pytest.raises(dbuffer.StoreAccessError, match=f"{published}.*{advice}"):
         way_in(published)
     way_in(published, allow_shared_store=True)
     published.chmod(0o755)

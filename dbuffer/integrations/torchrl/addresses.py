@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dbuffer.format.manifest import Manifest
-from dbuffer.mirror.stores import MIRROR_LOCK_FILE
+from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import is_locked
 from dbuffer.store.foreign import other_weights

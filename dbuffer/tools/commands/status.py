@@ -13,6 +13,7 @@ import typer
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.foreign import is_store
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import print_parts, status_parts, watch_screen
 from dbuffer.tools.status import read_status
@@ -57,11 +58,10 @@ def status(
             _show(read(), read, TIMING.bucket_watch_s, watch=watch, as_json=as_json)
         return
     view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
-    now = read_status(view)
-    if now["version"] is None and now["writer"] is None and not now["receivers"]:
+    if view.exists() and not is_store(place):
         raise StoreNotFoundError(f"there is no store at {store}: the directory has nothing of one")
     read = functools.partial(read_status, view)
-    _show(now, read, _REFRESH_S, watch=watch, as_json=as_json)
+    _show(read(), read, _REFRESH_S, watch=watch, as_json=as_json)
 
 
 def _show(

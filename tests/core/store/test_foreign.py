@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from tensordict import TensorDict
 from torch import distributed, nn
 
 import dbuffer
-from dbuffer.errors import OptionError, WaitTimeoutError
+from dbuffer.errors import OptionError, StoreAccessError, WaitTimeoutError
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.store.foreign import ASIDE_DIRECTORY, other_weights
 from dbuffer.tools import cli
+from tests.support.commands import call
+from tests.support.stores import small_disk
 
 WEIGHTS = {"a": torch.ones(4)}
 OLD = {"a": torch.zeros(4), "nested": {"b": torch.zeros(2), "deeper": {"c": torch.zeros(1)}}}
@@ -122,6 +125,81 @@ def test_no_sender_writes_into_a_checkpoint(tmp_path, publish, name):
         with pytest.raises(OptionError, match=name):
             publish(directory, **more)
     assert files_in(directory) == {name: b"weights"}
+
+
+def fill(directory: Path, kind: str) -> str:
+    """Put something else into a directory; return what messages say of it."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if kind == "another store":
+        send(directory / "policy")
+        return "policy"
+    if kind == "a user's files":
+        (directory / "notes.txt").write_text("notes")
+        (directory / "data").mkdir()
+        return "data, notes.txt"
+    for number in range(5):
+        (directory / f"run-{number}").mkdir()
+    return "run-0, run-1, run-2 and 2 more"
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("publish", SENDERS)
+@pytest.mark.parametrize("kind", ["another store", "a user's files", "runs"])
+def test_no_sender_writes_beside_other_files(tmp_path, publish, kind):
+    directory = tmp_path / "runs"
+    there = fill(directory, kind)
+    before = files_in(directory)
+    with pytest.raises(OptionError, match=f"{directory} holds {there}, .* such as {directory}/"):
+        publish(directory)
+    assert files_in(directory) == before
+
+
+def test_publish_into_a_directory_with_other_contents_is_wrong_usage(tmp_path, capsys):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    directory = tmp_path / "project"
+    fill(directory, "a user's files")
+    directory.chmod(0o777)
+    before = files_in(directory)
+    code, _, err = call(capsys, "publish", tmp_path / "model.safetensors", directory)
+    assert (code, files_in(directory)) == (2, before)
+    assert "holds data, notes.txt, and no store" in err
+
+
+@pytest.mark.parametrize("left", [(), ("A", "tmp"), ("receivers",), ("writer.json", "B")])
+def test_what_is_left_of_a_store_is_one(tmp_path, left):
+    store = tmp_path / "store"
+    send(store)
+    for path in store.iterdir():
+        if path.name not in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (store / ".nfs0001").touch()
+    (store / "lost+found").mkdir()
+    send(store)
+
+
+def test_files_that_come_into_a_store_later_do_not_matter(tmp_path):
+    send(tmp_path / "store")
+    (tmp_path / "store" / "notes.txt").touch()
+    send(tmp_path / "store")
+
+
+@pytest.mark.parametrize("command", ["status", "verify", "ls", "follow"])
+def test_no_mode_is_to_be_changed_of_what_is_no_store(tmp_path, capsys, command):
+    """As of /dev/shm, or of a project's directory, named by mistake."""
+    fill(tmp_path / "runs", "another store")
+    for mode in (0o777, 0o1777):
+        (tmp_path / "runs").chmod(mode)
+        code, _, err = call(capsys, command, tmp_path / "runs")
+        assert code == 1
+        assert f"there is no store at {tmp_path / 'runs'}" in err
+        assert "chmod" not in err
+
+
+def test_the_mode_of_a_mount_is_not_to_be_changed(tmp_path):
+    with small_disk(tmp_path / "mount", 8 << 20) as mount:
+        mount.chmod(0o770)
+        with pytest.raises(StoreAccessError, match="name a directory below it"):
+            send(mount)
 
 
 def test_readers_say_what_is_there(torchrls, caplog, capsys):

@@ -42,13 +42,13 @@ with warnings.catch_warnings():
     from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
 import dbuffer
+from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferTransport,
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
-from dbuffer.mirror.stores import MIRROR_LOCK_FILE
 
 pytestmark = NEEDS_VLLM
 
