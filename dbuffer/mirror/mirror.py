@@ -328,8 +328,14 @@ def _require_two_ends(source: Path | Bucket, target: Path | Bucket) -> None:
             f"{source.url} and {target.url} are both buckets: a mirror's other end is a store"
         )
     paths = [filesystem.real_path(end) for end in (source, target) if isinstance(end, Path)]
-    if len(paths) == 2 and paths[0] == paths[1]:
+    if len(paths) < 2:
+        return
+    if paths[0] == paths[1]:
         raise OptionError(f"{source} and {target} are one directory: there is nothing to mirror")
+    if paths[0] in paths[1].parents or paths[1] in paths[0].parents:
+        raise OptionError(
+            f"one of {source} and {target} is inside the other: name a target outside of the source"
+        )
 
 
 def start_mirror(

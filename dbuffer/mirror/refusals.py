@@ -5,8 +5,46 @@ from __future__ import annotations
 import shlex
 
 from dbuffer.errors import OptionError
+from dbuffer.format import places
 from dbuffer.mirror.ends import Source
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import is_locked
+
+SWAPPED = "did you swap source and target? If not, name another target"
+
+
+def require_no_senders(source: Source, local: DoubleBuffer) -> None:
+    """Refuse a local store that a sender has open, or published in last.
+
+    Raises:
+        OptionError: it is a sender's.
+    """
+    of_sender = _state_of_senders(local)
+    if of_sender is not None:
+        raise OptionError(
+            f"{local.root} {of_sender}, and {source.name} was to be copied into it: {SWAPPED}"
+        )
+
+
+def _state_of_senders(local: DoubleBuffer) -> str | None:
+    """Say how a store is a sender's; None: it is a mirror's, or new."""
+    pointer = local.undamaged_pointer()
+    manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
+    if manifest is not None and manifest.origin is None:
+        return f"holds version {manifest.version} of a sender, which is no mirror's copy"
+    return "is open for writing by a sender" if _has_sender(local) else None
+
+
+def _has_sender(local: DoubleBuffer) -> bool:
+    """Whether a process other than a mirror has the writer's lock.
+
+    A mirror takes its own lock before it takes the writer's, and gives it back after it.
+    """
+    writers = local.root / places.WRITER_LOCK_FILE
+    mirrors = local.root / places.MIRROR_LOCK_FILE
+    # Looked at once more, because a mirror may have ended between the first two looks.
+    return is_locked(writers) and not is_locked(mirrors) and is_locked(writers)
 
 
 def require_not_stale(source: Source, local: DoubleBuffer) -> None:
@@ -16,7 +54,7 @@ def require_not_stale(source: Source, local: DoubleBuffer) -> None:
         OptionError: it holds another store's versions.
     """
     if is_stale(source, local):
-        is_away = "" if source.exists() else ", which is not there"
+        is_away = "" if source.exists() else ", which is not there (is its path right?)"
         raise refusal(local, f"versions of another store than {source.name}{is_away}")
 
 
@@ -57,11 +95,16 @@ def require_not_put_back(source: Source, target_name: str, published: int) -> No
 
 
 def refusal(local: DoubleBuffer, what: str) -> OptionError:
-    """Return the error for a local store that holds ``what``, with the command to remove it."""
+    """Return the error for a local store that holds ``what``, copied by a mirror.
+
+    It names the command that removes the store, unless a version in it is pinned.
+    """
     users = _users(local)
     stop = f"stop {', '.join(users)}, which read it, and " if users else ""
-    command = f"rm -r {shlex.quote(str(local.root))}"
-    return OptionError(f"{local.root} holds {what}: {stop}remove it ({command}), or name another")
+    remedy = "name another target"
+    if not any(kept.is_pinned(local, buffer) for buffer in local.kept()):
+        remedy = f"{stop}remove it (rm -r {shlex.quote(str(local.root))}), or {remedy}"
+    return OptionError(f"{local.root} holds {what}: {remedy}")
 
 
 def _users(local: DoubleBuffer) -> list[str]:

@@ -10,7 +10,13 @@ from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.ends import Source, SourceReceiver
 from dbuffer.mirror.local_copy import LocalCopy
-from dbuffer.mirror.refusals import is_stale, refusal, require_not_put_back, require_not_stale
+from dbuffer.mirror.refusals import (
+    is_stale,
+    refusal,
+    require_no_senders,
+    require_not_put_back,
+    require_not_stale,
+)
 from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
 from dbuffer.publish.draft import Progress
 from dbuffer.receive.receiver import WeightReceiver
@@ -100,6 +106,8 @@ class StoreTarget:
 
     def elect(self, source: Source) -> bool:
         root = self._store.root
+        if self._store.exists() and not self._is_source(source):
+            require_no_senders(source, self._store)
         filesystem.make_directory(root, parents=True)
         require_own_directory(root, move_torchrl_aside=self._move_torchrl_aside)
         self._store.check()
@@ -130,7 +138,12 @@ class StoreTarget:
         if history is None:
             raise StoreNotFoundError(f"{source.name} has no record of its sender")
         history = receiver.history or history
-        self._require_two_stores(source)
+        if self._is_source(source):
+            raise OneStoreError(
+                f"{source.name} and {self.name} are one store under two names: "
+                "there is nothing to mirror"
+            )
+        require_no_senders(source, self._store)
         pointer, published = self._store.pointer(), None
         if pointer is not None and local is not None and local.history == history:
             require_not_put_back(source, self.name, pointer.version)
@@ -154,12 +167,9 @@ class StoreTarget:
         self._copied_history = history
         return copy, published
 
-    def _require_two_stores(self, source: Source) -> None:
+    def _is_source(self, source: Source) -> bool:
+        """Whether source and target are one store under two names."""
         if not isinstance(source, StoreSource):
-            return
-        remote, local = source.store.writer(), self._store.writer()
-        if remote is not None and local is not None and local.run == remote.run:
-            raise OneStoreError(
-                f"{source.name} and {self.name} are one store under two names: "
-                "there is nothing to mirror"
-            )
+            return False
+        remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
+        return remote is not None and local is not None and local.run == remote.run

@@ -39,7 +39,7 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.ends import Source, SourceReceiver
-from dbuffer.mirror.refusals import require_not_put_back
+from dbuffer.mirror.refusals import SWAPPED, require_not_put_back
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.mirror.retention import Retention
 from dbuffer.publish.delta_chain import is_long, names_in, trimmed
@@ -188,8 +188,8 @@ class BucketTarget:
     def _refusal(self, source: Source) -> OptionError:
         version = None if self._pointer is None else self._pointer.version
         return OptionError(
-            f"{self.name} holds version {version} of another store than {source.name}: remove its "
-            "objects, or name another prefix"
+            f"{self.name} holds version {version} of another store than {source.name}: {SWAPPED} "
+            "(another prefix), or remove its objects"
         )
 
 

@@ -213,8 +213,11 @@ def stopped_by_signals() -> Iterator[threading.Event]:
         raise SystemExit(EXIT_SIGNAL + received[0])
 
 
-def explain_wait(store: Path) -> None:
-    """Print on stderr that a command waits for a store's first version, if it does."""
+def explain_wait(store: Path, target: Path | str | None = None) -> None:
+    """Print on stderr that a command waits for a store's first version, if it does.
+
+    ``target``: where a mirror copies it to.
+    """
     view = DoubleBuffer(store, allow_shared_store=True)
     # The command itself reads the store next, and reports errors.
     with contextlib.suppress(DBufferError):
@@ -224,7 +227,16 @@ def explain_wait(store: Path) -> None:
             text = f"nothing was published in {store} yet: waiting"
         else:
             return
-        print_error(f"dbuffer: {text}")
+        print_error(f"dbuffer: {text}{'' if target is None else _describe_target(target)}")
+
+
+def _describe_target(target: Path | str) -> str:
+    if isinstance(target, str):
+        return f", to be copied into {target}"
+    view = DoubleBuffer(target, allow_shared_store=True)
+    newest = view.newest_pointer() if view.exists() else None
+    there = "holds nothing yet" if newest is None else f"holds version {newest.version}"
+    return f", to be copied into {target}, which {there}"
 
 
 def show_wait(store: Path | str, newer_than: int | None) -> None:

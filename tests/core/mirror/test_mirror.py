@@ -33,6 +33,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
+from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child, Command, free_port
 from tests.support.damage import flip_bit
@@ -1013,6 +1014,51 @@ def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(remote, local)
     assert newest(local) == 5
 
 
+@pytest.mark.parametrize("state", ["published", "open", "open and mirrored"])
+@pytest.mark.parametrize("source_is", ["away", "another store", "its mirror"])
+def test_a_trainers_store_as_the_target_is_a_swap(remote, local, state, source_is):
+    """And no message advises to remove it."""
+    with dbuffer.WeightSender(remote) as sender:
+        if state != "open" or source_is == "its mirror":
+            sender.send(SMALL.weights(1))
+        if source_is == "its mirror":
+            mirror_once(remote, local)
+        elif source_is == "another store":
+            publish(local, 7)
+        if state == "open and mirrored":
+            sender.send(SMALL.weights(2))
+        if state == "published":
+            sender.close()
+        before = contents(remote)
+        for begin in (Mirror.start, Mirror.run):
+            with quick(local, remote) as one, pytest.raises(dbuffer.OptionError) as refused:
+                begin(one)
+            assert "did you swap source and target?" in str(refused.value)
+            assert str(remote) in str(refused.value)
+            assert "rm -r" not in str(refused.value)
+        assert contents(remote) == before
+        assert not (remote / "mirror.lock").exists()
+
+
+def test_a_mirror_with_a_pinned_version_is_not_to_be_removed(remote, local):
+    publish(remote, 50)
+    mirror_once(remote, local)
+    kept.pin(DoubleBuffer(local), 50)
+    another = remote.with_name("another")
+    publish(another, 1)
+    with quick(another, local) as one, pytest.raises(dbuffer.OptionError) as refused:
+        one.run()
+    assert "name another target" in str(refused.value)
+    assert "rm -r" not in str(refused.value)
+
+
+def test_a_store_in_its_own_mirror_is_refused(shm_path):
+    outer, inner = shm_path / "outer", shm_path / "outer" / "inner"
+    for source, target in ((outer, inner), (inner, outer)):
+        with pytest.raises(dbuffer.OptionError, match="is inside the other"):
+            Mirror(source, target)
+
+
 def test_one_directory_is_nothing_to_mirror(remote, shm_path):
     publish(remote, 1)
     (shm_path / "link").symlink_to(remote)
@@ -1082,6 +1128,23 @@ def test_the_command_counts_and_says_what_was_wrong(remote, local, command):
         assert (
             err == f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
         )
+
+
+def test_the_command_with_its_arguments_swapped(remote, local, command):
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send(SMALL.weights(1))
+        with command(local, remote) as swapped:
+            code, out, err = swapped.communicate()
+    assert (code, out) == (2, "")
+    assert "did you swap source and target?" in err
+
+
+def test_a_wait_for_the_source_tells_of_the_target(remote, local, command):
+    publish(remote, 50)
+    mirror_once(remote, local)
+    with Child(read_and_stay, local, "user") as user, command(remote / "x", local) as waiting:
+        assert user.receive() == 50
+        assert f"copied into {local}, which holds version 50" in waiting.line_of_errors(0)
 
 
 def test_the_command_serves_metrics(remote, local, command):
