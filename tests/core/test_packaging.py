@@ -126,10 +126,24 @@ def test_uv_asks_the_indexes_that_pip_asks(monkeypatch):
     assert settings["UV_FIND_LINKS"] == "/a,/b"
 
 
-@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
-def test_an_extra_resolves_in_a_new_environment(built, tmp_path, environment_of_uv, extra):
+EXTRAS = sorted(PROJECT["optional-dependencies"])
+BY_THEMSELVES = ("sglang", "verl", "vllm")
+"""Extras that fix versions which others do not take."""
+TOGETHER = ",".join(extra for extra in EXTRAS if extra not in BY_THEMSELVES)
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        TOGETHER,
+        *BY_THEMSELVES,
+        *(pytest.param(extra, marks=IN_SOAKS_ALONE) for extra in TOGETHER.split(",")),
+    ],
+)
+def test_extras_resolve_in_a_new_environment(built, tmp_path, environment_of_uv, extras):
+    """Versions that suit all extras suit each; each by itself may get newer ones."""
     requirements = tmp_path / "requirements.in"
-    requirements.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
+    requirements.write_text(f"dbuffer[{extras}] @ {wheel_in(built).as_uri()}\n")
     uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
     resolved = run(*uv, str(requirements), cwd=tmp_path, **environment_of_uv).splitlines()
     names = {line.partition(" ")[0].partition("==")[0] for line in resolved}
