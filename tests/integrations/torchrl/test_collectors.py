@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import pickle
 import shutil
@@ -29,7 +30,7 @@ import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import in_turn, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_turn, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -45,6 +46,11 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 MULTI_CLASSES = ("MultiSyncCollector", "MultiAsyncCollector")
 MULTI = pytest.mark.parametrize("class_name", MULTI_CLASSES)
+SYNC, ASYNC = (
+    pytest.mark.parametrize("class_name", [one, pytest.param(other, marks=IN_SOAKS_ALONE)])
+    for one, other in itertools.permutations(MULTI_CLASSES)
+)
+"""One class outside of soaks: workers of both get their weights in one way."""
 
 
 @pytest.fixture
@@ -137,7 +143,7 @@ def test_update_weights_in_spawned_workers(scheme):
         assert parts.acts(collector) == [2.0]
 
 
-@MULTI
+@SYNC
 def test_workers_read_a_local_copy(address, shm_path, collector_class):
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
     local = shm_path / "local"
@@ -191,7 +197,7 @@ def test_update_weights_in_forked_workers(address):
                 os.kill(pid, signal.SIGKILL)
 
 
-@MULTI
+@ASYNC
 def test_update_weights_shared_mem(scheme, collector_class):
     """A scheme that was given the workers' weights one by one sends what they hold later."""
     policy = parts.ConstantPolicy(1.0)
@@ -265,7 +271,7 @@ def test_policy_factory_update_weights(scheme):
         assert parts.acts(collector) == [0.0, 0.0]
 
 
-@MULTI
+@SYNC
 def test_nonserializable_policy_with_factory_and_weight_sync(scheme, collector_class):
     keys = {"in_keys": ["observation"], "out_keys": ["action"]}
     bias = testing.NonSerializableBiasModule(3.0)
@@ -332,14 +338,11 @@ def test_start_update_policy(scheme, collector_class, total_frames):
         scheme.shutdown()
 
 
-def test_multi_collector_with_distinct_policy_factories(scheme):
-    factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
-    with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
-        assert parts.acts(collector) == [0.0, 1.0, 2.0]
-
-
 def test_per_worker_weight_sync(scheme):
-    """With distinct factories, for one worker, for several, and for all of them again."""
+    """With distinct factories, for one worker, for several, and for all of them again.
+
+    As `test_multi_collector_with_distinct_policy_factories`, too.
+    """
 
     def weights(value: float) -> parts.TensorDict:
         return parts.TensorDict.from_module(parts.ConstantPolicy(value)).data
@@ -541,9 +544,14 @@ def test_process_backend_with_weights(address):
 # Schemes by hand, without a collector on one side or on both.
 
 
-def _follow(connection: Connection, scheme: parts.DoubleBufferSyncScheme, worker_idx: int) -> None:
+def _follow(
+    connection: Connection,
+    scheme: parts.DoubleBufferSyncScheme,
+    worker_idx: int,
+    model: parts.ConstantPolicy | None = None,
+) -> None:
     """A worker that tells its weights whenever it is asked."""
-    model = parts.ConstantPolicy(-5.0)
+    model = model or parts.ConstantPolicy(-5.0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker_idx)
     scheme.connect(worker_idx=worker_idx)
     connection.send(model.weight.item())
@@ -714,16 +722,6 @@ def test_multi_collector_receives(address):
         sender.shutdown()
 
 
-def _follow_with(
-    connection: Connection, scheme: parts.DoubleBufferSyncScheme, model: parts.ConstantPolicy
-) -> None:
-    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
-    scheme.connect(worker_idx=0)
-    while connection.recv() is not None:
-        connection.send(model.weight.item())
-    scheme.shutdown()
-
-
 def test_a_model_that_came_by_shared_memory(scheme):
     """What multiprocessing hands to a worker is the trainer's own memory, until someone copies.
 
@@ -731,9 +729,9 @@ def test_a_model_that_came_by_shared_memory(scheme):
     """
     policy = parts.ConstantPolicy(1.0)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    with Child(_follow_with, scheme, policy) as worker:
+    with Child(_follow, scheme, 0, policy) as worker:
         scheme.connect()
-        assert ask(worker) == [1.0]
+        assert worker.receive() == 1.0
         assert policy.weight.is_shared(), "else this test is about nothing"
         fill(policy, 2.0)
         assert ask(worker) == [1.0], "the worker has weights that were never sent"
