@@ -97,7 +97,7 @@ def test_interrupted_at_every_moment_of_a_publish(
 
 @pytest.mark.parametrize("failing", range(1, 8))
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
-def test_a_flush_that_fails_takes_nothing_away(any_store, monkeypatch, failing, delta):
+def test_a_flush_that_fails_takes_nothing_away(store, monkeypatch, failing, delta):
     """A publish that raised may or may not be seen; what is seen is whole."""
     pattern = SPARSE if delta else SMALL
     if delta:
@@ -111,13 +111,13 @@ def test_a_flush_that_fails_takes_nothing_away(any_store, monkeypatch, failing, 
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         flush(descriptor)
 
-    with dbuffer.WeightSender(any_store, durable=True, checksum=True, delta=delta) as sender:
+    with dbuffer.WeightSender(store, durable=True, checksum=True, delta=delta) as sender:
         publish(sender, 1, 2, 3, pattern=pattern)
         monkeypatch.setattr(os, "fsync", fail_once)
-        with pytest.raises(dbuffer.StoreAccessError, match=str(any_store)):
+        with pytest.raises(dbuffer.StoreAccessError, match=str(store)):
             sender.send(pattern.weights(4))
         assert calls >= failing
-        found = newest(any_store, verify=True)
+        found = newest(store, verify=True)
         assert found in (3, 4)
         with contextlib.suppress(dbuffer.VersionError):
             sender.send(pattern.weights(4), version=4)

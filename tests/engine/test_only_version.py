@@ -221,8 +221,6 @@ def test_what_asks_for_another_version_is_refused(scene):
 def test_local_copy_is_refused():
     with pytest.raises(dbuffer.OptionError, match="local_store"):
         EngineOptions(store="/store", local_store="/dev/shm/copy", version=3)
-    with pytest.raises(dbuffer.OptionError, match="version"):
-        EngineOptions(store="/store", version=0)
 
 
 def test_forced_sync_brings_it_again_if_it_is_there(scene):

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,10 +179,12 @@ def test_attaching_again_changes_nothing(guard):
     guard.attach(lambda x: x)  # a policy that is no module has nothing to guard
 
 
-def test_a_copy_of_the_model_is_guarded_with_it(guard, model):
+@pytest.mark.parametrize("derive", [copy.deepcopy, partial(torch.compile, backend="eager")])
+def test_a_copy_of_the_model_and_a_compiled_one_are_guarded_with_it(guard, derive):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
-    twin = copy.deepcopy(linear)
+    twin = derive(linear)
+    twin(torch.ones(2))
     with guard.loading():
         forward, result = in_thread(lambda: twin(torch.ones(2)))
         forward.join(SOON_S)
@@ -196,16 +199,3 @@ def test_a_model_travels_to_another_process_with_a_guard_of_its_own(guard):
     with guard.loading():
         elsewhere = pickle.loads(pickle.dumps(linear))
         elsewhere(torch.ones(2))
-
-
-def test_a_compiled_model_is_guarded(guard):
-    linear = nn.Linear(2, 2)
-    guard.attach(linear)
-    compiled = torch.compile(linear, backend="eager")
-    compiled(torch.ones(2))
-    with guard.loading():
-        forward, result = in_thread(lambda: compiled(torch.ones(2)))
-        forward.join(SOON_S)
-        assert forward.is_alive()
-    forward.join()
-    assert isinstance(result[0], torch.Tensor)
