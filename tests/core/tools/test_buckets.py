@@ -33,6 +33,7 @@ from dbuffer.tools.verification import verify_bucket
 from tests.support.commands import call
 from tests.support.object_store import Request, corrupt_answer, drop, slow, status
 from tests.support.patterns import OTHER, Sparse
+from tests.support.soak import in_turn
 from tests.support.terminals import Terminal
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -524,15 +525,16 @@ def test_a_doctor_that_is_stopped_leaves_nothing(bucket_url):
 # Errors
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
-@pytest.mark.parametrize(
-    ("trouble", "reason"),
+@pytest.mark.soak
+@in_turn(
+    ("trouble", "reason", "command"),
     [
-        ("no bucket", "NoSuchBucket"),
-        ("credentials", "SignatureDoesNotMatch"),
-        ("no answer", "error sending request"),
-        ("cut", "error sending request"),
+        pytest.param("no bucket", "NoSuchBucket"),
+        pytest.param("credentials", "SignatureDoesNotMatch"),
+        pytest.param("no answer", "error sending request"),
+        pytest.param("cut", "error sending request"),
     ],
+    [*COMMANDS, "doctor"],
 )
 def test_a_bucket_that_cannot_be_reached(
     capsys, monkeypatch, proxy, bucket_url, command, trouble, reason
@@ -598,8 +600,8 @@ def test_an_option_without_effect_on_a_bucket_is_refused(capsys, command, option
     assert (code, err) == (2, f"dbuffer: {option[0]} has no effect on a bucket\n")
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
-@pytest.mark.parametrize("url", ["s3:///policy", "gs://"])
+@pytest.mark.soak
+@in_turn(("command", "url"), [*COMMANDS, "doctor"], ["s3:///policy", "gs://"])
 def test_a_url_that_names_no_bucket(capsys, command, url):
     code, _, err = call(capsys, command, url)
     assert code == 2

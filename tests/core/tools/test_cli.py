@@ -107,7 +107,6 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
     [
         ("publish",),
         ("status", "x", "--colour"),
-        ("publish", "a", "b", "--dtype", "q"),
         ("follow", "x", "--partial"),
         ("exec", "x"),
         ("exec", "x", "true", "--pause", "abort"),
@@ -115,17 +114,13 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow-server", "x", "localhost:8000"),
         ("follow-server", "x", "//localhost:8000", "--engine", "sglang"),
         ("follow-server", "x", "http://localhost:1", "--engine", "bogus"),
-        ("follow-server", "x", "http://localhost:1", "--rename", "y"),
         ("follow-server", "x", "http://localhost:1", "--engine", "sglang", "--pause", "wait"),
-        ("status", "x", "--watch", "--json"),
         ("follow-server", "x", "http://localhost:1", "--pause", "bogus"),
         ("follow", "x", "--new-history", "bogus"),
         ("follow-server", "x", "http://localhost:1", "--new-history", "bogus"),
         ("follow-server", "x", "http://localhost:1", "--unused-tensors", "bogus"),
         ("follow", "x", "--timeout-s", "nan"),
-        ("ls", "x", "--rename", "y"),
         ("demo", "--steps", "3"),
-        ("statu", "x"),
         ("--json", "status", "x"),
         ("status", "x", "--wat"),
         ("mirror", "x", "y", "--count", "0"),
@@ -166,7 +161,8 @@ def test_commands_without_a_command(capsys):
 
 
 def test_a_command_that_is_mistyped_is_told_a_similar_one(capsys):
-    assert "'status'" in call(capsys, "statu", "x")[2]
+    code, _, err = call(capsys, "statu", "x")
+    assert (code, "'status'" in err) == (2, True)
 
 
 def test_completion(monkeypatch, capsys):
