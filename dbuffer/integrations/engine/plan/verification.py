@@ -1,4 +1,4 @@
-"""`Mismatch`, and stand-ins for weights: how copies are verified to do all that a reload does.
+"""`Verifier`, and stand-ins for weights: how copies are verified to do all that a reload does.
 
 The engine's own reload loads values that stand in for the version's, so that everything that is
 derived from any of them changes, and then the version. From the one to the other every parameter
@@ -9,18 +9,23 @@ everything else that can be reached from the model must stay as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors, address_of
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.load_trace import Unwrapped
 from dbuffer.io.copier import Copier
+from dbuffer.runtime.messages import listed
 
 Mismatch = Mapping[str, str]
 """Layers that a reload does more with than a switch, by name, and what."""
+
+_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
+"""Attributes that load, and that no computation reads."""
 
 _RANGE = (0.25, 0.75)
 """Range of the values that stand in for weights: all of them have roots and inverses."""
@@ -28,29 +33,47 @@ _RANGE = (0.25, 0.75)
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
-def mismatch_of(
-    switch: PreparedSwitch,
-    before: ModelFingerprint,
-    after: ModelFingerprint,
-    unwrapped: Unwrapped,
-    copier: Copier,
-) -> Mismatch | None:
-    """Compare a model that was just reloaded with what a switch would have made of it.
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Compares what reloads do to a model with what a switch would do."""
 
-    Args:
-        switch: to the version that was reloaded.
-        before: the model with stand-ins.
-        after: the model with the version.
-        unwrapped: leads from the live model's names to the trace's.
-        copier: its threads compare.
-    """
-    mismatch: dict[str, str] = {}
-    for place in before.changes_to(after):
-        for layer in _layers_at(place, switch.plan.all_layers, unwrapped):
-            mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
-    for name, layer in switch.mismatches(copier).items():
-        mismatch.setdefault(layer, f"{name} is not what was published")
-    return mismatch or None
+    model: torch.nn.Module
+    """Model, as it serves."""
+    reload_part: Callable[[PreparedSwitch], None]
+    """Reloads the layers that a switch leaves to the reload."""
+    copier: Copier
+    """Its threads compare."""
+    caches: Collection[str]
+    """Attributes in the model that serving changes."""
+    unwrapped: Unwrapped
+    """Leads from the live model's names to the trace's."""
+
+    def fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
+        """Return all that a switch must leave as it is, or reload."""
+        return ModelFingerprint(
+            self.model,
+            without=_NOT_READ.union(self.caches),
+            undigested={address_of(tensor) for tensor in switch.plan.written},
+            replaced={attribute for image in switch.images for attribute in image.replaced},
+        )
+
+    def mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
+        """Compare a model that was just reloaded with what a switch would have made of it.
+
+        ``before``: the model with stand-ins, in which the switch's layers were reloaded alone.
+        """
+        mismatch: dict[str, str] = {}
+        for place in before.changes_to(self.fingerprint(switch)):
+            for layer in _layers_at(place, switch.plan.all_layers, self.unwrapped):
+                mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
+        for name, layer in switch.mismatches(self.copier).items():
+            mismatch.setdefault(layer, f"{name} is not what was published")
+        if not mismatch and switch.reloaded:
+            self.reload_part(switch)
+            if changed := switch.mismatches(self.copier):
+                why = f"reloading a part changes {listed(list(changed))} too"
+                mismatch = dict.fromkeys(switch.plan.reloaded, why)
+        return mismatch or None
 
 
 def _layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:

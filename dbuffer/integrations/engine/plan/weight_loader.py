@@ -21,7 +21,6 @@ from dbuffer.integrations.engine.plan.copy_plan import (
     CopyPlan,
     PreparedSwitch,
     Tensors,
-    address_of,
     digest_of,
     log_copied_whole,
     plan_copies,
@@ -33,8 +32,8 @@ from dbuffer.integrations.engine.plan.patching import Changed, same_bytes
 from dbuffer.integrations.engine.plan.samples import Sample, draw_sample, is_held, with_patched
 from dbuffer.integrations.engine.plan.verification import (
     Mismatch,
+    Verifier,
     has_varied,
-    mismatch_of,
     stand_ins_for,
 )
 from dbuffer.integrations.engine.shape_check import ShapeCheck
@@ -53,9 +52,6 @@ _MIN_SKIPPED, _MAX_SKIPPED = 8, 64
 after each failure."""
 
 _NEVER = float("inf")
-
-_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
-"""Attributes that load, and that no computation reads."""
 
 
 class WeightLoader:
@@ -94,9 +90,9 @@ class WeightLoader:
         self._check = check
         self._plans = plans
         self._partial = partial
-        self._not_followed = _NOT_READ | frozenset(caches)
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
+        self._verifier = Verifier(model, self._reload_part, copier, caches, self._unwrapped)
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
@@ -329,7 +325,7 @@ class WeightLoader:
             return None
         following = None
         try:
-            mismatch = self._mismatch(switch, before)
+            mismatch = self._verifier.mismatch(switch, before)
             if mismatch is None:
                 unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
                 switch.plan.verified_for = {n: digest_of(t) for n, t in unvaried.items()}
@@ -354,32 +350,10 @@ class WeightLoader:
             self._reload(stand_ins)
             # If a whole reload changes something after one of a part, that must show.
             self._reload_part(switch)
-            return self._fingerprint(switch)
+            return self._verifier.fingerprint(switch)
         except Exception as error:  # noqa: BLE001
             self._set_aside("values that stand in for a version cannot be loaded", error)
             return None
-
-    def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
-        """Compare a model that was just reloaded with what a switch would have made of it.
-
-        ``before``: the model with stand-ins.
-        """
-        after, copier = self._fingerprint(switch), self._copier
-        mismatch = mismatch_of(switch, before, after, self._unwrapped, copier)
-        if mismatch is None and switch.reloaded:
-            self._reload_part(switch)
-            if changed := switch.mismatches(copier):
-                why = f"reloading a part changes {listed(list(changed))} too"
-                return dict.fromkeys(switch.plan.reloaded, why)
-        return mismatch
-
-    def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
-        return ModelFingerprint(
-            self._model,
-            without=self._not_followed,
-            undigested={address_of(tensor) for tensor in switch.plan.written},
-            replaced={attribute for image in switch.images for attribute in image.replaced},
-        )
 
     def _leave_to_reload(self, mismatch: Mismatch, switch: PreparedSwitch) -> PreparedSwitch | None:
         """Leave layers to the reload that it does more with; return the switch of all others."""
