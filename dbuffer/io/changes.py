@@ -49,6 +49,10 @@ _GROUP_CHANGES = 1 << 16
 """Changed words that are handled together: each stream of a delta's chunk is then one block of
 zstd, or less."""
 
+_NEAR_CHANGES = 1 << 11
+"""Changed words that are read, and then written: few enough to stay in a core's cache meanwhile,
+each with its neighbors."""
+
 _WHOLE_BYTES = 4 << 20
 """Bytes of a whole tensor that are handled together."""
 
@@ -679,7 +683,12 @@ def write_words(
 ) -> None:
     """Write values to places, or add them to the words there."""
     if isinstance(places, np.ndarray):
-        words[places] = words[places] + values if is_added else values
+        if not is_added:
+            words[places] = values
+            return
+        for start in range(0, len(places), _NEAR_CHANGES):
+            some = slice(start, start + _NEAR_CHANGES)
+            words[places[some]] += values[some]
         return
     end = 0
     for place in places:
