@@ -23,7 +23,7 @@ from typing import Protocol
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
-from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
 
@@ -70,24 +70,37 @@ class AcknowledgementRelay:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._interval_s = interval_s
+        self._interval_s = TIMING.relay_s if interval_s is None else interval_s
         self._records: list[ReceiverRecord] = []
         self._problem: str | None = None
-        self._stop = threading.Event()
+        self._is_closed = False
+        self._is_woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dbuffer-relay", daemon=True)
         self._thread.start()
 
+    def expect(self) -> None:
+        """Read records soon, then at intervals that double: a version was just published."""
+        self._is_woken.set()
+
     def close(self) -> None:
         """Relay what there is, and stop."""
-        self._stop.set()
+        self._is_closed = True
+        self._is_woken.set()
         self._thread.join()
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            interval_s = TIMING.relay_s if self._interval_s is None else self._interval_s
-            is_last = self._stop.wait(interval_s)
-            self._try(self._relay)
+        pauses = doubling(self._interval_s, self._interval_s)
+        due = time.monotonic() + next(pauses)
+        while not self._is_closed:
+            if self._is_woken.wait(max(0.0, due - time.monotonic())):
+                self._is_woken.clear()
+                first_s = min(TIMING.bucket_expect_s, self._interval_s)
+                pauses = doubling(first_s, self._interval_s)
+                due = min(due, time.monotonic() + next(pauses))  # versions may come fast
+            else:
+                self._try(self._relay)
+                due = time.monotonic() + next(pauses)
+        self._try(self._relay)
         self._try(self._writer.close)
 
     def _try(self, action: Callable[[], None]) -> None:

@@ -250,6 +250,7 @@ class Upload(Closing):
             receiver.record.write(held_version=None)
             version = self._put(manifest, deltas or {}, weights, footer)
         self._publish(version)
+        self._relay.expect()
         self._last = version
         delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
         return Publication.of(manifest.version, footer.layout, started, delta_bytes or None)

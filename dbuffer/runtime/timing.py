@@ -116,7 +116,9 @@ class Timing:
     """Receivers count as dead when their mirror's object has not changed for so long, by the clock
     of the host that looks."""
     bucket_list_s: float = 5.0
-    """Interval at which the sender's mirror lists these objects."""
+    """Interval at which the sender's mirror lists these objects, at most."""
+    bucket_expect_s: float = 0.5
+    """First such interval after a version was published; it doubles with each further one."""
     bucket_grace_s: float = 3600.0
     """Time for which objects of a version that is not kept are still there: who reads them must be
     done by then, or starts over with a newer version."""

@@ -505,6 +505,20 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url):
         until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
+@pytest.mark.timing(bucket_list_s=60.0, bucket_expect_s=0.05)
+def test_after_a_version_acknowledgements_are_looked_for_soon(remote, local, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        both_ways(remote, bucket_url, local),
+        dbuffer.WeightReceiver(local, receiver_id="far", poll_interval_s=POLL_S) as receiver,
+    ):
+        for version in (1, 2):
+            sender.send(SMALL.weights(version))
+            with receiver.open(version - 1, timeout_s=20):
+                pass
+            sender.wait_applied(version, receivers=["far"], timeout_s=20)
+
+
 @pytest.mark.timing(bucket_presumed_dead_after_s=0.5, bucket_heartbeat_s=0.1)
 def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url):
     with (

@@ -184,6 +184,23 @@ def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     until("it is carried", lambda: record_of(remote, "rank").applied_version == 2)
 
 
+@pytest.mark.timing(bucket_expect_s=0.2)
+def test_versions_that_come_fast_do_not_put_off_the_next_look(remote, local):
+    for store in (remote, local):
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+    writer = StoreRecords(DoubleBuffer(remote))
+    relay = AcknowledgementRelay(DoubleBuffer(local), writer, interval_s=60.0)
+    RecordFile(local, "rank").write(applied_version=1)
+
+    def is_carried() -> bool:
+        relay.expect()
+        return record_of(remote, "rank") is not None
+
+    until("it is carried", is_carried)
+    relay.close()
+
+
 def test_a_reader_that_goes_goes_there_too(relay, remote, local):
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
