@@ -1,4 +1,4 @@
-"""Formatting for messages: lists, errors and bytes."""
+"""Formatting for messages: lists, counts, errors and bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def listed(items: Sequence[object], separator: str = ", ") -> str:
     """The first few of them, for a message, and how many more there are."""
     more = len(items) - _MAX_LISTED
     return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def counted(count: float, noun: str) -> str:
+    """Return a number and a noun, in the plural unless it is one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def described(error: BaseException) -> str:

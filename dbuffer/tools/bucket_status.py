@@ -25,6 +25,7 @@ from dbuffer.format.objects import (
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.bucket_records import read_records
 from dbuffer.mirror.download import hold_version, newest_pointer
+from dbuffer.runtime.messages import counted
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import EMPTY_BUFFER, in_order, receiver_status, version_status
@@ -57,8 +58,8 @@ class BucketStatus:
         there = self._bucket.list("")
         if pointer is None and not any(map(is_of_receivers, there)):
             raise StoreNotFoundError(
-                f"nothing was published in {self._bucket.url}: of its {len(there)} objects, none "
-                "is a mirror's pointer or records"
+                f"nothing was published in {self._bucket.url}: of its "
+                f"{counted(len(there), 'object')}, none is a mirror's pointer or records"
             )
         if version is not None:
             problems += self._missing(version, there)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbuffer.format.manifest import step_in
 from dbuffer.format.places import is_kept
-from dbuffer.runtime.messages import format_bytes
+from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.tools.terminal import printable, status_line
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
     ]
     shown = _longest_lag_first(live)
     while True:
-        counts = [(len(live) - len(shown), "more receivers"), (num_ended, "ended receivers")]
-        rest = ", ".join(f"{count} {what}" for count, what in counts if count)
+        counts = [(len(live) - len(shown), "more receiver"), (num_ended, "ended receiver")]
+        rest = ", ".join(counted(count, what) for count, what in counts if count)
         table = terminal_lines([_receiver_table(shown)], columns) if shown else []
         screen = [*lines, *table, *([f"... {rest}"] if rest else [])]
         if len(screen) <= rows or not shown:
@@ -300,7 +300,10 @@ def _describe_writer(status: dict[str, Any]) -> str:
             f"{format_age(writer['put_age_s'])} ago by mirror {writer['mirror']}"
         )
     state = "sender" if writer["is_alive"] else "last sender (ended):"
-    return f"{state} process {writer['pid']} on {writer['host']}, epoch {writer['epoch']}"
+    return (
+        f"{state} process {writer['pid']} on {writer['host']}, "
+        f"sender {writer['epoch']} of this store"
+    )
 
 
 def _buffer_table(status: dict[str, Any], *, brief: bool = False) -> Table:
@@ -350,7 +353,8 @@ def _size_of(buffer: dict[str, Any]) -> str:
     """Return the size of a version; for a delta, without its anchor."""
     if buffer["is_whole"]:
         return format_bytes(buffer["file_bytes"])
-    return f"{buffer['num_deltas']} deltas, {format_bytes(buffer['delta_bytes'])}"
+    deltas = counted(buffer["num_deltas"], "delta")
+    return f"{deltas}, {format_bytes(buffer['delta_bytes'])}"
 
 
 def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
@@ -380,7 +384,8 @@ def _lag_of(receiver: dict[str, Any]) -> str:
     if receiver["only_version"] is not None:
         return "stays"
     steps = receiver["lag_steps"]
-    return _or_blank(receiver["lag_versions"]) + ("" if steps is None else f" ({steps} steps)")
+    in_steps = "" if steps is None else f" ({counted(steps, 'step')})"
+    return _or_blank(receiver["lag_versions"]) + in_steps
 
 
 def _or_blank(value: float | None) -> str:

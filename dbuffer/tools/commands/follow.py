@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import dbuffer
 from dbuffer import errors
 from dbuffer.receive.follow_loop import FollowLoop
-from dbuffer.runtime.messages import format_bytes
+from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import print_line
@@ -112,5 +112,6 @@ def _report(snapshot: Snapshot, *, as_json: bool) -> None:
         return
     metadata = f"  {json.dumps(snapshot.metadata)}" if snapshot.metadata else ""
     print_line(
-        f"version {snapshot.version}: {num_tensors} tensors, {format_bytes(num_bytes)}{metadata}"
+        f"version {snapshot.version}: {counted(num_tensors, 'tensor')}, {format_bytes(num_bytes)}"
+        f"{metadata}"
     )

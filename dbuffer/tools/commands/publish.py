@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
+_METADATA = """write it as '{"step": 80}', with the single quotes for the shell"""
+
 
 def _parse_metadata(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{error}; {_METADATA}") from None
     if not isinstance(value, dict):
-        raise typer.BadParameter("not a JSON object")
+        raise typer.BadParameter(f"not a JSON object; {_METADATA}")
     return value
 
 
@@ -48,7 +50,8 @@ def publish(
     metadata: Annotated[
         dict[str, Any] | None,
         typer.Option(
-            help="""JSON object to publish with the version, such as '{"step": 80}'.""",
+            help="JSON object to publish with the version, such as '{\"step\": 80}'. `step` is the "
+            "trainer's: `dbuffer status` then shows lags in steps, too.",
             metavar="JSON",
             parser=_parse_metadata,
         ),

@@ -19,7 +19,7 @@ import typer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
-from dbuffer.runtime.messages import format_bytes
+from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.terminal import print_error, print_line, status_line
 
@@ -94,7 +94,8 @@ AsideOption = Annotated[
 RenameOption = Annotated[
     Path | None,
     typer.Option(
-        help="Rename tensors by the rules in this JSON or TOML file.",
+        help="Rename tensors by the rules in this JSON or TOML file, such as "
+        '{"rules": [{"prefix": "actor.", "to": ""}]}.',
         metavar="FILE",
         parser=parse_path,
     ),
@@ -184,8 +185,9 @@ def describe_copy(done: Publication) -> str:
     speed = done.num_bytes / max(done.duration_s, 1e-9)
     delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"
     return (
-        f"version {done.version}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}"
-        f"{delta} in {done.duration_s:.2f} s ({format_bytes(speed)}/s)"
+        f"version {done.version}: {counted(done.num_tensors, 'tensor')}, "
+        f"{format_bytes(done.num_bytes)}{delta} in {done.duration_s:.2f} s "
+        f"({format_bytes(speed)}/s)"
     )
 
 

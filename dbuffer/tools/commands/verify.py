@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Annotated
 
 import typer
 
@@ -15,7 +16,9 @@ from dbuffer.tools.terminal import print_line, status_line
 
 def verify(
     store: shared.PlaceArgument,
-    as_json: shared.JsonOption = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list of one object per version.")
+    ] = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Check all versions in a store, also kept ones: records, layouts, sizes and any checksums.

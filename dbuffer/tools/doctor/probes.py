@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from dbuffer.errors import DBufferError, StoreAccessError
+from dbuffer.errors import DBufferError, OptionError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.timing import TIMING
@@ -103,6 +103,11 @@ class Site:
             base = next(base for base in (path, *path.parents) if base.exists())
             if not base.is_dir():
                 raise NotADirectoryError(20, "not a directory", str(base))
+        if base == base.parent != path:
+            raise OptionError(
+                f"{path}: there is no {base / path.parts[1]}, and probes of {base} would tell of "
+                "another mount; check the path"
+            )
         return cls(path, base, medium_of(base), allow_shared_store)
 
 
@@ -179,8 +184,13 @@ def _probe_options(site: Site) -> Outcome:
 
 
 def _probe_trust(site: Site) -> Outcome:
-    if site.base != site.path:
-        return "good", f"{site.path} does not exist", "a sender makes it, with mode 0700"
+    missing = site.path.relative_to(site.base).parts
+    if missing:
+        result = f"{site.path} does not exist"
+        if len(missing) > 1:
+            first = site.base / missing[0]
+            return "adapted", f"{result}, nor does {first}", "check the path, or its mount"
+        return "good", result, "a sender makes it, with mode 0700"
     status = site.path.stat()
     result = f"mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}"
     try:

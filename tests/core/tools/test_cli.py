@@ -173,6 +173,28 @@ def test_completion(monkeypatch, capsys):
     assert call(capsys)[1].split() == ["follow", "follow-server"]
 
 
+@pytest.mark.parametrize("metadata", ["step=3", "[3]", "{step: 3}"])
+def test_metadata_that_is_no_json_is_told_an_example(capsys, tmp_path, checkpoint, metadata):
+    code, _, err = call(capsys, "publish", checkpoint, tmp_path / "x", "--metadata", metadata)
+    assert code == 2
+    assert """write it as '{"step": 80}'""" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("publish", """'{"step": 80}'. `step` is the trainer's"""),
+        ("publish", """such as {"rules": [{"prefix": "actor.", "to": ""}]}"""),
+        ("unpin", "drops it with its next publish"),
+        ("verify", "Print a JSON list of one object per version."),
+        ("follow", "(a generated name)"),
+    ],
+)
+def test_help_says(capsys, command, text):
+    _, out, _ = call(capsys, command, "--help")
+    assert text in " ".join(out.split())
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_short_names_of_dtypes(capsys, tmp_path, checkpoint, name, dtype):
     assert call(capsys, "publish", checkpoint, tmp_path / "store", "--dtype", name)[0] == 0
@@ -331,6 +353,7 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     assert "engine-0" in out
     assert "\tstep\t" in out
     assert "\t75\t2 (5.5 steps)\t" in out
+    assert ", sender 1 of this store\n" in out
 
 
 def test_status_tells_what_a_mirror_has_copied(capsys, tmp_path, checkpoint, store):

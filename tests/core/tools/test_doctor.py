@@ -134,6 +134,22 @@ def test_a_place_that_is_not_there_is_not_made(place):
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.parametrize("peer", [(), ("--peer", "--timeout-s", "0")])
+def test_a_path_of_which_nothing_exists_is_refused(capsys, peer):
+    code, out, err = call(capsys, "doctor", "/shraed/policy", *peer)
+    assert (code, out) == (2, "")
+    assert "there is no /shraed, and probes of / would tell of another mount" in err
+
+
+def test_a_path_of_which_more_than_its_end_is_missing_is_a_note(capsys, place):
+    out = call(capsys, "doctor", place / "shraed" / "policy")[1]
+    row = next(line for line in out.splitlines() if "owner and mode" in line)
+    assert row.startswith("note\t")
+    assert f"{place / 'shraed' / 'policy'} does not exist, nor does {place / 'shraed'}" in row
+    out = call(capsys, "doctor", place / "policy")[1]
+    assert "note\towner and mode" not in out
+
+
 def test_a_file_is_no_place(place):
     (place / "file").touch()
     for path in (place / "file", place / "file" / "store"):

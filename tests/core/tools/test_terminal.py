@@ -117,7 +117,7 @@ def test_a_watched_status_shows_problems_first_on_one_screen(store):
         listed = [line.split()[0] for line in lines if line.startswith("engine-")]
         assert listed[:3] == ["engine-19", "engine-19", "engine-01"], "the longest lag first"
         more = NUM_RECEIVERS + 1 - len(listed)
-        assert lines[-1] == f"... {more} more receivers, 1 ended receivers"
+        assert lines[-1] == f"... {more} more receivers, 1 ended receiver"
         terminal.type("\x03")
         assert terminal.wait_for_end() == (-signal.SIGINT, []), "what was there before is back"
 
@@ -143,7 +143,7 @@ def test_a_command_says_for_which_version_it_waits(store, local, command):
         with dbuffer.WeightSender(store) as sender:
             sender.send({"b": torch.ones(2)})
         lines = terminal.wait_for(lambda lines: lines and lines[-1] == waiting.format(3))
-        assert lines[-2].startswith("version 3: 1 tensors")
+        assert lines[-2].startswith("version 3: 1 tensor,")
         assert sum("waiting for" in line for line in lines) == 1
         terminal.type("\x03")
         code, lines = terminal.wait_for_end()
