@@ -23,7 +23,6 @@ from dbuffer.format.layout import Layout
 from tests.support.children import Child
 from tests.support.patterns import OTHER, SMALL, newest
 
-# ---------------------------------------------------------------------------------------------
 # Stores that cannot be written, move, vanish or come late
 
 
@@ -184,7 +183,6 @@ def test_a_relative_path_stays_where_it_was(shm_path, monkeypatch):
         assert receiver.load_into(SMALL.empty()) == 2
 
 
-# ---------------------------------------------------------------------------------------------
 # Clocks
 
 DAY_S = 24 * 3600.0
@@ -215,7 +213,6 @@ def test_clock_that_jumps(store, monkeypatch, jump_s):
     assert newest(store) == 5
 
 
-# ---------------------------------------------------------------------------------------------
 # What is no place for a store, no shape, and no memory, said as errors of ours
 
 

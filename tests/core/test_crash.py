@@ -54,7 +54,6 @@ pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
 SOON_S = 12.0
 """Limit for what waits for nobody and takes milliseconds: a wait takes half a minute at least."""
 
-# ---------------------------------------------------------------------------------------------
 # Processes that are forked to die
 
 
@@ -106,7 +105,6 @@ def forked_and_stopped(body: Callable[[], None]) -> Iterator[bool]:
     assert is_stopped or status == 0
 
 
-# ---------------------------------------------------------------------------------------------
 # Killed before each call that changes the disk, and in between
 
 SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
@@ -227,7 +225,6 @@ def test_killed_in_the_middle_of_a_stream(store, dies_before):
     assert_recovers(store, 1)
 
 
-# ---------------------------------------------------------------------------------------------
 # Killed one call later each time in one and the same store, and at moments drawn by lot
 
 
@@ -350,7 +347,6 @@ def test_killed_at_random_moments(shm_path, record_property):
             assert published > deaths / 2, "the processes died before they did much"
 
 
-# ---------------------------------------------------------------------------------------------
 # The same as on a network mount, where every publish is to a new file
 
 NETWORK_SITUATIONS = ["in place", "first ever", *DELTA_SITUATIONS]
@@ -422,7 +418,6 @@ def test_killed_at_every_moment_of_a_publish_across_a_network(shm_path, situatio
         record_property(KILLS, child.receive(patience_s()))
 
 
-# ---------------------------------------------------------------------------------------------
 # Readers that die or freeze, and senders that freeze
 
 

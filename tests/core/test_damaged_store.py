@@ -240,7 +240,6 @@ def test_a_damaged_acknowledgement_does_not_hide_the_others(damaged):
         sender.wait_applied(4, receivers=1, timeout_s=0)
 
 
-# ---------------------------------------------------------------------------------------------
 # Files that are no files
 
 EVERY_FILE = (*RECORDS, "writer.lock", "A/weights", "B/weights")
@@ -296,7 +295,6 @@ def test_a_directory_that_is_none(damaged, directory, is_there):
         assert_repaired_by_publishing(damaged)
 
 
-# ---------------------------------------------------------------------------------------------
 # Metadata
 
 

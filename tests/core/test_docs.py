@@ -229,7 +229,6 @@ def documented(command: str) -> Any:
     """The JSON block behind the paragraph that begins with a command."""
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     found = re.search(rf"^`{re.escape(command)}`[^`].*?^```json\n(.*?)^```", text, re.M | re.S)
-    assert found is not None
     return shape_of(json.loads(found[1]))
 
 
@@ -687,11 +686,9 @@ def test_the_times_of_deltas_are_those_of_the_results():
     pauses = re.search(
         r": ([\d.]+) ms for a whole version, ([\d.]+) ms .*, ([\d.]+) ms for", results
     )
-    assert pauses is not None
     whole, delta, memcpy = pauses.groups()
     assert f"{delta} ms and {whole} ms; memcpy {memcpy} ms" in text
     alone = re.search(r"known places, and no more: ([\d.]+)", results)
-    assert alone is not None
     assert f"writing them alone takes {alone[1]} of it" in " ".join(text.split())
 
 

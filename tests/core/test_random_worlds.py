@@ -52,7 +52,6 @@ ROWS = 24
 """Of what is sharded: a multiple of each number of ranks."""
 
 
-# ---------------------------------------------------------------------------------------------
 # What is published: a function of the attempt's number
 
 
@@ -105,7 +104,6 @@ def differing(found: dict[str, torch.Tensor], label: Label) -> str | None:
     return ", ".join(unlike) or None
 
 
-# ---------------------------------------------------------------------------------------------
 # The process that checks
 
 
@@ -246,7 +244,6 @@ class Checker:
         self._client.close()
 
 
-# ---------------------------------------------------------------------------------------------
 # What is done to one rank
 
 
@@ -313,7 +310,6 @@ def tripped(trip: Trip | None) -> Iterator[None]:
         sys.setprofile(None)
 
 
-# ---------------------------------------------------------------------------------------------
 # Trainers
 
 
@@ -512,7 +508,6 @@ def write_too_soon(trainer: Trainer, pending: dbuffer.PendingPublication, trip: 
     trainer.write(trainer.label._replace(attempt=trainer.label.attempt + 1))
 
 
-# ---------------------------------------------------------------------------------------------
 # Worlds
 
 

@@ -187,7 +187,6 @@ def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
         assert "Permission denied" in child.receive()
 
 
-# ---------------------------------------------------------------------------------------------
 # Nothing in a store is ever unpickled
 
 PACKAGE = Path(dbuffer.__file__).parent

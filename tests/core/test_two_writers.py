@@ -168,7 +168,6 @@ def test_each_writer_has_an_epoch_and_a_run_of_its_own(store):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(version))
         writer, pointer = double.writer(), double.pointer()
-        assert writer is not None
         assert writer.run == pointer.run
         seen.append((writer.epoch, writer.run))
     assert [epoch for epoch, _ in seen] == [1, 2, 3]
@@ -186,7 +185,6 @@ def test_sender_of_a_store_that_was_replaced_finds_out(store):
     assert newest(store) == 1
 
 
-# ---------------------------------------------------------------------------------------------
 # Forked children
 
 

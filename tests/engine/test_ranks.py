@@ -136,7 +136,6 @@ def die_in_gather(rank: int) -> list[Any]:
     return gather(rank)
 
 
-# ---------------------------------------------------------------------------------------------
 # An engine that is ours
 
 
@@ -286,7 +285,6 @@ def test_ranks_that_took_different_versions_all_take_the_highest(world, store):
         sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
 
 
-# ---------------------------------------------------------------------------------------------
 # Two engines of one name
 
 

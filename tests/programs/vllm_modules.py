@@ -36,7 +36,6 @@ Send = Callable[[int], bool]
 
 def module_of(case: Case, number: int) -> Any:
     """Make a transformers module of some weights."""
-    assert case.module is not None
     module = case.module(min(number, 1))
     if number == 2:
         torch.manual_seed(number)

@@ -84,7 +84,6 @@ class _UnlinkedFiles(WeightsFiles):
 
     def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         marked = DoubleBuffer(self.store.root).manifest(buffer)
-        assert marked is not None
         assert marked.state == "writing", "the mark comes first"
         assert self.store.root / buffer / marked.file in keep
         _fail_if_told("retire")

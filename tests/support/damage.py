@@ -122,7 +122,6 @@ def flip_bit(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-# ---------------------------------------------------------------------------------------------
 # What may stand in a record
 
 OUTSIDE = st.sampled_from(

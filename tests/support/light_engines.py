@@ -228,7 +228,6 @@ class Scene:
     def recorded(self) -> tuple[int | None, dict[str, Any]]:
         """Version in the engine's record, and its metadata there."""
         record = DoubleBuffer(self.store).receiver(self.engine_id)
-        assert record is not None
         return record.applied_version, record.metadata
 
     def follower(self, **more: Any) -> Follower:

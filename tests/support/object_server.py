@@ -104,7 +104,6 @@ class ObjectServer:
 
     def close(self) -> None:
         """Kill the server and remove its files."""
-        assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         assert self._keeper.wait(TIMEOUT_S) == 0
 

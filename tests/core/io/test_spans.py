@@ -99,7 +99,6 @@ def written_file(
     return path.read_bytes(), checksums
 
 
-# ---------------------------------------------------------------------------------------------
 # Spans cover the file
 
 
@@ -124,7 +123,6 @@ def test_no_span_but_the_last_is_short():
     assert all(span.end - span.start >= SPAN_BYTES for span in layout.spans[:-1])
 
 
-# ---------------------------------------------------------------------------------------------
 # Written
 
 
@@ -247,7 +245,6 @@ def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
     copier.close()
 
 
-# ---------------------------------------------------------------------------------------------
 # Read and copied
 
 
@@ -387,7 +384,6 @@ def test_no_descriptor_stays_open(files, shm_path):
     copier.close()
 
 
-# ---------------------------------------------------------------------------------------------
 # At the sender
 
 

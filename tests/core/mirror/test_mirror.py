@@ -122,7 +122,6 @@ def contents(store: Path) -> dict[str, bytes]:
     }
 
 
-# ---------------------------------------------------------------------------------------------
 # What is copied
 
 
@@ -327,7 +326,6 @@ def test_nothing_is_left_behind(remote, local):
     assert not one.is_elected
 
 
-# ---------------------------------------------------------------------------------------------
 # Deltas
 
 
@@ -462,7 +460,6 @@ def test_a_damaged_local_buffer_is_not_built_upon(remote, local, mount, checksum
         assert one.stats["failures"] == 0
 
 
-# ---------------------------------------------------------------------------------------------
 # Damage, and what passes
 
 
@@ -681,7 +678,6 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local):
     assert contents(local) == before
 
 
-# ---------------------------------------------------------------------------------------------
 # Killed
 
 
@@ -841,7 +837,6 @@ def test_killed_at_any_moment(remote, local):
     assert_tidy(local)
 
 
-# ---------------------------------------------------------------------------------------------
 # Several, and stores that are not what was meant
 
 
@@ -1093,7 +1088,6 @@ def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
         subprocess.run(["umount", "--lazy", str(local)], check=True)
 
 
-# ---------------------------------------------------------------------------------------------
 # The command
 
 

@@ -252,7 +252,6 @@ def test_a_server_ends_with_its_run():
         stdout=subprocess.PIPE,
         text=True,
     ) as run:
-        assert run.stdout is not None
         directory, *pids = run.stdout.readline().split()
         assert len(pids) == 2
         assert all(is_running(int(pid)) for pid in pids)

@@ -62,7 +62,6 @@ class Rank:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        assert self._staged is not None
         assert self._staged.tensors is not None
         return self._staged.tensors
 
@@ -76,7 +75,6 @@ class Rank:
             tensor.fill_(-1)
 
     def release(self) -> None:
-        assert self._staged is not None
         self._stager.release(applied=self._staged.version)
         self._staged = None
 
@@ -377,7 +375,6 @@ def test_damage_is_found_by_all_and_shared_with_none(store, notes):
 def newest_file(store: Path) -> Path:
     double = DoubleBuffer(store)
     pointer = double.pointer()
-    assert pointer is not None
     manifest = double.manifest(pointer.buffer)
     assert manifest is not None
     return double.weights_path(pointer.buffer, manifest)

@@ -87,7 +87,6 @@ def is_alive(store: Path) -> bool:
     return found["is_alive"]
 
 
-# ---------------------------------------------------------------------------------------------
 # Processes of other containers
 
 
@@ -222,7 +221,6 @@ def test_an_idle_receiver_touches_its_record(store, mount):
     assert time.time() - path.stat().st_mtime > 60
 
 
-# ---------------------------------------------------------------------------------------------
 # Several receivers of one id
 
 
@@ -432,7 +430,6 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path, mount):
         assert applied_by(remote) == [1, 1]
 
 
-# ---------------------------------------------------------------------------------------------
 # Many
 
 
@@ -505,7 +502,6 @@ def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(store, timi
             assert names() == {living.receiver_id, "named"}
 
 
-# ---------------------------------------------------------------------------------------------
 # What is other people's
 
 

@@ -123,7 +123,6 @@ def test_the_next_publish_brings_the_pointer_back(store, sender, receiver):
     assert load(receiver) == 5
 
 
-# ---------------------------------------------------------------------------------------------
 # A publish under way
 
 

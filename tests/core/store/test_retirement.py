@@ -77,7 +77,6 @@ def named_files(store: Path) -> list[str]:
     return sorted(json.loads(path.read_bytes())["file"] for path in manifests)
 
 
-# ---------------------------------------------------------------------------------------------
 # The rule by itself
 
 
@@ -198,7 +197,6 @@ def test_a_file_that_is_gone_already_is_no_error(old_file, clock):
     assert not retiring.is_there_at(TIMING.keep_superseded_s)
 
 
-# ---------------------------------------------------------------------------------------------
 # The rule at work
 
 

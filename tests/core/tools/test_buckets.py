@@ -93,11 +93,8 @@ def status_of(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
 
 def record_of(bucket: Bucket) -> BucketVersion:
     """The record of the newest version."""
-    pointer = newest_pointer(bucket)
-    assert pointer is not None
-    read = bucket.read(BucketVersion, pointer.version_name)
-    assert read is not None
-    return read[0]
+    record, _ = bucket.read(BucketVersion, newest_pointer(bucket).version_name)
+    return record
 
 
 def parts_of(bucket: Bucket, kind: str) -> list[str]:

@@ -101,7 +101,6 @@ def left_behind(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if path.name.startswith(scratch.PREFIX)]
 
 
-# ---------------------------------------------------------------------------------------------
 # A place where all is well
 
 
@@ -178,7 +177,6 @@ def test_progress_names_each_probe(place):
     assert said == [each.probe for each in examination.findings if each.probe != "other hosts"]
 
 
-# ---------------------------------------------------------------------------------------------
 # Places where a guarantee cannot hold
 
 
@@ -304,7 +302,6 @@ def test_every_error_leaves_nothing_behind(place, monkeypatch):
         assert list(place.iterdir()) == [], function
 
 
-# ---------------------------------------------------------------------------------------------
 # What dbuffer does without
 
 
@@ -356,7 +353,6 @@ def test_on_a_network_mount(place, monkeypatch):
     assert f"dbuffer doctor {place} --peer" in others.consequence
 
 
-# ---------------------------------------------------------------------------------------------
 # Two hosts: two processes here, and real ones over NFS in tests/lab
 
 
@@ -527,7 +523,6 @@ def test_what_killed_doctors_left_goes_after_a_while(place):
     assert left_behind(place) == [young]
 
 
-# ---------------------------------------------------------------------------------------------
 # The command
 
 

@@ -120,7 +120,6 @@ def _routes(file: Path) -> dict[str, str | None]:
 def main() -> None:
     """Write the record of the SGLang that is installed here."""
     spec = importlib.util.find_spec("sglang")
-    assert spec is not None
     assert spec.origin is not None
     version = importlib.metadata.version("sglang")
     record = {"version": version, **interface(Path(spec.origin).parent)}
