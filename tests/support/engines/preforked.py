@@ -255,7 +255,10 @@ def _spawn(
     if not is_child or not CAN_FORK or (zygote := get_zygote()) is None:
         return int(_spawn_anew(path, arguments, passed))
     at = {number: number for number in (0, 1, 2, *passed)}
-    return zygote.fork(words[words.index("-c") :], dict(os.environ), at)
+    try:
+        return zygote.fork(words[words.index("-c") :], dict(os.environ), at)
+    except BrokenPipeError:  # SGLang's engine kills all children of its process as it shuts down
+        return int(_spawn_anew(path, arguments, passed))
 
 
 @contextlib.contextmanager
