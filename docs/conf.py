@@ -53,6 +53,13 @@ def read_root_page(app, docname, source):
     source[0] = text
 
 
+def keep_colons(_app, what, _name, _obj, _options, lines):
+    """Put an empty comment first: in an attribute's first line napoleon takes "a: b" for a type."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]
+
+
 def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", read_root_page)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -443,9 +446,35 @@ def test_every_option_of_an_engine_is_documented():
 
     text = (DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8")
     section = text.split("## Options")[1].split("\n## ")[0]
-    named = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
-    options = {item.name for item in dataclasses.fields(EngineOptions)}
-    assert named == options - {"instance_id"} | {"pause"}  # the first is set by who follows
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", section, flags=re.MULTILINE)
+    shown = {name: default.strip("`") for name, default in rows}
+    assert (shown.pop("store"), shown.pop("pause")) == ("required", '"keep"')
+    options = {item.name: item.default for item in dataclasses.fields(EngineOptions)}
+    del options["store"], options["instance_id"]  # set by who follows
+    assert {name: json.loads(default) for name, default in shown.items()} == options
+
+
+def test_every_option_of_trls_trainers_is_documented():
+    from dbuffer.integrations.trl import over_store
+
+    text = (DOCS / "integrations" / "trl.md").read_text(encoding="utf-8")
+    section = text.split("### Options of `over_store`")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, flags=re.MULTILINE)
+    options = list(inspect.signature(over_store).parameters.values())[2:]
+    assert {name: ast.literal_eval(default) for name, default in rows} == {
+        option.name: option.default for option in options
+    }
+
+
+def test_the_lowest_versions_of_frameworks_are_those_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = rows_of((DOCS / "installation.md").read_text(encoding="utf-8"))
+    (needed,) = (row[1] for row in rows if row[0].startswith("vLLM, "))
+    shown = re.findall(r"(\w+) ([\d.]+)", needed)
+    assert len(shown) == 6
+    for name, lowest in shown:
+        extra = name.lower()
+        assert f"{extra}>={lowest}" in extras["optional-dependencies"][extra]
 
 
 def public_names() -> list[str]:
@@ -625,7 +654,7 @@ def test_the_page_on_transports_has_the_measured_figures():
         f"{disk / ours:.1f} times dbuffer's for 1 GB",
         f"{ours / memcpy:.2f} of a memcpy for live layers",
         f"{of_torchrl[0]} and {of_torchrl[1]} GB/s on two machines",
-        f"safetensors {first('safetensors', 'cpu.txt')[2]} GB/s in memory",
+        f"safetensors at {first('safetensors', 'cpu.txt')[2]} GB/s in memory",
         f"{speed} GB/s, {share} of memcpy on 2 cores",
         f"{gpu[3]} of a GPU's link, {float(gpu[2]):.0f} GB/s",
     ):
@@ -804,6 +833,9 @@ def run_sphinx(_: Connection, arguments: list[str]) -> None:
 def test_the_site_builds_without_a_warning(tmp_path):
     assert build(DOCS, tmp_path / "site") == (0, "")
     assert "Six guarantees" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    assert "receivers. Default: one from what" in reference
+    assert ">Type<" not in reference  # words of a docstring, taken for an attribute's type
 
 
 def test_a_broken_link_fails_the_build(tmp_path):
