@@ -353,7 +353,7 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     assert "engine-0" in out
     assert "\tstep\t" in out
     assert "\t75\t2 (5.5 steps)\t" in out
-    assert ", sender 1 of this store\n" in out
+    assert ", sender 2 of this store\n" in out
 
 
 def test_status_tells_what_a_mirror_has_copied(capsys, tmp_path, checkpoint, store):
