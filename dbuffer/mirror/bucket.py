@@ -59,6 +59,17 @@ _REASON = re.compile(
 )
 """Reason for an answer, as S3, GCS and Azure give it."""
 
+_NO_CREDENTIALS = re.compile(r"/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity")
+"""Address of a cloud's service for the roles of its hosts, in the text of an error.
+
+obstore asks it if the environment has no credentials.
+"""
+
+_S3 = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+_VARIABLES = {"s3": _S3, "s3a": _S3, "gs": "GOOGLE_APPLICATION_CREDENTIALS (a file)"}
+"""Variables for credentials, by the scheme of a URL; of all others Azure's."""
+
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 
 
@@ -80,6 +91,7 @@ class Bucket(Closing):
         StoreNotFoundError: there is no such object.
         StoreAccessError: there is no such bucket, access was refused, or the service does not
             answer.
+        OptionError: there are no credentials, before anything has worked.
     """
 
     def __init__(self, url: str) -> None:
@@ -87,6 +99,7 @@ class Bucket(Closing):
         self._obstore = _obstore()
         self._errors = self._obstore.exceptions
         self._stop = threading.Event()
+        self._has_credentials = False
         self._copier = Copier(NUM_REQUESTS)
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
@@ -266,23 +279,36 @@ class Bucket(Closing):
         for pause_s in _pauses():
             self.requests[kind] += 1
             try:
-                return action()
+                result = action()
             except FileNotFoundError as error:
+                self._has_credentials = True
                 if any(code in str(error) for code in _NO_BUCKET):
                     raise self._refused(kind, name, error) from error
                 raise StoreNotFoundError(f"there is no {self.name_of(name)}") from error
             except self._errors.GenericError as error:
+                if _NO_CREDENTIALS.search(str(error)) and not self._has_credentials:
+                    raise OptionError(self._describe_credentials(error)) from error
                 if _REFUSED.search(str(error)):
                     raise self._refused(kind, name, error) from error
                 failure = error
             except (self._errors.BaseError, NotImplementedError) as error:
                 raise self._refused(kind, name, error) from error
+            else:
+                self._has_credentials = True
+                return result
             logger.debug("%s of %s failed: %s", kind, name, _first_line(failure))
             # The caller logs what lasts, and tries again.
             has_lasted = pause_s is None or time.monotonic() - started > TIMING.request_s
             if has_lasted or self._stop.wait(pause_s):
                 break
         raise self._refused(kind, name, failure) from failure
+
+    def _describe_credentials(self, error: Exception) -> str:
+        scheme = self.url.partition(":")[0]
+        return (
+            f"no credentials for {self.url}: set {_VARIABLES.get(scheme, _AZURE)} in the "
+            f"environment, or give this host a role ({_first_line(error)})"
+        )
 
     def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
         return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_described(error)}")

@@ -21,8 +21,11 @@ from dbuffer.errors import OptionError
 MAX_SECONDS = threading.TIMEOUT_MAX
 """The longest that a thread can wait. Where a wait may be unbounded, None says so."""
 
-_URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|memory|file):/")
-"""Beginning of URLs of object storages, whose second slash a `Path` lacks."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+"""Beginning of a URL, whose second slash a `Path` lacks."""
+
+_BUCKETS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "https", "memory")
+"""Schemes of object storages."""
 
 T = TypeVar("T")
 
@@ -73,24 +76,46 @@ def directory(name: str, value: Any) -> Path:
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
         refuse(name, value, "the path of a directory, not empty and without NUL")
-    if _URL.match(os.fspath(value)):
+    if is_url(os.fspath(value)):
         parts = urlsplit(os.fspath(value))
         if parts.scheme == "file":
             return directory(name, unquote(parts.path))
-        refuse(name, value, _mirror_between(parts))
+        is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
+        refuse(name, value, _mirror_between(parts) if is_bucket else _no_url("a directory", parts))
     return Path(value).absolute()
 
 
 def directory_or_bucket(name: str, value: Any) -> Path | str:
     """A directory's path, or the URL of a bucket and a prefix in it, without a slash at its end."""
-    if isinstance(value, str) and _URL.match(value):
-        parts = urlsplit(value)
-        if parts.scheme == "file":
-            return directory(name, value)
-        if not parts.netloc and parts.scheme != "memory":
-            refuse(name, value, "a directory, or a URL such as s3://bucket/policy")
-        return value if parts.scheme == "memory" else value.rstrip("/")
-    return directory(name, value)
+    if not isinstance(value, str) or not is_url(value):
+        return directory(name, value)
+    parts, rule = urlsplit(value), "a directory, or a URL such as s3://bucket/policy"
+    if parts.scheme == "file":
+        return directory(name, value)
+    if parts.scheme not in _BUCKETS:
+        refuse(name, value, _no_url(rule, parts))
+    if parts.scheme == "memory":
+        return value
+    mended = f"{parts.scheme}://{value.partition(':')[2].lstrip('/')}"
+    if not value.startswith(f"{parts.scheme}://"):
+        refuse(name, value, f"{rule}; did you mean {mended}?")
+    if not parts.netloc:
+        refuse(name, value, rule)
+    return value.rstrip("/")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text begins as a URL does, mistyped ones such as ``s3:/bucket`` included."""
+    return _URL.match(text) is not None
+
+
+def _no_url(rule: str, url: SplitResult) -> str:
+    """Say what to use instead of a URL that is of no object storage."""
+    if url.scheme in ("http", "https"):
+        return f"{rule}; this is the address of a server (are two arguments swapped?)"
+    return (
+        f"{rule}; no object storage has URLs with {url.scheme}: (a directory of this name: ./...)"
+    )
 
 
 def _mirror_between(url: SplitResult) -> str:

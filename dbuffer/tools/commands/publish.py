@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import dbuffer
+from dbuffer.errors import OptionError
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
+from dbuffer.store.foreign import is_store
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 from dbuffer.weights.names import NameMap
@@ -82,6 +84,10 @@ def publish(
 
     With --delta the last version is read back and compared; all weights are then in memory.
     """
+    if is_store(checkpoint):
+        raise OptionError(
+            f"{checkpoint} is a store, not a checkpoint: did you swap CHECKPOINT and STORE?"
+        )
     status_line.show(f"reading {checkpoint}")
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.weights.checkpoint import read_checkpoint

@@ -42,14 +42,13 @@ def parse_path(text: str) -> Path:
 
 def parse_place(text: str) -> Path | str:
     """Parse a directory's path, or a bucket's URL, of which a path would drop a slash."""
-    is_url = "://" in text
-    return options.directory_or_bucket("place", text) if is_url else parse_path(text)
+    return options.directory_or_bucket("place", text) if options.is_url(text) else parse_path(text)
 
 
 def parse_store(text: str) -> Path:
     """Parse a store's directory; for a bucket's URL the mirrors are named."""
     try:
-        return options.directory("store", text) if "://" in text else parse_path(text)
+        return options.directory("store", text) if options.is_url(text) else parse_path(text)
     except OptionError as error:  # whose message typer would drop
         raise typer.BadParameter(str(error)) from None
 

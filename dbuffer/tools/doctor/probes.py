@@ -129,6 +129,8 @@ class Probe(NamedTuple, Generic[SiteT]):
         progress(self.title)
         try:
             outcome = self.run(site)
+        except OptionError:  # no finding about the place
+            raise
         except (DBufferError, OSError) as error:
             outcome = "broken", str(error), self.cure
         return make_finding(self.title, outcome, self.guarantee)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from dbuffer.mirror.download import newest_pointer
 from dbuffer.tools.doctor import bucket as doctor
 from dbuffer.tools.doctor import examine_bucket
 from dbuffer.tools.verification import verify_bucket
+from tests.support.children import free_port
 from tests.support.commands import call
 from tests.support.object_store import Request, corrupt_answer, drop, slow, status
 from tests.support.patterns import OTHER, Sparse
@@ -556,6 +558,24 @@ def test_a_bucket_that_cannot_be_reached(
         assert reason in err
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor", "mirror out of", "mirror into"])
+def test_a_bucket_without_credentials(capsys, monkeypatch, remote, local, command):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send({"a": torch.ones(3)})
+    arguments: dict[str, tuple[object, ...]] = {
+        "mirror out of": ("mirror", "s3://bucket/policy", local),
+        "mirror into": ("mirror", remote, "s3://bucket/policy"),
+    }
+    code, _, err = call(capsys, *arguments.get(command, (command, "s3://bucket/policy")))
+    assert code == 2
+    assert err.startswith("dbuffer: no credentials for s3://bucket/policy: set AWS_ACCESS_KEY_ID ")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.usefixtures("bucket_url")
 def test_a_mirror_into_a_bucket_that_is_not_there(capsys, remote):
     with dbuffer.WeightSender(remote) as sender:
@@ -603,6 +623,39 @@ def test_a_url_that_names_no_bucket(capsys, command, url):
     code, _, err = call(capsys, command, url)
     assert code == 2
     assert "s3://bucket/policy" in err
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor", "mirror"])
+@pytest.mark.parametrize("url", ["s3:/bucket/policy", "S3://bucket/policy", "S3:/bucket/policy"])
+def test_a_url_that_is_mistyped_is_mended(capsys, tmp_path, command, url):
+    more = [tmp_path / "local"] if command == "mirror" else []
+    code, _, err = call(capsys, command, url, *more)
+    assert code == 2
+    assert "did you mean s3://bucket/policy?" in err
+
+
+EVERYWHERE = [
+    *((command, "URL") for command in (*COMMANDS, "doctor", "follow")),
+    ("mirror", "URL", "y"),
+    ("mirror", "x", "URL"),
+    ("exec", "URL", "true"),
+    ("follow-server", "URL", "http://localhost:1"),
+    ("pin", "URL", "1"),
+]
+
+
+@pytest.mark.parametrize("arguments", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("foo://bucket/policy", "no object storage has URLs with foo:"),
+        ("http://localhost:8000", "the address of a server (are two arguments swapped?)"),
+    ],
+)
+def test_a_url_of_something_else_is_refused(capsys, arguments, url, text):
+    code, _, err = call(capsys, *(url if each == "URL" else each for each in arguments))
+    assert code == 2
+    assert text in " ".join(err.split())
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "doctor"])

@@ -173,6 +173,13 @@ def test_completion(monkeypatch, capsys):
     assert call(capsys)[1].split() == ["follow", "follow-server"]
 
 
+def test_a_store_in_the_place_of_the_checkpoint_is_a_swap(capsys, store, checkpoint):
+    code, _, err = call(capsys, "publish", store, checkpoint)
+    assert code == 2
+    assert f"{store} is a store" in err
+    assert "did you swap CHECKPOINT and STORE?" in err
+
+
 @pytest.mark.parametrize("metadata", ["step=3", "[3]", "{step: 3}"])
 def test_metadata_that_is_no_json_is_told_an_example(capsys, tmp_path, checkpoint, metadata):
     code, _, err = call(capsys, "publish", checkpoint, tmp_path / "x", "--metadata", metadata)
