@@ -43,7 +43,7 @@ def run_for_each(
     exit code 1, and its version is not acknowledged.
     """
     run = functools.partial(_run, command, store)
-    follow_versions(store, newer_than, follow_options, run)
+    follow_versions(store, newer_than, follow_options, run, acknowledge=True)
 
 
 def _run(command: str, store: Path, snapshot: Snapshot) -> None:

@@ -32,8 +32,12 @@ def follow(
     *,
     follow_options: shared.FollowOptions,
 ) -> None:
-    """Print each new version, and acknowledge it."""
-    follow_versions(store, newer_than, follow_options)
+    """Print each new version.
+
+    With --receiver-id, also acknowledge it: a sender that waits for receivers counts this one.
+    """
+    acknowledge = follow_options.receiver_id is not None
+    follow_versions(store, newer_than, follow_options, acknowledge=acknowledge)
 
 
 def follow_versions(
@@ -41,8 +45,10 @@ def follow_versions(
     newer_than: int | None,
     follow_options: shared.FollowOptions,
     on_version: Callable[[Snapshot], None] = lambda _: None,
+    *,
+    acknowledge: bool,
 ) -> None:
-    """Print each new version and call ``on_version``; acknowledge the version when it returns.
+    """Print each new version and call ``on_version``; ``acknowledge`` it, or leave no record.
 
     Raises:
         OptionError: an option is invalid.
@@ -55,7 +61,9 @@ def follow_versions(
         verify=follow_options.verify or "auto",
         allow_shared_store=follow_options.allow_shared_store,
     )
-    with receiver:
+    with receiver, contextlib.ExitStack() as at_end:
+        if not acknowledge:
+            at_end.callback(receiver.record.remove)
         receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
         shared.explain_wait(store)
         policy: Literal["follow", "raise"] = (
@@ -66,11 +74,16 @@ def follow_versions(
         )
         while count is None or count > 0:
             held = contextlib.ExitStack()
-            snapshot = _hold_next(receiver, loop, held, newer_than, follow_options.timeout_s)
+            timeout_s = follow_options.timeout_s
+            snapshot = _hold_next(
+                receiver, loop, held, newer_than, timeout_s, acknowledge=acknowledge
+            )
             # If the store is emptied meanwhile, the next wait applies `new_history`.
             with contextlib.suppress(errors.VersionRegressedError), held:
                 _report(snapshot, as_json=follow_options.as_json)
                 on_version(snapshot)
+            if not acknowledge:
+                receiver.record.remove()
             newer_than = snapshot.version
             count = None if count is None else count - 1
 
@@ -81,6 +94,8 @@ def _hold_next(
     held: contextlib.ExitStack,
     newer_than: int | None,
     timeout_s: float | None,
+    *,
+    acknowledge: bool,
 ) -> Snapshot:
     """Wait for the next version, also while the store cannot be read."""
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -93,7 +108,7 @@ def _hold_next(
                 raise errors.WaitTimeoutError(
                     f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
                 )
-            snapshot = held.enter_context(receiver.open(newer_than))
+            snapshot = held.enter_context(receiver.open(newer_than, acknowledge=acknowledge))
             loop.used()
             return snapshot
         if loop.has_started_over:

@@ -126,9 +126,9 @@ class FollowOptions:
     receiver_id: Annotated[
         str | None,
         typer.Option(
-            help="Name under which versions are acknowledged.",
+            help="Name under which versions are acknowledged. Default: `exec` makes one; `follow` "
+            "acknowledges nothing.",
             metavar="ID",
-            show_default="a generated name",
         ),
     ] = None
     verify: Annotated[

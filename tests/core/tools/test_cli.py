@@ -194,7 +194,7 @@ def test_metadata_that_is_no_json_is_told_an_example(capsys, tmp_path, checkpoin
         ("publish", """such as {"rules": [{"prefix": "actor.", "to": ""}]}"""),
         ("unpin", "drops it with its next publish"),
         ("verify", "Print a JSON list of one object per version."),
-        ("follow", "(a generated name)"),
+        ("follow", "`follow` acknowledges nothing"),
     ],
 )
 def test_help_says(capsys, command, text):
@@ -604,6 +604,20 @@ def test_follow_sees_versions_as_they_come(tmp_path, store, checkpoint):
                 sender.send(checkpoint)
                 assert json.loads(follower.line(number))["version"] == version
         assert follower.wait(30) == 0
+
+
+def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, checkpoint):
+    with dbuffer.WeightSender(store) as sender:
+        with Command(tmp_path, "follow", store) as watcher:
+            assert watcher.line(0).startswith("version 2")
+            sender.send(checkpoint)
+            assert watcher.line(1).startswith("version 3")
+            until("its record is gone", lambda: not list((store / "receivers").iterdir()))
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(2, receivers=1, timeout_s=0)
+        with Command(tmp_path, "follow", store, "--receiver-id", "r-1", "--count=1") as receiver:
+            assert receiver.wait() == 0
+        sender.wait_applied(3, receivers=["r-1"], timeout_s=0)
 
 
 @pytest.mark.parametrize("new_history", ["follow", "refuse"])
