@@ -387,6 +387,15 @@ COMPUTING: dict[str, Loader] = {
 }
 
 
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_what_a_loader_writes_into_is_loaded_again_as_it_was_published(is_traced):
+    tensors = two_tensors()
+    switched = Switched(lambda: Model(a=Layer(shifted_in_place), b=Layer()), tensors)
+    for _ in range(2):
+        switched.loads.reload(tensors, switched.trace if is_traced else None, None)
+    assert torch.equal(switched.model.layers["a"].weight, tensors["a.weight"] + 1)
+
+
 def shape_for(loader: str) -> tuple[int, ...]:
     return (4, 6) if loader == "transposed" else SHAPE
 

@@ -123,7 +123,6 @@ class RankModel:
         if self._state.must_reload and self._partial:
             self.serving.load_checkpoint()  # for the layers that are in no version
         trace = self._trace_of(staged.layout)
-        assert trace is not None  # noqa: S101 - it was checked before it was staged
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
         self._loader.reload(tensors, trace, switch, staged.identity)
 

@@ -280,7 +280,7 @@ class WeightLoader:
     def reload(
         self,
         tensors: Tensors,
-        trace: LoadTrace,
+        trace: LoadTrace | None,
         switch: PreparedSwitch | None,
         identity: str | None = None,
     ) -> None:
@@ -290,7 +290,8 @@ class WeightLoader:
         :meth:`prepare` and :meth:`apply`.
         """
         self.forget()
-        self._rewritten = trace.rewritten
+        # Where it is not known what loaders write into, it may be anything.
+        self._rewritten = tensors.keys() if trace is None else trace.rewritten
         if switch is None or switch.plan is not self._plan:
             self._reload(tensors)
             return
