@@ -42,6 +42,11 @@ class StoreCorruptError(DBufferError, ValueError):
     ``checksum=True``.
     """
 
+    def __init__(self, message: str, *, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.is_lasting = is_lasting
+        """Whether no later look at the same version can succeed."""
+
 
 class StoreBusyError(DBufferError, BlockingIOError):
     """Another sender has this store open, or another follower of this process has the engine.

@@ -101,15 +101,21 @@ class DeltaChain:
         try:
             held = hold_newest(self.writer.store, newer_than=None)
             if held is None:
+                self.explain_full("the store holds no version")
                 return None
             with held:
-                if not self._could_have_published(held.manifest):
+                version = f"version {held.manifest.version}"
+                problem = self._why_not_upon(held.manifest)
+                if problem is not None:
+                    self.explain_full(f"{version} {problem}")
                     return None
                 if footer is None:
                     layout = held.read_layout()
                     footer = Footer.like(None, layout.specs, layout.aliases)
                 if footer.layout_xxh3 == held.manifest.layout_xxh3:
                     self.head = ChainHead.of(held, footer, hashed=self.hashed)
+                else:
+                    self.explain_full(f"{version} has other tensors")
         except UNREADABLE as error:
             self.log_full_publish(str(error))
         return self.head
@@ -119,13 +125,22 @@ class DeltaChain:
         root = self.writer.root
         logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
 
-    def _could_have_published(self, manifest: Manifest) -> bool:
-        return (
-            manifest.history == self.writer.record.history
-            and manifest.is_final != self.writer.rewrites_files
-            and (manifest.checksums_xxh3 is not None) == self.hashed
-            and (manifest.anchor is None or not self.keeps_buffers_whole)
-        )
+    def explain_full(self, reason: str) -> None:
+        """Log, for those who ask for a delta, why the next version is none."""
+        logger.info("%s: no delta: %s", self.writer.root, reason)
+
+    def _why_not_upon(self, manifest: Manifest) -> str | None:
+        """Say why this sender would not have published a version so; None: it could have."""
+        if manifest.history != self.writer.record.history:
+            return "is of another run"
+        has_checksums = manifest.checksums_xxh3 is not None
+        if has_checksums != self.hashed:
+            there, here = ("has", "none") if has_checksums else ("has no", "some")
+            return f"{there} checksums, and this sender writes {here}"
+        is_kept_whole = manifest.anchor is None or not self.keeps_buffers_whole
+        if manifest.is_final == self.writer.rewrites_files or not is_kept_whole:
+            return "was published on another kind of mount, or with another keep="
+        return None
 
     def open(self, version: int, footer: Footer | None, *, with_file: bool = True) -> Draft:
         """Claim the idle buffer for a version of these tensors.

@@ -20,7 +20,7 @@ from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.manifest import Lag, Manifest, decode, encode
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
+from dbuffer.publish.delta_chain import MAX_CHANGED_SHARE, UNREADABLE, DeltaChain, max_changed
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.shares import ClaimInfo, Share
@@ -224,6 +224,10 @@ class Publisher(Closing, ProcessBound, ABC):
             num_changed = share.compare(request.source)
             if num_changed > max_changed(share.footer.layout):
                 share = None
+                if self._chain is not None:  # on rank 0
+                    self._chain.explain_full(
+                        f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all elements changed"
+                    )
         return self._write(request, share)
 
     def _take_base(self, request: PublishRequest) -> Share | None:

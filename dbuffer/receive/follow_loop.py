@@ -175,7 +175,9 @@ class FollowLoop(RetryLoop):
             version = max(version, self._receiver.seen_version)  # by which it was overtaken
         of = "" if version is None else f"version {version} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
-        is_lasting = isinstance(error, errors.WeightsMismatchError)
+        is_lasting = isinstance(error, errors.WeightsMismatchError) or (
+            isinstance(error, errors.StoreCorruptError) and error.is_lasting
+        )
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
         # Its frames hold on to the mapping of a file that may be long gone.
         traceback.clear_frames(error.__traceback__)

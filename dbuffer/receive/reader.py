@@ -341,7 +341,8 @@ def wrong_tensors(
     if manifest.checksums_xxh3 is None:
         raise StoreCorruptError(
             f"{held.name}: version {manifest.version} was published without checksums, so it "
-            "cannot be verified; make the sender with checksum=True"
+            "cannot be verified; make the sender with checksum=True",
+            is_lasting=True,
         )
     known = {} if known is None else known
     expected = ChainReader(held, layout).expected(known)

@@ -57,8 +57,12 @@ Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a tim
 was published yet; 130 stopped by Ctrl-C; 141 the reader of a pipe is gone; 143 stopped by SIGTERM.
 """
 
-_WAITING = ("dbuffer.mirror.mirror", "dbuffer.store.weights_files")
-"""Loggers that say at the level INFO for whom a command waits."""
+_TELLING = (
+    "dbuffer.mirror.mirror",
+    "dbuffer.publish.delta_chain",
+    "dbuffer.store.weights_files",
+)
+"""Loggers that say at the level INFO for whom a command waits, or why it publishes no delta."""
 
 
 class _LazyGroup(typer.core.TyperGroup):
@@ -163,7 +167,7 @@ def _begin_logging(*, debug: bool) -> None:
         return
     logging.root.addHandler(LogHandler(debug=debug))
     logging.root.setLevel(logging.DEBUG if debug else logging.WARNING)
-    for name in _WAITING:
+    for name in _TELLING:
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
 
 

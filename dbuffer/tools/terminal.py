@@ -6,10 +6,12 @@ them pass through :func:`printable`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dbuffer.runtime.messages import format_bytes
@@ -85,6 +87,26 @@ class StatusLine:
 
 status_line = StatusLine()
 """The status line of this process."""
+
+
+@contextlib.contextmanager
+def show_elapsed(text: str) -> Iterator[None]:
+    """Show in the status line what takes long, with the seconds so far, during a ``with`` block."""
+    has_ended = threading.Event()
+
+    def count() -> None:
+        started = time.monotonic()
+        while not has_ended.wait(1.0):
+            status_line.show(f"{text}: {time.monotonic() - started:.0f} s")
+
+    counter = threading.Thread(target=count, name="dbuffer-elapsed", daemon=True)
+    counter.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        counter.join()
+        status_line.clear()
 
 
 class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no class at run time

@@ -14,6 +14,7 @@ import torch
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.io.tensors import DTYPES
 from dbuffer.runtime.extras import needed_for
+from dbuffer.runtime.messages import listed
 
 SAFETENSORS_DTYPES = {
     "BOOL": "bool",
@@ -130,13 +131,22 @@ class HeldRows:
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
     """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
-    names: list[str] = []
-    tensors: list[torch.Tensor | LazyTensor] = []
+    tensors: dict[str, torch.Tensor | LazyTensor] = {}
+    file_of: dict[str, str] = {}
+    twice: dict[tuple[str, str], list[str]] = {}
+    """Tensors that are in two files, by the files' names."""
     for file, names_in_file in _checkpoint_files(path).items():
         for name, tensor in _open_safetensors(file, names_in_file):
-            names.append(name)
-            tensors.append(tensor)
-    return names, tensors
+            if name in tensors:
+                twice.setdefault((file_of[name], file.name), []).append(name)
+            tensors[name], file_of[name] = tensor, file.name
+    if twice:
+        (first, second), names = next(iter(twice.items()))
+        raise InvalidWeightsError(
+            f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Give one "
+            f"of them ({path / first}), or a directory without the other"
+        )
+    return list(tensors), list(tensors.values())
 
 
 def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:

@@ -24,6 +24,7 @@ from tests.support.children import Child, Command
 from tests.support.commands import call
 from tests.support.waiting import TIMEOUT_S, until
 
+FILE = "model.safetensors"
 TENSORS = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
 
 
@@ -171,6 +172,51 @@ def test_completion(monkeypatch, capsys):
     monkeypatch.setenv("COMP_WORDS", "dbuffer fol")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert call(capsys)[1].split() == ["follow", "follow-server"]
+
+
+@pytest.mark.parametrize("command", ["publish", "ls"])
+def test_a_tensor_that_is_in_two_files_is_named_with_them(capsys, store, checkpoint, command):
+    save_file(TENSORS, checkpoint / "consolidated.safetensors")
+    arguments = {"publish": (checkpoint, store), "ls": (store, "--against", checkpoint)}
+    code, out, err = call(capsys, command, *arguments[command])
+    assert (code, out) == (1, "")
+    assert "consolidated.safetensors and model.safetensors both hold layers.0.weight, " in err
+
+
+def test_a_publish_that_is_no_delta_says_why(tmp_path, checkpoint):
+    store = tmp_path / "store"
+
+    def reason(*options: object) -> str:
+        with Command(tmp_path, "publish", checkpoint, store, *options) as publishing:
+            code, _, err = publishing.communicate()
+        assert code == 0, err
+        return err
+
+    assert "no delta: the store holds no version" in reason("--delta")
+    assert reason("--delta") == ""
+    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, checkpoint / FILE)
+    assert "no delta: more than 50 % of all elements changed" in reason("--delta")
+    why = "no delta: version 3 has checksums, and this sender writes none"
+    assert why in reason("--delta", "--no-checksum")
+    assert reason() == ""
+    save_file({**TENSORS, "more": torch.ones(3)}, checkpoint / FILE)
+    assert "no delta: version 5 has other tensors" in reason("--delta")
+
+
+@pytest.mark.timing(retry_min_s=0.01)
+def test_a_version_that_can_never_be_verified_is_not_tried_again(tmp_path, checkpoint):
+    store = tmp_path / "store"
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(checkpoint)
+    with Command(tmp_path, "follow", store, "--verify", "--count", 1) as following:
+        assert following.line_of_errors(0).endswith(
+            "so it cannot be verified; make the sender with checksum=True; waiting for a newer "
+            "version"
+        )
+        with dbuffer.WeightSender(store, checksum=True) as sender:
+            sender.send(checkpoint)
+            code, out, _ = following.communicate()
+    assert (code, out.splitlines()[0][:10]) == (0, "version 2:")
 
 
 def test_a_store_in_the_place_of_the_checkpoint_is_a_swap(capsys, store, checkpoint):

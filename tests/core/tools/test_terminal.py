@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,21 @@ def test_help_is_whole(command):
 def test_help_of_all_commands():
     text = "\n".join(shown_by("--help"))
     assert all(f"\n  {command} " in text for command in COMMANDS)
+
+
+def test_what_takes_long_shows_its_seconds():
+    program = """
+import time
+from dbuffer.tools.terminal import show_elapsed
+with show_elapsed("the engine starts"):
+    time.sleep(1.5)
+"""
+    terminal, theirs = os.openpty()
+    with os.fdopen(theirs, "wb"):
+        subprocess.run([sys.executable, "-c", program], stderr=theirs, check=True)
+        shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert "the engine starts: 1 s" in shown
 
 
 def test_names_of_tensors_are_folded(store):
