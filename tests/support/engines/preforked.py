@@ -154,6 +154,10 @@ class Zygote:
             finally:
                 _adopt_orphans(yes=False)
 
+    def forget(self) -> None:
+        """Leave the descriptor alone: in a fork, its number is another one's by now."""
+        self._connection.detach()
+
     def close(self, process: Process) -> None:
         """End the zygote, which is this process."""
         self._connection.close()
@@ -173,6 +177,8 @@ _has_tried_vllm = False
 def use(connection: socket.socket) -> None:
     """Fork all processes that this one will spawn from the zygote that was forked with it."""
     global _own, _with_vllm
+    if _own is not None:
+        _own.forget()
     _own = Zygote(connection)
     if "vllm" in sys.modules:
         _with_vllm = _own
