@@ -89,8 +89,8 @@ def require_not_put_back(source: Source, target_name: str, published: int) -> No
     if newest is None or newest.version < published:
         raise OptionError(
             f"{source.name} went back to version {newest and newest.version}, and {target_name} "
-            f"holds version {published} of it: was it put back from a copy? Give another "
-            "target, or remove that one"
+            f"holds version {published} of it, which may be in no other place: was the source put "
+            "back from a copy? Name another target"
         )
 
 

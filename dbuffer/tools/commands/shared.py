@@ -21,6 +21,7 @@ from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.foreign import other_contents
 from dbuffer.tools.terminal import print_error, print_line, status_line
 
 if TYPE_CHECKING:
@@ -225,7 +226,10 @@ def explain_wait(store: Path, target: Path | str | None = None) -> None:
         if not view.exists():
             text = f"there is no store at {store} yet: waiting for one"
         elif view.newest_pointer() is None:
+            contents = other_contents(store)
             text = f"nothing was published in {store} yet: waiting"
+            if contents is not None:
+                text = f"{store} holds {contents}, and no store (is it the right path?): waiting"
         else:
             return
         print_error(f"dbuffer: {text}{'' if target is None else _describe_target(target)}")

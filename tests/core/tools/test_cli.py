@@ -342,6 +342,13 @@ def test_waiting_for_a_first_version_is_said(tmp_path, checkpoint, command, is_t
     assert json.loads(out)["version"] == 1
 
 
+def test_a_wait_in_a_directory_of_something_else_is_said(tmp_path, store):
+    with Command(tmp_path, "follow", store.parent) as waiting:
+        said = waiting.line_of_errors(0)
+    assert f"{store.parent} holds a store, checkpoint, " in said
+    assert "and no store (is it the right path?): waiting" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "arguments", [["follow"], ["mirror", "local"], ["follow-server", "http://127.0.0.1:9"]]
