@@ -92,6 +92,9 @@ status_line = StatusLine()
 @contextlib.contextmanager
 def show_elapsed(text: str) -> Iterator[None]:
     """Show in the status line what takes long, with the seconds so far, during a ``with`` block."""
+    if not sys.stderr.isatty():
+        yield
+        return
     has_ended = threading.Event()
 
     def count() -> None:
