@@ -105,7 +105,7 @@ class Program:
             **options,
         )
         timeout_s = 300.0 if store is None else 0.5
-        return over_store(GRPOTrainer, store or self.store, timeout_s=timeout_s)(
+        return over_store(GRPOTrainer, store or self.store, timeout_s=timeout_s, checksum=True)(
             model=str(self.checkpoints[kind]),
             reward_funcs=self.reward,
             args=config,
@@ -151,14 +151,13 @@ class Program:
         trainer.weight_sync.close()
         if not held_back:
             last = save(merged(trainer.model), self.directory / f"last-{kind}")
-            seen |= {"expected": ask_fresh_engine(last), "metadata": self.metadata()}
+            seen |= {"expected": ask_fresh_engine(last), **self.newest()}
         return seen
 
-    def metadata(self) -> Any:
+    def newest(self) -> dict[str, Any]:
         """Of the version that is in the store."""
-        with dbuffer.WeightReceiver(self.store) as receiver:
-            with receiver.open() as snapshot:
-                return snapshot.metadata
+        with dbuffer.WeightReceiver(self.store) as receiver, receiver.open() as snapshot:
+            return {"metadata": snapshot.metadata, "has checksums": snapshot.has_checksums}
 
     def train_elsewhere(self) -> None:
         """In a store that no server follows."""

@@ -31,6 +31,7 @@ def over_store(
     *,
     receivers: int | str | Collection[str] = 1,
     timeout_s: float = 600.0,
+    checksum: bool | Literal["auto"] = "auto",
     delta: bool = False,
     dtype: torch.dtype | None = None,
     unused_tensors: Literal["refuse", "warn"] = "refuse",
@@ -50,6 +51,8 @@ def over_store(
             it; or their ids (``engine_id``), so that one that cannot apply it is learned at once.
         timeout_s: for how long they are waited for; in colocate mode, how long an engine may take
             to have a version ready.
+        checksum: write a checksum of every tensor; mirrors into a bucket need them to copy no more
+            than what changed. ``"auto"``: on network mounts only.
         delta: publish only the bytes that changed since the last version, if they are few.
         dtype: publish floating-point tensors in this dtype. Default: each in its own.
         unused_tensors: (colocate mode) what the engine does with tensors that its model has no
@@ -64,6 +67,7 @@ def over_store(
     place = options.directory("store", store)
     options.names("receivers", receivers)
     options.positive_seconds("timeout_s", timeout_s)
+    options.choice("checksum", checksum, (True, False, "auto"))
     options.flag("delta", delta)
     options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
 
@@ -81,9 +85,10 @@ def over_store(
             place,
             receivers=receivers,
             timeout_s=timeout_s,
+            unused_tensors=unused_tensors,
+            checksum=checksum,
             delta=delta,
             dtype=dtype,
-            unused_tensors=unused_tensors,
         )
         # TRL has no seam for this: all its trainers call this method of their own generation.
         generation.sync_weights = trainer.weight_sync.sync_weights
@@ -131,9 +136,8 @@ class WeightSync:
         *,
         receivers: int | str | Collection[str],
         timeout_s: float,
-        delta: bool,
-        dtype: torch.dtype | None,
         unused_tensors: Literal["refuse", "warn"],
+        **published: Any,
     ) -> None:
         self._trainer = trainer
         self._unused_tensors = unused_tensors
@@ -144,7 +148,7 @@ class WeightSync:
         self._agreement: Agreement | None = None
         self.version: int | None = None
         """Newest version that vLLM has."""
-        self.sender = self._open_sender(delta, dtype)
+        self.sender = self._open_sender(published)
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
 
     def sync_weights(self) -> None:
@@ -181,19 +185,17 @@ class WeightSync:
         """Give the store up. The last version stays published, and vLLM keeps its weights."""
         self._opened.close()
 
-    def _open_sender(
-        self, delta: bool, dtype: torch.dtype | None
-    ) -> WeightSender | ShardedWeightSender:
+    def _open_sender(self, published: dict[str, Any]) -> WeightSender | ShardedWeightSender:
         from accelerate.utils import DistributedType
 
         if self._generation.accelerator.distributed_type == DistributedType.NO:
-            return self._opened.enter_context(WeightSender(self._store, delta=delta, dtype=dtype))
+            return self._opened.enter_context(WeightSender(self._store, **published))
         # Ranks wait for one that waits for engines.
         timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
         self._agreement = Agreement(None, timeout_s=timeout_s)
         self._opened.callback(self._agreement.close)
         return self._opened.enter_context(
-            ShardedWeightSender(self._store, delta=delta, dtype=dtype, rank_timeout_s=timeout_s)
+            ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **published)
         )
 
     def _weights(self) -> Weights:

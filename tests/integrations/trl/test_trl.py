@@ -74,6 +74,7 @@ class TestSynchronous:
         first = 1 if kind == "full" else NUM_STEPS + 2
         assert observed[kind]["version"] == first + NUM_STEPS
         assert observed[kind]["metadata"] == {"step": NUM_STEPS}
+        assert observed[kind]["has checksums"]
 
     @in_soaks_alone
     def test_weights_that_are_held_back_are_seen(self, observed):
