@@ -23,7 +23,8 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 num_engines=$((${#hosts[@]} - 1))
 ((num_engines > 0)) || { echo "give two nodes or more" >&2; exit 2; }
 
-# Runs on each node of an engine: a server that dies is started again.
+# Runs on each node of an engine: a server that dies is started again, and then loads from its
+# copy in memory (local_store).
 serve() {
     trap 'rm -rf "$LOCAL"' EXIT
     trap 'kill "$server" && wait "$server"; exit 143' TERM
@@ -52,7 +53,8 @@ mkdir -p "$RUN"
 export CHECKPOINT STORE LOCAL
 srun --nodes="$num_engines" --ntasks="$num_engines" --nodelist="$(IFS=,; echo "${hosts[*]:1}")" \
     --kill-on-bad-exit=0 bash -c "$(declare -f serve); serve \"\$@\"" serve "$@" &
-# Your trainer here, and torchrun before it, if it has several ranks.
+# Your trainer here, and torchrun before it, if it has several ranks. With --data-parallel-size D,
+# each server of a dense model has D receivers: then give D times as many.
 srun --nodes=1 --ntasks=1 --nodelist="${hosts[0]}" \
     python3 examples/trainer.py "$CHECKPOINT" "$STORE" --receivers "$num_engines" &
 wait "$!"
