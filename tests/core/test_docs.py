@@ -454,6 +454,17 @@ def test_every_option_of_an_engine_is_documented():
     assert {name: json.loads(default) for name, default in shown.items()} == options
 
 
+@pytest.mark.parametrize("made", [dbuffer.WeightSender, dbuffer.WeightReceiver])
+def test_every_argument_of_senders_and_receivers_is_documented(made):
+    text = (DOCS / "python.md").read_text(encoding="utf-8")
+    section = text.split(f"### `{made.__name__}`")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, flags=re.MULTILINE)
+    arguments = list(inspect.signature(made).parameters.values())[1:]  # after the store
+    assert {name: ast.literal_eval(default) for name, default in rows} == {
+        each.name: each.default for each in arguments
+    }
+
+
 def test_every_option_of_trls_trainers_is_documented():
     from dbuffer.integrations.trl import over_store
 
@@ -632,6 +643,11 @@ def test_the_first_screen_has_the_measured_pause():
     ):
         without, ours = (tokens_of(name, columns, way) for way in ("no new weights", "dbuffer"))
         assert f"[{1 - ours / without:.0%} {when}]".replace("%", " %") in lead
+    columns = ("latency.txt", 8)
+    without, theirs = (
+        tokens_of(*columns, way) for way in ("no new weights", "vLLM, from safetensors")
+    )
+    assert f"vLLM's own reload cost {1 - theirs / without:.0%}".replace("%", " %") in lead
 
 
 def test_the_page_on_transports_has_the_measured_figures():
@@ -648,15 +664,20 @@ def test_the_page_on_transports_has_the_measured_figures():
     _, _, speed, share, *_ = first("dbuffer", "cpu.txt")
     of_torchrl = [first("TorchRL", name)[2] for name in ("cpu.txt", "torchrl.txt")]
     large = result("gpu.txt").partition("9.72 GB")[2]
-    gpu = next(row for row in rows_of(large) if row[0] == "publish")
+    gpu, stage, commit = (
+        next(row for row in rows_of(large) if row[0] == name)
+        for name in ("publish", "stage", "commit")
+    )
     text = " ".join((DOCS / "which-transport.md").read_text(encoding="utf-8").split())
     for phrase in (
         f"{disk / ours:.1f} times dbuffer's for 1 GB",
-        f"{ours / memcpy:.2f} of a memcpy for live layers",
+        f"with live layers takes {ours / memcpy:.2f} times as long as a memcpy",
         f"{of_torchrl[0]} and {of_torchrl[1]} GB/s on two machines",
         f"safetensors at {first('safetensors', 'cpu.txt')[2]} GB/s in memory",
         f"{speed} GB/s, {share} of memcpy on 2 cores",
         f"{gpu[3]} of a GPU's link, {float(gpu[2]):.0f} GB/s",
+        f"staged at {stage[3]} of a host's memcpy, {float(stage[2]):.0f} GB/s",
+        f"at {commit[3]} of the link, {float(commit[2]):.0f} GB/s",
     ):
         assert phrase in text, phrase
 
@@ -673,13 +694,15 @@ def test_the_first_screen_has_the_counted_kills():
 
 
 def test_the_first_screen_has_the_counted_bytes_of_a_delta():
-    (share,) = (
-        row[2]
-        for row in rows_of(result("delta.txt"))
-        if row[0].startswith("bytes of a publish on a network mount, 1 % changed")
+    share, mean = (
+        next(row[2] for row in rows_of(result("delta.txt")) if row[0].startswith(name))
+        for name in (
+            "bytes of a publish on a network mount, 1 % changed",
+            "mean over 60 such publishes, anchors included",
+        )
     )
     _, shown, _ = next(row for row in first_screen() if "bytes" in row[0])
-    assert shown == f"{share.replace('%', ' %')} of the model"
+    assert shown == f"{share} of the model; {mean} on average, with anchors".replace("%", " %")
 
 
 def test_the_bytes_of_deltas_are_those_of_the_results():
