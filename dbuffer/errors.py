@@ -51,7 +51,8 @@ class StoreCorruptError(DBufferError, ValueError):
 class StoreBusyError(DBufferError, BlockingIOError):
     """Another sender has this store open, or another follower of this process has the engine.
 
-    Close the other one, whose process the message names, or use another directory.
+    Close the other one, whose process the message names, or use another directory. If it died
+    together with its host, an NFSv4 server keeps its lock until the lease ends (90 s by default).
     """
 
 
@@ -81,8 +82,8 @@ class WaitTimeoutError(DBufferError, TimeoutError):
 class VersionRegressedError(DBufferError, RuntimeError):
     """The store went back to a lower version, was emptied or was replaced while a receiver used it.
 
-    If that was intended, call ``start_over()`` on the receiver. :attr:`history` is None if the
-    store was emptied, or restored from a copy.
+    If that was intended, call ``start_over()`` on the receiver. The error's ``history`` is that of
+    the store that replaced it; None if the store was emptied, or restored from a copy.
     """
 
     def __init__(self, message: str, history: str | None = None) -> None:

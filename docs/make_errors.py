@@ -18,8 +18,8 @@ HEAD = """\
 # Errors
 
 Each error derives from `dbuffer.DBufferError` and from a standard type: catch the first to catch
-all of dbuffer's errors, or the second if your code already catches that. Each has one message and
-can be pickled, so that it crosses process boundaries. All are importable from `dbuffer`.
+all of dbuffer's errors, or the second if your code already catches that. All can be pickled, so
+that they cross process boundaries, and all are importable from `dbuffer`.
 
 ```python
 import dbuffer
