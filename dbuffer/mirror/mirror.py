@@ -26,6 +26,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
 from dbuffer.mirror.ends import Copy, Source, SourceReceiver, Target
+from dbuffer.mirror.refusals import state_of_senders
 from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.draft import Progress
@@ -36,6 +37,7 @@ from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -355,6 +357,11 @@ def start_mirror(
         return None
     source = options.directory_or_bucket("remote", remote)
     local = options.directory("local", local)
-    if isinstance(source, Path) and filesystem.real_path(local) == filesystem.real_path(source):
-        return None
+    if isinstance(source, Path):
+        if filesystem.real_path(local) == filesystem.real_path(source):
+            return None
+        remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (source, local))
+        if not remote_store.exists() and store.exists() and state_of_senders(store) is not None:
+            logger.info("there is no store at %s: reading the sender's store at %s", source, local)
+            return None
     return Mirror(remote, local, **more).start()

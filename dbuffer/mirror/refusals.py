@@ -20,14 +20,14 @@ def require_no_senders(source: Source, local: DoubleBuffer) -> None:
     Raises:
         OptionError: it is a sender's.
     """
-    of_sender = _state_of_senders(local)
+    of_sender = state_of_senders(local)
     if of_sender is not None:
         raise OptionError(
             f"{local.root} {of_sender}, and {source.name} was to be copied into it: {SWAPPED}"
         )
 
 
-def _state_of_senders(local: DoubleBuffer) -> str | None:
+def state_of_senders(local: DoubleBuffer) -> str | None:
     """Say how a store is a sender's; None: it is a mirror's, or new."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
