@@ -776,7 +776,7 @@ def test_figures_in_the_text_of_pages_are_those_of_the_results():
     ours, theirs = (float(cells("torchrl.txt", way)[1]) for way in ("dbuffer", "TorchRL"))
     (newest,) = (row[2] for row in rows_of(result("cpu.txt")) if "15 x TorchRL" in row[1])
     for page, phrase in (
-        ("tuning.md", f"[{plain} of memcpy, not {checked}]"),
+        ("tuning.md", f"[{plain} of memcpy's speed, with checksums {checked}]"),
         ("tuning.md", "[nine times](benchmarks.md#gpus) a publish"),
         ("tuning.md", "a tenth of the pause [with a GPU]"),
         ("sharded-trainers.md", f"took more than {most} MB of memory"),
