@@ -174,16 +174,19 @@ class KeptMappings:
     def of(self, path: Path, file: int, map_file: Callable[[], MappedTensors]) -> MappedTensors:
         """An open file in memory, mapped once for as long as it lives and is not written here."""
         mapped = self._mapped.get(path)
-        is_usable = mapped is not None and mapped.identity == filesystem.identity_of(file)
-        if mapped is None or not is_usable or not mapped.is_unwritten():
-            # A mapping keeps an unlinked file's room; and each buffer has one file.
-            self._mapped = {
-                other: known
-                for other, known in self._mapped.items()
-                if other.parent != path.parent and other.exists()
-            }
-            mapped = map_file()
-            self._mapped[path] = mapped
+        if (
+            mapped is not None
+            and mapped.identity == filesystem.identity_of(file)
+            and mapped.is_unwritten()
+        ):
+            return mapped
+        # A mapping keeps an unlinked file's room; and each buffer has one file.
+        self._mapped = {
+            other: known
+            for other, known in self._mapped.items()
+            if other.parent != path.parent and other.exists()
+        }
+        mapped = self._mapped[path] = map_file()
         return mapped
 
     def keep_only(self, layout: Layout | None) -> None:

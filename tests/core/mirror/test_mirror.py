@@ -1013,7 +1013,7 @@ def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(remote, local)
 @pytest.mark.parametrize("state", ["published", "open", "open and mirrored"])
 @pytest.mark.parametrize("source_is", ["away", "another store", "its mirror"])
 def test_a_trainers_store_as_the_target_is_a_swap(remote, local, state, source_is):
-    """And no message advises to remove it."""
+    """No message advises to remove it, either."""
     with dbuffer.WeightSender(remote) as sender:
         if state != "open" or source_is == "its mirror":
             sender.send(SMALL.weights(1))
