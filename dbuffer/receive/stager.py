@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,12 +430,15 @@ class Stager:
         record.set(staged_version=None)
         try:
             self._hold.close()
-        except (errors.SnapshotEvictedError, errors.VersionRegressedError):
-            # Held for longer than the sender waits, or than there was a store: it is not needed.
-            record.count(evictions=1)
         except (errors.DBufferError, OSError) as error:
-            # It is released anyway; opening the next version meets this error again.
-            logger.warning("releasing a version of %s: %s", self.store, error)
+            if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
+                # Held for longer than the sender waits, or than there was a store: not needed.
+                record.count(evictions=1)
+            else:
+                # It is released anyway; opening the next version meets this error again.
+                logger.warning("releasing a version of %s: %s", self.store, error)
+            # A cycle of references, with the mapping of a file that may be long gone in it.
+            traceback.clear_frames(error.__traceback__)
 
     def _stage(self, version: int, *, is_exact: bool) -> None:
         started = time.monotonic()

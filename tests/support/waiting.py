@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 TIMEOUT_S = 120.0
@@ -20,6 +22,19 @@ def until(
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(every_s)
     return found
+
+
+@contextlib.contextmanager
+def meanwhile(
+    action: Callable[..., object], *arguments: Any, after_s: float = 0.1
+) -> Iterator[None]:
+    """Do something in another thread, a moment later than what the block begins with."""
+    later = threading.Timer(after_s, action, arguments)
+    later.start()
+    try:
+        yield
+    finally:
+        later.join()
 
 
 def error_of(function: Callable[[], object]) -> str | None:

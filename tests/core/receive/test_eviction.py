@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,18 +37,46 @@ def hold(receiver: dbuffer.WeightReceiver) -> tuple[dbuffer.Snapshot, contextlib
     return leave.enter_context(receiver.open(timeout_s=5)), leave
 
 
-def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store, sender, receiver):
+def test_an_evicted_snapshot_stays_whole_and_is_not_acknowledged(store, sender, receiver):
     publish(sender, 1)
-    snapshot, leave = hold(receiver)
-    publish(sender, 2, 3, 4, 5)
-    assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
-    sender.send(OTHER.weights(6))
-    assert SMALL.version_of(snapshot.tensors) == 1
-    with pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"):
-        leave.close()
     with receiver.open() as snapshot:
-        assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
+        publish(sender, 2)
+        assert SMALL.version_of(snapshot.tensors) == 1
+    sender.wait_applied(1, timeout_s=0)  # the newest version's buffer is not taken
+    snapshot, leave = hold(receiver)
+    publish(sender, 3, 4, 5)
+    sender.send(iter(SMALL.weights(6).items()))
+    sender.send(OTHER.weights(7))
+    assert SMALL.version_of(snapshot.tensors) == snapshot.version == 2
+    with pytest.raises(dbuffer.SnapshotEvictedError, match="version 2"):
+        leave.close()
+    with pytest.raises(dbuffer.WaitTimeoutError):
+        sender.wait_applied(2, timeout_s=0)
+    with receiver.open() as snapshot:
+        assert OTHER.version_of(snapshot.tensors) == snapshot.version == 7
     assert_tidy(store)
+
+
+def test_an_error_in_the_block_goes_before_eviction(sender, receiver):
+    publish(sender, 1)
+    with pytest.raises(KeyError, match="mine"), receiver.open():
+        publish(sender, 2, 3)
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize("is_begun_anew", [True, False])
+def test_the_store_goes_in_the_block(store, sender, receiver, is_begun_anew):
+    publish(sender, 1)
+    sender.close()
+    snapshot, leave = hold(receiver)
+    shutil.rmtree(store)
+    if is_begun_anew:
+        with dbuffer.WeightSender(store) as again:
+            publish(again, 2)
+    assert SMALL.version_of(snapshot.tensors) == 1
+    with pytest.raises(dbuffer.VersionRegressedError) as caught:
+        leave.close()
+    assert (caught.value.history is not None) == is_begun_anew
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -73,24 +102,6 @@ def test_deltas_go_on_past_readers_that_were_evicted(store, checksum):
         assert_tidy(store)
 
 
-def test_an_evicted_version_is_not_acknowledged(sender, receiver):
-    publish(sender, 1)
-    _, leave = hold(receiver)
-    publish(sender, 2, 3)
-    with pytest.raises(dbuffer.SnapshotEvictedError):
-        leave.close()
-    with pytest.raises(dbuffer.WaitTimeoutError):
-        sender.wait_applied(1, timeout_s=0)
-
-
-def test_a_snapshot_of_the_newest_version_is_never_evicted(sender, receiver):
-    publish(sender, 1)
-    with receiver.open() as snapshot:
-        publish(sender, 2)
-        assert SMALL.version_of(snapshot.tensors) == 1
-    sender.wait_applied(1, timeout_s=0)
-
-
 def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store):
     with (
         dbuffer.WeightSender(store, reader_timeout_s=60) as sender,
@@ -110,7 +121,7 @@ def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store):
         assert sorted(store.rglob("weights-*")) == files, "the file is used again"
 
 
-def test_load_into_a_function_starts_over_by_itself(sender, receiver, caplog):
+def test_loading_starts_over_by_itself(sender, receiver, caplog):
     calls: list[dict[str, torch.Tensor]] = []
 
     def load_slowly(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -126,7 +137,7 @@ def test_load_into_a_function_starts_over_by_itself(sender, receiver, caplog):
     assert "version 1" in caplog.text
 
 
-def test_load_into_a_dictionary_starts_over_by_itself(sender, receiver, monkeypatch):
+def test_loading_into_tensors_starts_over_by_itself(sender, receiver, monkeypatch):
     target, read = SMALL.empty(), receiver._copier.read
 
     def read_slowly(*args: Any, **options: Any) -> None:
@@ -160,14 +171,3 @@ def test_the_log_names_every_receiver_that_was_evicted(store, caplog):
     assert "slow-2" in line
     assert "quick" not in line
     assert str(store) in line
-
-
-def test_a_stream_of_weights_evicts_as_well(store, sender, receiver):
-    publish(sender, 1, 2)
-    snapshot, leave = hold(receiver)
-    for version in (3, 4):
-        sender.send(iter(SMALL.weights(version).items()))
-    assert SMALL.version_of(snapshot.tensors) == 2
-    with pytest.raises(dbuffer.SnapshotEvictedError):
-        leave.close()
-    assert newest(store) == 4

@@ -16,7 +16,7 @@ import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
-from tests.support.waiting import until
+from tests.support.waiting import meanwhile, until
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,18 @@ def wait(loop: FollowLoop, newer_than: int | None, **more: Any) -> int | None:
     raise AssertionError(loop.error)
 
 
+def require_no_attempt(loop: FollowLoop, newer_than: int | None) -> None:
+    interrupt = threading.Event()
+    with meanwhile(interrupt.set, after_s=0.3):
+        assert wait(loop, newer_than, interrupt=interrupt) is None
+
+
 def problem_in(store: Path) -> tuple[str | None, int | None]:
     record = DoubleBuffer(store).receiver("follower")
     return record.problem, record.problem_version
 
 
+@pytest.mark.timing(retry_min_s=0.05)
 def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     store, receiver, caplog, loop
 ):
@@ -84,18 +91,14 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
 def test_a_newer_version_is_attempted_at_once_and_the_same_one_after_a_while(store, loop):
     fail(loop, ValueError("not this one"))
     assert wait(loop, None, timeout_s=0.2) == 1, "the time is over: it is tried once more"
-    later = threading.Timer(0.2, publish, (store, 2))
-    later.start()
-    assert wait(loop, None) == 2
-    later.join()
+    with meanwhile(publish, store, 2, after_s=0.2):
+        assert wait(loop, None) == 2
 
 
 @pytest.mark.timing(retry_min_s=0.01)
 def test_a_version_that_does_not_fit_is_not_attempted_again_unless_asked_for(loop):
     fail(loop, dbuffer.WeightsMismatchError("one tensor too many"))
-    interrupt = threading.Event()
-    threading.Timer(0.3, interrupt.set).start()
-    assert wait(loop, None, interrupt=interrupt) is None
+    require_no_attempt(loop, None)
     loop.retry_now()
     assert wait(loop, None) == 1
 
@@ -107,15 +110,12 @@ def test_a_request_to_retry_is_not_kept_for_a_failure_that_comes_later(store, lo
         loop.retry_now()
         publish(store, 2)
 
-    later = threading.Timer(0.2, ask_and_publish)
-    later.start()
-    assert fail(loop, dbuffer.WeightsMismatchError("one too many"), newer_than=1) == 2
-    later.join()
-    interrupt = threading.Event()
-    threading.Timer(0.3, interrupt.set).start()
-    assert wait(loop, 1, interrupt=interrupt) is None
+    with meanwhile(ask_and_publish, after_s=0.2):
+        assert fail(loop, dbuffer.WeightsMismatchError("one too many"), newer_than=1) == 2
+    require_no_attempt(loop, 1)
 
 
+@pytest.mark.timing(retry_min_s=0.05)
 def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store, loop):
     assert wait(loop, None) == 1
     loop.used()
@@ -126,7 +126,7 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store,
     assert (loop.failure.version, type(loop.failure.error)) == (None, dbuffer.StoreCorruptError)
     assert problem_in(store)[0] is not None
     (store / "CURRENT").write_bytes(whole)
-    assert wait(loop, 1, timeout_s=2.0) is None
+    assert wait(loop, 1, timeout_s=0.5) is None
     assert loop.failure is None
     assert problem_in(store) == (None, None)
 
@@ -184,10 +184,8 @@ def test_a_stop_ends_a_wait(store, receiver):
                 if loop.wait(None) is not None:
                     raise ValueError("always")
 
-    thread = threading.Thread(target=follow)
-    thread.start()
-    until("it backs off", lambda: loop.failure is not None)
-    stopped_at = time.monotonic()
-    stop.set()
-    thread.join()
+    with meanwhile(follow, after_s=0):
+        until("it backs off", lambda: loop.failure is not None)
+        stopped_at = time.monotonic()
+        stop.set()
     assert time.monotonic() - stopped_at < 20

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import time
 import weakref
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -12,8 +12,9 @@ from typing import ClassVar, NamedTuple
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -69,29 +70,37 @@ def check(published: Published, expected: dict[str, torch.Tensor]) -> None:
     assert published.publication.num_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 
-class TestTensors:
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
-    @pytest.mark.parametrize("name", ITEM_BYTES)
-    def test_every_dtype(self, publish, name, as_stream):
-        dtype = getattr(torch, name)
-        square = random_bits(dtype, 6, 8)
-        weights = {
-            "plain": random_bits(dtype, 33, 65),
-            "zero-dimensional": random_bits(dtype),
-            "empty": random_bits(dtype, 0),
-            "empty, of three dimensions": random_bits(dtype, 2, 0, 3),
-            "transposed": square.t(),
-            "every other": square[:, ::2],
-            "one row": square[3],
-            "one element": square[2, 1],
-        }
-        check(publish(iter(weights.items()) if as_stream else weights), weights)
+AS_STREAM = pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
 
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+
+def pairs_of(weights: dict[str, torch.Tensor], as_stream: bool):
+    return iter(weights.items()) if as_stream else weights
+
+
+class TestTensors:
+    @AS_STREAM
+    def test_every_dtype(self, publish, as_stream):
+        weights = {}
+        for name in ITEM_BYTES:
+            dtype = getattr(torch, name)
+            square = random_bits(dtype, 6, 8)
+            weights |= {
+                f"{name}, plain": random_bits(dtype, 33, 65),
+                f"{name}, zero-dimensional": random_bits(dtype),
+                f"{name}, empty": random_bits(dtype, 0),
+                f"{name}, empty, of three dimensions": random_bits(dtype, 2, 0, 3),
+                f"{name}, transposed": square.t(),
+                f"{name}, every other": square[:, ::2],
+                f"{name}, one row": square[3],
+                f"{name}, one element": square[2, 1],
+            }
+        check(publish(pairs_of(weights, as_stream)), weights)
+
+    @AS_STREAM
     @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
     def test_every_kind_of_view(self, publish, as_stream, checksum):
         real = torch.randn(6, 5, 4)
-        complex_ = torch.randn(6, 5, dtype=torch.complex64)
+        complex_, other = torch.randn(2, 6, 5, dtype=torch.complex64)
         weights = {
             "narrowed": real.narrow(1, 1, 3),
             "permuted": real.permute(2, 0, 1),
@@ -101,42 +110,26 @@ class TestTensors:
             "flipped": real.flip(0),
             "as strided": real.as_strided((3, 3), (7, 2), 5),
             "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-            "conjugate": complex_.conj(),
+            "complex": complex_,
+            "conjugate of it": complex_.conj(),
             "conjugate and transposed": complex_.conj().t(),
-            "negative": torch.randn(7, dtype=torch.complex64).conj().imag,
-            "imaginary part": torch.randn(7, dtype=torch.complex64).imag,
+            "imaginary part": other.imag,
+            "negative of it": other.conj().imag,
             "parameter": nn.Parameter(torch.randn(3)),
             "result with a graph": nn.Parameter(torch.randn(3)) * 2,
         }
-        published = publish(iter(weights.items()) if as_stream else weights, checksum=checksum)
-        check(published, weights)
+        check(publish(pairs_of(weights, as_stream), checksum=checksum), weights)
 
-    def test_a_conjugate_beside_what_it_is_a_view_of(self, publish):
-        tensor = torch.randn(4, dtype=torch.complex64)
-        weights = {"a": tensor, "b": tensor.conj()}
-        published = publish(weights)
-        assert is_same(published.tensors["b"], weights["b"])
-
-    def test_a_negative_beside_what_it_is_a_view_of(self, publish):
-        tensor = torch.randn(4, dtype=torch.complex64)
-        weights = {"a": tensor.imag, "b": tensor.conj().imag}
-        published = publish(weights)
-        assert is_same(published.tensors["b"], weights["b"])
-
-    def test_twenty_thousand(self, store):
+    def test_thousands(self, store):
         weights = {
             f"model.layers.{number // 500}.experts.{number % 500}.weight": tensor
-            for number, tensor in enumerate(torch.randn(20_000, 5, 3).unbind())
+            for number, tensor in enumerate(torch.randn(3_000, 5, 3).unbind())
         }
         target = {name: torch.zeros(5, 3) for name in weights}
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
             for version in (1, 2):
-                started = time.perf_counter()
-                assert sender.send(weights).num_tensors == 20_000
-                sent = time.perf_counter()
+                assert sender.send(weights).num_tensors == 3_000
                 assert receiver.load_into(target) == version
-                loaded = time.perf_counter()
-                print(f"20,000 tensors: send {sent - started:.3f} s, load {loaded - sent:.3f} s")
                 assert all(map(torch.equal, weights.values(), target.values()))
                 for tensor in weights.values():
                     tensor.add_(1)
@@ -152,17 +145,17 @@ class TestNames:
         *("x" * 5_000, "\u6f22" * 5_000, "layer." * 1_000 + "weight"),
     )
 
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
+    @AS_STREAM
     def test_any_name(self, publish, store, as_stream):
         weights = {name: torch.full((2,), float(n)) for n, name in enumerate(self.NAMES)}
-        check(publish(iter(weights.items()) if as_stream else weights), weights)
+        check(publish(pairs_of(weights, as_stream)), weights)
         target = {name: torch.zeros(2) for name in weights}
         with WeightReceiver(store) as receiver:
             receiver.load_into(target)
         assert all(map(torch.equal, weights.values(), target.values()))
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=6, unique=True))
+    @settings(max_examples=8)
+    @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=30, unique=True))
     def test_any_text(self, publish, names):
         weights = {name: torch.full((2,), float(n)) for n, name in enumerate(["first", *names])}
         check(publish(weights), weights)
@@ -176,60 +169,45 @@ class TestNames:
             return
         check(published, weights)
 
-    @pytest.mark.parametrize(
-        ("given", "kept"),
-        [
-            ("module.a.weight", "a.weight"),
-            ("_orig_mod.a.weight", "a.weight"),
-            ("_orig_mod.module.a.weight", "a.weight"),
-            ("module._orig_mod.a.weight", "a.weight"),
-            ("_fsdp_wrapped_module.a._fsdp_wrapped_module.weight", "a.weight"),
-            ("a._checkpoint_wrapped_module._orig_mod.weight", "a.weight"),
-            ("a.module.weight", "a.module.weight"),
-        ],
+    CLEANED = (
+        ("module.a.weight", "a.weight"),
+        ("_orig_mod.a.weight", "a.weight"),
+        ("_orig_mod.module.a.weight", "a.weight"),
+        ("module._orig_mod.a.weight", "a.weight"),
+        ("_fsdp_wrapped_module.a._fsdp_wrapped_module.weight", "a.weight"),
+        ("a._checkpoint_wrapped_module._orig_mod.weight", "a.weight"),
+        ("a.module.weight", "a.module.weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("submodule.weight", "submodule.weight"),
     )
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
-    def test_what_wrappers_put_into_names_goes(self, publish, given, kept, as_stream):
-        weights = {given: torch.zeros(1), given.replace("weight", "bias"): torch.ones(1)}
-        published = publish(iter(weights.items()) if as_stream else weights)
-        assert list(published.tensors) == [kept, kept.replace("weight", "bias")]
 
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
-    def test_what_only_looks_like_a_wrapper_stays(self, publish, as_stream):
-        weights = {"my_orig_mod.w": torch.zeros(1), "submodule.w": torch.ones(1)}
-        published = publish(iter(weights.items()) if as_stream else weights)
-        assert list(published.tensors) == ["my_orig_mod.w", "submodule.w"]
+    @AS_STREAM
+    def test_what_wrappers_put_into_names_goes(self, publish, as_stream):
+        for given_name, kept in self.CLEANED:
+            names = given_name, given_name.replace("weight", "bias")
+            published = publish(pairs_of(dict.fromkeys(names, torch.zeros(1)), as_stream))
+            assert [*published.tensors, *published.aliases] == [
+                kept,
+                kept.replace("weight", "bias"),
+            ]
+        if not as_stream:
+            assert list(publish({"module.a": torch.zeros(1), "b": torch.ones(1)}).tensors) == [
+                "module.a",
+                "b",
+            ]
 
-    def test_a_prefix_that_not_all_have_stays(self, publish):
-        weights = {"module.a": torch.zeros(1), "b": torch.ones(1)}
-        assert list(publish(weights).tensors) == ["module.a", "b"]
-
-    def test_rename_by_a_mapping(self, publish):
-        weights = {"module.a.w": torch.zeros(1), "module.b.w": torch.ones(1)}
-        published = publish(weights, rename={"a.w": "first", "none": "unused"})
-        assert list(published.tensors) == ["first", "b.w"]
-
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
-    def test_rename_by_a_function(self, publish, as_stream):
-        weights = {"_orig_mod.a": torch.zeros(1), "_orig_mod.b": torch.ones(1)}
-        source = iter(weights.items()) if as_stream else weights
-        assert list(publish(source, rename="model.{}".format).tensors) == ["model.a", "model.b"]
-
-    @pytest.mark.parametrize("rename", [lambda _: "x", {"a": "b"}], ids=["function", "mapping"])
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["dict", "stream"])
-    def test_renamed_to_one_name_is_refused(self, publish, rename, as_stream):
-        weights = {"a": torch.zeros(1), "b": torch.ones(1)}
-        with pytest.raises(InvalidWeightsError):
-            publish(iter(weights.items()) if as_stream else weights, rename=rename)
-
-    def test_renamed_to_no_name_is_refused(self, publish):
-        with pytest.raises(InvalidWeightsError):
-            publish({"a": torch.zeros(1)}, rename=lambda _: None)
-
-    def test_an_alias_is_renamed_too(self, publish):
-        tensor = torch.ones(2)
-        published = publish({"a": tensor, "b": tensor}, rename="model.{}".format)
-        assert published.aliases == {"model.b": "model.a"}
+    @AS_STREAM
+    def test_rename(self, publish, as_stream):
+        weights = {"_orig_mod.a.w": torch.zeros(1), "_orig_mod.b.w": torch.ones(1)}
+        for rename, expected in (
+            ({"a.w": "first", "none": "unused"}, ["first", "b.w"]),
+            ("model.{}".format, ["model.a.w", "model.b.w"]),
+        ):
+            published = publish(pairs_of(weights, as_stream), rename=rename)
+            assert list(published.tensors) == expected
+        for rename in (lambda _: "x", {"a.w": "b.w"}, lambda _: None):
+            with pytest.raises(InvalidWeightsError):
+                publish(pairs_of(weights, as_stream), rename=rename)
 
 
 class Tied(nn.Module):
@@ -245,42 +223,27 @@ class Tied(nn.Module):
 class TestTies:
     def test_a_module(self, publish):
         model = Tied(tied=True)
-        published = publish(model)
-        assert list(published.tensors) == ["embed.weight", "middle.weight", "middle.bias"]
-        assert published.aliases == {"head.weight": "embed.weight"}
-        assert published.publication.num_tensors == 3
-        assert published.publication.num_bytes == 4 * (7 * 4 + 4 * 4 + 4)
+        for weights in (model, model.state_dict()):
+            published = publish(weights)
+            assert list(published.tensors) == ["embed.weight", "middle.weight", "middle.bias"]
+            assert published.aliases == {"head.weight": "embed.weight"}
+            assert published.publication.num_tensors == 3
+            assert published.publication.num_bytes == 4 * (7 * 4 + 4 * 4 + 4)
 
-    def test_a_state_dict(self, publish):
-        assert publish(Tied(tied=True).state_dict()).aliases == {"head.weight": "embed.weight"}
-
-    def test_three_names_of_one_tensor(self, publish):
-        tensor = torch.randn(3)
-        published = publish({"a": tensor, "x": torch.ones(1), "b": tensor, "c": tensor.detach()})
-        assert list(published.tensors) == ["a", "x"]
-        assert published.aliases == {"b": "a", "c": "a"}
-
-    def test_the_same_place_is_not_the_same_tensor(self, publish):
+    def test_names_of_one_tensor_among_views_of_it(self, publish):
         tensor = torch.randn(4, 4)
         weights = {
-            "whole": tensor,
             "row": tensor[0],
+            "whole": tensor,
             "transposed": tensor.t(),
             "flat": tensor.view(-1),
             "as integers": tensor.view(torch.int32),
+            "empty": torch.empty(0),
+            "empty, too": torch.empty(0),
         }
-        published = publish(weights)
-        check(published, weights)
-        assert published.aliases == {}
-
-    def test_ties_are_found_behind_a_view(self, publish):
-        tensor = torch.randn(4, 4)
-        published = publish({"row": tensor[0], "a": tensor, "b": tensor})
-        assert published.aliases == {"b": "a"}
-
-    def test_empty_tensors_are_not_tied(self, publish):
-        published = publish({"a": torch.empty(0), "b": torch.empty(0)})
-        assert list(published.tensors) == ["a", "b"]
+        published = publish(weights | {"b": tensor, "c": tensor.detach()}, rename="x.{}".format)
+        check(published, {f"x.{name}": value for name, value in weights.items()})
+        assert published.aliases == {"x.b": "x.whole", "x.c": "x.whole"}
 
     def test_a_tie_may_come_and_go(self, store):
         one, other = torch.ones(3), torch.full((3,), 2.0)
@@ -339,16 +302,14 @@ class TestModules:
         assert "kept" in published.tensors
         assert "scratch" not in published.tensors
 
-    @pytest.mark.parametrize("state", [{"version": 3}, 7, b"bytes"], ids=repr)
-    def test_extra_state_that_is_no_tensor_is_refused(self, publish, state):
-        message = rf"lost: '1\._extra_state' \({type(state).__name__}\)"
-        with pytest.raises(InvalidWeightsError, match=message):
-            publish(nn.Sequential(nn.Linear(2, 2), WithState(state)))
-
-    def test_extra_state_that_is_a_tensor_or_none(self, publish):
+    def test_extra_state(self, publish):
         assert list(publish(WithState(None)).tensors) == ["weight", "bias"]
         published = publish(WithState(torch.ones(3)))
         assert published.tensors["_extra_state"].tolist() == [1, 1, 1]
+        for state in ({"version": 3}, 7, b"bytes"):
+            message = rf"lost: '1\._extra_state' \({type(state).__name__}\)"
+            with pytest.raises(InvalidWeightsError, match=message):
+                publish(nn.Sequential(nn.Linear(2, 2), WithState(state)))
 
     @pytest.mark.filterwarnings("ignore:.*(migrations|quantiz)")
     def test_a_quantised_module_is_refused(self, publish):
@@ -358,63 +319,38 @@ class TestModules:
             publish(packed)
 
     @compiles
-    def test_a_compiled_module(self, publish, model):
-        check(publish(torch.compile(model)), model.state_dict())
-
-    @compiles
-    def test_a_module_with_a_compiled_part(self, publish, model):
+    def test_a_wrapped_module(self, publish, model, process_group):
         expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        ddp = nn.parallel.DistributedDataParallel
+        both = torch.compile(ddp(Wrapped(model)))
+        assert next(iter(both.state_dict())).startswith("_orig_mod.module._fsdp_wrapped_module.")
+        for wrapped in (torch.compile(model), Wrapped(model), ddp(model), both):
+            check(publish(wrapped), expected)
         model[2] = torch.compile(model[2])
         assert "2._orig_mod.0.weight" in model.state_dict()
         check(publish(model), expected)
 
-    def test_a_module_wrapped_by_fsdp(self, publish, model):
-        check(publish(Wrapped(model)), model.state_dict())
-
-    def test_a_module_wrapped_by_ddp(self, publish, model, process_group):
-        check(publish(nn.parallel.DistributedDataParallel(model)), model.state_dict())
-
-    @compiles
-    def test_a_wrapped_compiled_module(self, publish, model, process_group):
-        wrapped = torch.compile(nn.parallel.DistributedDataParallel(Wrapped(model)))
-        assert next(iter(wrapped.state_dict())).startswith("_orig_mod.module._fsdp_wrapped_module.")
-        check(publish(wrapped), model.state_dict())
-
-    def test_two_parameters_of_one_clean_name_are_refused(self, publish):
+    def test_what_has_no_names_of_its_own_is_refused(self, publish):
         model = nn.Module()
         model.w = nn.Parameter(torch.ones(2))
         model._orig_mod = nn.Module()
         model._orig_mod.w = nn.Parameter(torch.zeros(2))
         with pytest.raises(InvalidWeightsError, match="w"):
             publish(model)
-
-    def test_a_module_without_tensors_is_refused(self, publish):
         with pytest.raises(InvalidWeightsError):
             publish(nn.ReLU())
 
 
 class TestTensorDicts:
-    @pytest.fixture
-    def nested(self):
-        return TensorDict(
+    def test_nested_keys_are_joined(self, publish):
+        nested = TensorDict(
             {"a": {"b": {"w": torch.randn(3)}, "w": torch.ones(2)}, "c": torch.ones(1)}
         )
-
-    @staticmethod
-    def flat(nested):
-        return {"a.b.w": nested["a", "b", "w"], "a.w": nested["a", "w"], "c": nested["c"]}
-
-    def test_nested_keys_are_joined(self, publish, nested):
-        check(publish(nested), self.flat(nested))
-
-    def test_locked_and_with_a_batch_size(self, publish, nested):
+        flat = {"a.b.w": nested["a", "b", "w"], "a.w": nested["a", "w"], "c": nested["c"]}
+        for weights in (nested, TensorDictParams(nested)):
+            check(publish(weights), flat)
         batched = TensorDict({"x": torch.randn(3, 2)}, batch_size=[3]).lock_()
         check(publish(batched), {"x": batched["x"]})
-
-    def test_parameters(self, publish, nested):
-        check(publish(TensorDictParams(nested)), self.flat(nested))
-
-    def test_of_a_module(self, publish):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         published = publish(TensorDict.from_module(model))
         assert published.tensors.keys() == model.state_dict().keys()
@@ -441,23 +377,18 @@ class TestTensorDicts:
 class TestPairs:
     WEIGHTS: ClassVar = {"a": torch.randn(3), "b": torch.arange(4)}
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda weights: list(weights.items()),
-            lambda weights: tuple(weights.items()),
-            lambda weights: [list(pair) for pair in weights.items()],
-            lambda weights: weights.items(),
-            lambda weights: iter(weights.items()),
-            lambda weights: zip(weights, weights.values(), strict=True),
-            lambda weights: ((name, tensor) for name, tensor in weights.items()),
-        ],
-        ids=["list", "tuple", "lists", "items", "iterator", "zip", "generator"],
-    )
-    def test_any_iterable(self, publish, make):
-        check(publish(make(self.WEIGHTS)), self.WEIGHTS)
-
-    def test_named_parameters(self, publish):
+    def test_any_iterable(self, publish):
+        weights = self.WEIGHTS
+        for pairs in (
+            list(weights.items()),
+            tuple(weights.items()),
+            [list(pair) for pair in weights.items()],
+            weights.items(),
+            iter(weights.items()),
+            zip(weights, weights.values(), strict=True),
+            ((name, tensor) for name, tensor in weights.items()),
+        ):
+            check(publish(pairs), weights)
         model = nn.Linear(2, 3)
         check(publish(model.named_parameters()), dict(model.named_parameters()))
 
@@ -553,25 +484,18 @@ class TestRefusals:
     def test_what_was_a_plain_tensor_in_the_last_version(self, refuse, change):
         refuse({**self.GOOD, "w": change(self.GOOD["w"])}, match="'w'")
 
-    @pytest.mark.parametrize(
-        "weights",
-        [
-            *(None, 3, b"path", ..., torch.ones(3), [], {}, ()),
+    def test_what_is_no_named_tensors(self, refuse):
+        for weights in (
+            *(None, 3, b"path", ..., torch.ones(3), [], {}, (), iter(())),
             *([1], ["ab"], [("a",)], [("a", 1, 2)], {"a"}),
             *({1: torch.ones(3)}, {None: torch.ones(3)}, {("a", "b"): torch.ones(3)}),
-        ],
-        ids=repr,
-    )
-    def test_what_is_no_named_tensors(self, refuse, weights):
-        refuse(weights)
+        ):
+            refuse(weights)
 
-    def test_an_empty_generator(self, refuse):
-        refuse(iter(()))
-
-    @pytest.mark.parametrize("as_stream", [False, True], ids=["list", "stream"])
-    def test_a_name_that_comes_twice(self, refuse, as_stream):
+    def test_a_name_that_comes_twice(self, refuse):
         pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.ones(2))]
-        refuse(iter(pairs) if as_stream else pairs, match="'a'")
+        refuse(pairs, match="'a'")
+        refuse(iter(pairs), match="'a'")
 
     def test_a_generator_that_fails_keeps_its_error(self, store):
         def generate():
@@ -649,15 +573,19 @@ class TestCheckpoints:
             path.symlink_to(blobs / path.name)
         self.check(publish(sharded))
 
-    @pytest.mark.parametrize("name", ITEM_BYTES)
-    def test_every_dtype_that_safetensors_holds(self, publish, directory, name):
-        weights = {"w": random_bits(getattr(torch, name), 4, 6), "x": torch.ones(1)}
-        try:
-            safetensors.torch.save_file(weights, directory / "model.safetensors")
-            safetensors.torch.load_file(directory / "model.safetensors")
-        except (KeyError, ValueError, AttributeError, safetensors.SafetensorError) as error:
-            pytest.skip(f"safetensors holds no {name}: {error!r:.60}")
-        check(publish(directory), weights)
+    def test_every_dtype_that_safetensors_holds(self, publish, directory, tmp_path):
+        weights = {}
+        for name in ITEM_BYTES:
+            one = {name: random_bits(getattr(torch, name), 4, 6)}
+            with contextlib.suppress(KeyError, ValueError, AttributeError, SafetensorError):
+                safetensors.torch.save_file(one, tmp_path / "one.safetensors")
+                safetensors.torch.load_file(tmp_path / "one.safetensors")
+                weights |= one
+        assert weights.keys() >= {"float32", "bfloat16", "float8_e4m3fn"}
+        safetensors.torch.save_file(weights, directory / "model.safetensors")
+        published = publish(directory)
+        check(published, {name: weights[name] for name in published.tensors})
+        assert published.tensors.keys() == weights.keys()
 
     def test_names_and_dtypes_are_changed_as_for_others(self, publish, directory):
         weights = {"module.a": torch.randn(3), "module.b": torch.arange(3)}
@@ -699,15 +627,17 @@ class TestCheckpoints:
         with pytest.raises(InvalidWeightsError, match="safetensors"):
             publish(directory)
 
-    @pytest.mark.parametrize(
-        "file",
-        ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "", ".", "..", 3, None],
-    )
-    def test_an_index_that_points_outside(self, publish, sharded, file):
+    def test_an_index_that_points_outside_or_is_none(self, publish, sharded):
         safetensors.torch.save_file({"w": torch.ones(1)}, sharded.parent / "outside.safetensors")
-        write_index(sharded, {"w": file})
-        with pytest.raises(InvalidWeightsError):
-            publish(sharded)
+        outside = ("../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "", ".", "..")
+        for file in (*outside, 3, None):
+            write_index(sharded, {"w": file})
+            with pytest.raises(InvalidWeightsError):
+                publish(sharded)
+        for text in ("", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}'):
+            (sharded / INDEX).write_text(text)
+            with pytest.raises(InvalidWeightsError):
+                publish(sharded)
 
     SPOILED: ClassVar = {
         "not text": (lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"), None),
@@ -729,14 +659,6 @@ class TestCheckpoints:
         with pytest.raises(InvalidWeightsError, match=name):
             publish(sharded)
 
-    @pytest.mark.parametrize(
-        "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}']
-    )
-    def test_an_index_that_is_none(self, publish, sharded, text):
-        (sharded / INDEX).write_text(text)
-        with pytest.raises(InvalidWeightsError):
-            publish(sharded)
-
     def test_one_name_in_two_files_without_an_index(self, publish, directory):
         for file in ("a.safetensors", "b.safetensors"):
             safetensors.torch.save_file({"w": torch.ones(1)}, directory / file)
@@ -749,19 +671,13 @@ class TestLazyTensors:
     def lazy(self, tensor: torch.Tensor, **more) -> LazyTensor:
         return LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone, **more)
 
-    @pytest.mark.parametrize("kind", [dict, lambda pairs: pairs, iter])
+    @pytest.mark.parametrize("kind", [dict, list, iter])
     def test_are_made_when_they_are_written(self, publish, kind):
         one, other = torch.randn(5, 3), torch.randn(4).bfloat16()
-        got = publish(kind([("one", self.lazy(one)), ("other", other), ("last", self.lazy(other))]))
-        assert list(got.tensors) == ["one", "other", "last"]
-        assert is_same(got.tensors["one"], one)
-        assert is_same(got.tensors["other"], other)
-        assert is_same(got.tensors["last"], other)
-
-    def test_are_renamed_and_cast(self, publish):
-        one = torch.randn(5, 3)
-        got = publish({"one": self.lazy(one)}, dtype=torch.float16, rename={"one": "two"})
-        assert is_same(got.tensors["two"], one.half())
+        pairs = [("one", self.lazy(one)), ("other", other), ("last", self.lazy(other))]
+        check(publish(kind(pairs)), {"one": one, "other": other, "last": other})
+        cast = publish(kind(pairs[:1]), dtype=torch.float16, rename={"one": "two"})
+        check(cast, {"two": one.half()})
 
     def test_ties_are_told_by_identity(self, publish):
         one = torch.randn(5, 3)
@@ -786,9 +702,7 @@ class TestLazyTensors:
         assert files[1] == files[2] == files[3]
 
     @pytest.mark.parametrize("kind", [dict, iter])
-    @pytest.mark.parametrize(
-        "made", [torch.ones(3), torch.ones(1), torch.ones(4).half(), torch.ones(2, 2)]
-    )
+    @pytest.mark.parametrize("made", [torch.ones(3), torch.ones(4).half(), torch.ones(2, 2)])
     def test_what_turns_out_otherwise_is_refused(self, store, kind, made):
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
             sender.send({"w": torch.zeros(4)})
