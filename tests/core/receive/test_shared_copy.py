@@ -27,7 +27,7 @@ from dbuffer.receive.stager import Staged, Stager
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
-from tests.support.damage import flip_bit
+from tests.support.damage import flip_bit, weights_file
 from tests.support.namespaces import Boxed
 from tests.support.patterns import Pattern, Sparse
 from tests.support.waiting import until
@@ -105,8 +105,9 @@ def bytes_read() -> int:
     return int(first_line.removeprefix("rchar: "))
 
 
-def serve(connection: Connection, store: Path, before: Callable[[Connection], None]) -> None:
-    before(connection)
+def serve(connection: Connection, store: Path, before: Callable[[], None] | None) -> None:
+    if before is not None:
+        before()
     rank = Rank(store)
     connection.send(None)
     while True:
@@ -118,10 +119,6 @@ def serve(connection: Connection, store: Path, before: Callable[[Connection], No
             connection.send(getattr(rank, name)(*args))
         except dbuffer.DBufferError as error:
             connection.send(error)
-
-
-def nothing(_: Connection) -> None:
-    """Prepare nothing."""
 
 
 class Ranks:
@@ -187,7 +184,7 @@ def field_of(pid: int, field: str, name: str) -> int:
 
 @contextlib.contextmanager
 def ranks_of(
-    store: Path, size: int = SIZE, before: Callable[[Connection], None] = nothing, kind: Any = Child
+    store: Path, size: int = SIZE, before: Callable[[], None] | None = None, kind: Any = Child
 ) -> Iterator[Ranks]:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(kind(serve, store, before)) for _ in range(size)]
@@ -278,7 +275,7 @@ class Halting:
     def __init__(self, marker: Path, how: str) -> None:
         self._marker, self._how = marker, how
 
-    def __call__(self, _: Connection) -> None:
+    def __call__(self) -> None:
         really_read, really_apply = filesystem.read_into, chain_reader.apply_delta
         read = 0
 
@@ -361,7 +358,7 @@ def test_damage_is_found_by_all_and_shared_with_none(store, notes):
         ranks.switch(1)
         ranks.all("close")
         sender.send(WEIGHTS.weights(2))
-        flip_bit(newest_file(store), 0)
+        flip_bit(weights_file(store, DoubleBuffer(store).pointer().buffer)[0], 0)
         ranks.all("__init__", store)
         for error in ranks.all("take", 2):
             assert isinstance(error, dbuffer.StoreCorruptError), error
@@ -372,20 +369,12 @@ def test_damage_is_found_by_all_and_shared_with_none(store, notes):
         assert ranks.switch(4) < 1.15
 
 
-def newest_file(store: Path) -> Path:
-    double = DoubleBuffer(store)
-    pointer = double.pointer()
-    manifest = double.manifest(pointer.buffer)
-    assert manifest is not None
-    return double.weights_path(pointer.buffer, manifest)
-
-
-def limit_files(_: Connection) -> None:
+def limit_files() -> None:
     """Let the kernel refuse larger files, of memory too."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
 
-def hide_notes(_: Connection) -> None:
+def hide_notes() -> None:
     shared_copy.NOTES = Path("/nonexistent")
 
 
@@ -400,14 +389,15 @@ def test_processes_that_cannot_share_say_so_once_and_read_by_themselves(hinder, 
         assert ranks.shared_bytes() == 0
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"pid": 1}', b"x" * 10_000])
-def test_a_note_that_means_nothing_is_written_anew(content, store, notes):
+def test_a_note_that_means_nothing_is_written_anew(store, notes):
     place = shared_copy.SharedCopy(store)._path
     place.touch(0o600)
-    place.write_bytes(content)
+    contents = (b"", b"{", b"[1]", b'{"pid": 1}', b"x" * 10_000)
     with dbuffer.WeightSender(store) as sender, ranks_of(store, 2) as ranks:
-        sender.send(WEIGHTS.weights(1))
-        assert ranks.switch(1) < 1.15
+        for version, content in enumerate(contents, 1):
+            place.write_bytes(content)
+            sender.send(WEIGHTS.weights(version))
+            assert ranks.switch(version) < 1.15
 
 
 @pytest.mark.parametrize("how", ["link", "hard link", "mode"])
@@ -437,7 +427,6 @@ def test_containers_that_cannot_share_read_by_themselves_at_once(store, notes):
     with dbuffer.WeightSender(store) as sender, ranks_of(store, 2, kind=Boxed) as ranks:
         for version in (1, 2):
             sender.send(WEIGHTS.weights(version))
-            assert 2.0 <= ranks.take(version) < 2.15
-            ranks.all("release")
+            assert 2.0 <= ranks.switch(version) < 2.15
         assert ranks.all("logged") == [[], []]
         ranks.all("close")
