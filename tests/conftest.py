@@ -70,6 +70,17 @@ settings.register_profile(
 settings.load_profile("dbuffer")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def vllm_sockets() -> Iterator[None]:
+    """Let vLLM put its sockets into a directory that is removed: killed engines leave them behind.
+
+    The directory is not below ``tmp_path``, as the path of a socket has at most 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="dbuffer-test-") as directory:
+        os.environ["VLLM_RPC_BASE_PATH"] = directory
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment_stays() -> Iterator[None]:
     """What one file leaves in the environment, as Ray does, programs of the next do not find."""

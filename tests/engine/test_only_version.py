@@ -17,7 +17,6 @@ import pytest
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.store import kept
@@ -146,11 +145,8 @@ def test_restarted_server_gets_it_again(scene):
     scene.engine.is_server = True
     with scene.background(version=2) as follower:
         follower.wait_applied(2, WAIT_S)
-        engine = scene.engine
-        engine.endpoint.end()
-        engine.instance_id, engine.label = "another start", "default"
-        engine.model.tensors, engine.endpoint = SMALL.weights(0), RankEndpoint()
-        until("it is switched again", lambda: engine.serves == (2, "2"))
+        scene.engine.restart()
+        until("it is switched again", lambda: scene.engine.serves == (2, "2"))
 
 
 def test_version_that_is_dropped_before_it_is_ready_leaves_the_engine(scene):

@@ -134,6 +134,12 @@ class LightEngine(Engine):
         self.calls = 0
         self.endpoint = RankEndpoint()
 
+    def restart(self) -> None:
+        """Start again on the checkpoint, all at once: a follower may look at any moment."""
+        again = LightEngine(is_server=self.is_server, instance_id="another start")
+        self.endpoint.end()
+        self.__dict__.update(again.__dict__)
+
     def _call(self) -> None:
         self.calls += 1
         if self.error is not None:

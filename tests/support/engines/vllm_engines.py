@@ -1,8 +1,8 @@
 """Real vLLM engines, small, for the tests; each test file runs them in a program of its own.
 
 vLLM changes environment, warnings and threads of its process and prints from native threads, so a
-test file runs one of `tests/programs` (see :func:`observe`), which leaves what it saw as JSON, and
-judges that.
+test file runs one of `tests/programs` (see :func:`observe`). The program asserts what its test
+shows (see :func:`judge`), or leaves what it saw as JSON for the test to judge.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -138,6 +139,21 @@ def run_tests_with(release: str, file: str, timeout_s: float) -> None:
 kept: list[Any] = []
 """Engines of a program. vLLM takes those that nobody holds apart, with two full collections of
 garbage each, and the first that goes takes its process's parallel state along."""
+
+
+def judge(run: Callable[..., Any]) -> NoReturn:
+    """Run a program that asserts: ``run`` of the directory and arguments that it was given.
+
+    The result of ``run`` is the one of :func:`observe`. A failure shows the variables of each call.
+    """
+    directory = Path(sys.argv[1])
+    try:
+        seen = run(directory, *sys.argv[2:])
+    except BaseException as error:
+        told = traceback.TracebackException.from_exception(error, capture_locals=True)
+        print(*told.format(), sep="", flush=True)
+        os._exit(1)  # whatever else would still run here
+    leave(directory, seen)
 
 
 def leave(directory: Path, seen: Any) -> NoReturn:
