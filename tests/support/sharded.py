@@ -201,23 +201,6 @@ def strided_experts(size: int) -> Case:
     return model, full
 
 
-ROWS = [
-    made_when_sent,
-    uneven_rows,
-    fsdp,
-    partly_fsdp,
-    state_dict,
-    replicated,
-    tied,
-    compiled,
-    hsdp,
-    two_dimensions,
-    placements,
-    experts,
-    experts_by_columns,
-]
-
-
 def strided(size: int) -> Case:
     """Tensors of which a rank holds rows that are no neighbors."""
     mesh = init_device_mesh("cpu", (size,))
@@ -246,6 +229,14 @@ STRIDED = pytest.param(
         torch.__version__ < "2.11", reason="PyTorch 2.10 cannot make such a tensor whole itself"
     ),
 )
+
+
+# In turn on a local and on a network mount, where columns would be gathered.
+CASES = [
+    *(made_when_sent, uneven_rows, replicated, fsdp, two_dimensions, partly_fsdp, placements),
+    *(state_dict, experts_by_columns, experts, STRIDED, tied, sums, hsdp, strided_experts),
+    compiled,
+]
 
 
 @contextlib.contextmanager
