@@ -23,7 +23,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, hold_buffer, hold_newest
 from dbuffer.store.writer import BufferWriter
 from tests.support.damage import flip_bit
-from tests.support.patterns import SPARSE, newest, received
+from tests.support.patterns import SPARSE, bits, newest, received
 from tests.support.sharded import (
     STRIDED,
     Case,
@@ -39,7 +39,7 @@ from tests.support.sharded import (
     two_dimensions,
     whole,
 )
-from tests.support.soak import IN_SOAKS_ALONE, in_turn
+from tests.support.soak import in_turn
 from tests.support.stores import fill, small_disk
 from tests.support.worlds import World
 
@@ -88,9 +88,7 @@ def gathered(weights: Any) -> dict[str, torch.Tensor]:
 
 def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in found.items():
-        right = wanted[name].resolve_conj().contiguous().to(tensor.dtype)
-        one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, right))
-        assert torch.equal(one, other), name
+        assert bits(tensor) == bits(wanted[name].to(tensor.dtype)), name
 
 
 def follow(
@@ -141,53 +139,26 @@ def follow(
     return delta_bytes
 
 
-CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, STRIDED, sums, few]
+CASES = [fsdp, replicated, two_dimensions, sums, few, hsdp, partly_fsdp, tied, placements, STRIDED]
+STORES: list[tuple[str, dict[str, Any]]] = [
+    ("local", {}),
+    ("local", {"checksum": True, "durable": True}),
+    ("network", {}),
+    ("network", {"checksum": False}),
+]
 
 
 @pytest.mark.soak
-@in_turn(("case", "mount"), CASES, MOUNTS)
-def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
+@in_turn(("case", "kind"), CASES, STORES)
+def test_every_version_is_what_the_ranks_hold(world, store, case, kind):
+    """They are restarted after a whole version, one in a chain, one that a restart began with."""
+    mount, options = kind
     # Some, none, all of a few tensors, far too much, and some again; and across anchors.
     one_in = [64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
-    by_rank = world.run(follow, case, store, mount, one_in, {})
+    by_rank = world.run(follow, case, store, mount, one_in, options, (2, 4, 7, 8))
     assert all(of_rank == by_rank[0] for of_rank in by_rank)
     has_delta = [found is not None for found in by_rank[0]]
     assert has_delta == [False, *[True] * 3, False, *[True] * 5]
-
-
-@pytest.mark.soak
-@in_turn(("options", "mount"), [{"checksum": True}, {"checksum": False}, {"durable": True}], MOUNTS)
-def test_with_each_option(world, store, options, mount):
-    [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
-    assert None not in found[1:]
-
-
-WAYS = [fsdp, replicated, two_dimensions, sums, few, hsdp]
-"""One of each kind that ranks read back in another way; the other ways in soaks."""
-ALL_WAYS = [
-    *WAYS,
-    *(pytest.param(way, marks=IN_SOAKS_ALONE) for way in (partly_fsdp, tied, placements)),
-    pytest.param(*STRIDED.values, marks=[*STRIDED.marks, *IN_SOAKS_ALONE]),
-]
-STORES = [("local", False), ("local", True), ("network", True)]
-
-
-@pytest.mark.soak
-@in_turn(("case", "kind"), ALL_WAYS, STORES)
-def test_ranks_that_were_restarted_go_on(world, store, case, kind):
-    """From a whole version, from one in a chain, from one that a restart has begun with."""
-    mount, checksum = kind
-    options, restarts = {"checksum": checksum}, (2, 4, 5, 7)
-    for found in world.run(follow, case, store, mount, [64] * 8, options, restarts):
-        assert found[0] is None
-        assert None not in found[1:]
-
-
-def test_ranks_that_were_restarted_go_on_without_checksums_across_a_network(world, store):
-    [found, *_] = world.run(
-        follow, two_dimensions, store, "network", [64] * 6, {"checksum": False}, (3, 5)
-    )
-    assert None not in found[1:]
 
 
 class Went(NamedTuple):
@@ -329,7 +300,7 @@ def test_what_was_published_by_one_process_before(world, store, mount):
         for version in (1, 2, 3):
             sender.send(SPARSE.weights(version))
     world.run(publish_sparse, store, range(4, 8), mount, mount == "local")
-    assert newest_version(store, mount) == 7
+    assert DoubleBuffer(store).pointer().version == 7
 
 
 def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
@@ -339,11 +310,9 @@ def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
 
 
 def follow_in_small_messages(rank: int, store: Path) -> list[int | None]:
-    whole_bytes, agreement._MESSAGE_BYTES = agreement._MESSAGE_BYTES, 100
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_MESSAGE_BYTES", 100)
         return follow(rank, two_dimensions, store, "network", [64] * 3, {})
-    finally:
-        agreement._MESSAGE_BYTES = whole_bytes
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
@@ -375,7 +344,7 @@ def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) ->
 
 
 def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
-    """On one machine only what changed is written, from the third version on."""
+    """Return how many words were patched each time, and boxes written after the second version."""
     patched: list[int] = []
     patch, write = SharedFileWriter.patch, SharedFileWriter.write
     num_written = 0
@@ -389,18 +358,19 @@ def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
         num_written += len(boxes)
         write(self, boxes, *arguments)
 
-    SharedFileWriter.patch, SharedFileWriter.write = count, count_write
     torch.manual_seed(0)
-    try:
-        weights, _ = fsdp(distributed.get_world_size())
-        with ShardedWeightSender(store, delta=True) as sender:
-            for number in range(4):
-                nudge(weights, 64, number)
-                sender.send(weights)
-                if number == 1:
-                    num_written = 0
-    finally:
-        SharedFileWriter.patch, SharedFileWriter.write = patch, write
+    weights, _ = fsdp(distributed.get_world_size())
+    with (
+        pytest.MonkeyPatch.context() as replaced,
+        ShardedWeightSender(store, delta=True) as sender,
+    ):
+        replaced.setattr(SharedFileWriter, "patch", count)
+        replaced.setattr(SharedFileWriter, "write", count_write)
+        for number in range(4):
+            nudge(weights, 64, number)
+            sender.send(weights)
+            if number == 1:
+                num_written = 0
     return patched, num_written
 
 
@@ -417,7 +387,6 @@ def no_room(*_: Any, **__: Any) -> NoReturn:
 
 def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
     """A version fails on rank 0: when its metadata is checked, or after all have compared."""
-    begin = delta_chain.DeltaChain.begin
     torch.manual_seed(0)
     weights, _ = fsdp(distributed.get_world_size())
     told: list[Any] = []
@@ -426,46 +395,39 @@ def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
             nudge(weights, 64, number)
             fails = number == 2 and rank == 0
             metadata = {"not for JSON": object()} if fails and why == "metadata" else {}
-            if fails and why == "no room":
-                delta_chain.DeltaChain.begin = no_room
-            try:
-                told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
-            except dbuffer.DBufferError as error:
-                told.append(type(error).__name__)
-            finally:
-                delta_chain.DeltaChain.begin = begin
+            with pytest.MonkeyPatch.context() as patch:
+                if fails and why == "no room":
+                    patch.setattr(delta_chain.DeltaChain, "begin", no_room)
+                try:
+                    told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
+                except dbuffer.DBufferError as error:
+                    told.append(type(error).__name__)
         full = gathered(weights)
         if rank == 0:
-            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-                assert_same(snapshot.tensors, full)
+            assert_same(received(store), full)
     return told
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_after_a_failure_the_next_version_is_whole(world, store, mount):
-    for told in world.run(fail_in_between, store, mount, "no room"):
-        assert told == [False, True, "StoreFullError", False, True]
-    assert newest_version(store, mount) == 4
-
-
-def test_a_refused_version_spoils_no_delta(world, store):
-    for told in world.run(fail_in_between, store, "local", "metadata"):
-        assert told == [False, True, "InvalidWeightsError", True, True]
-    assert newest_version(store, "local") == 4
-
-
-def newest_version(store: Path, mount: str) -> int:
-    with mounted(mount), WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        version: int = snapshot.version
-        return version
+@pytest.mark.parametrize(
+    ("why", "error", "mount"),
+    [
+        ("no room", "StoreFullError", "local"),
+        ("no room", "StoreFullError", "network"),
+        ("metadata", "InvalidWeightsError", "local"),
+    ],
+)
+def test_after_a_failure_the_next_version_is_whole(world, store, mount, why, error):
+    """But not after a refused version, which spoils no delta."""
+    for told in world.run(fail_in_between, store, mount, why):
+        assert told == [False, True, error, why == "metadata", True]
+    assert DoubleBuffer(store).pointer().version == 4
 
 
 def other_shares(rank: int, store: Path, mount: str) -> list[bool]:
     """The ranks hold other parts than before, of the same tensors."""
     torch.manual_seed(0)
-    size = distributed.get_world_size()
     full = {"rows": whole(64, 8), "columns": whole(64, 8)}
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (size,))
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
     told = []
     with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
         for dimension in (0, 0, 1, 1):
@@ -476,8 +438,7 @@ def other_shares(rank: int, store: Path, mount: str) -> list[bool]:
             }
             told.append(sender.send(weights).delta_bytes is not None)
             if rank == 0:
-                with WeightReceiver(store) as late, late.open() as snapshot:
-                    assert_same(snapshot.tensors, full)
+                assert_same(received(store), full)
     return told
 
 
