@@ -31,7 +31,6 @@ from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.publish import delta_chain
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.medium import medium_of
 from tests.support.children import Child
 from tests.support.crashes import (
     DELTA_SITUATIONS,
@@ -44,7 +43,7 @@ from tests.support.crashes import (
     noting,
     pattern_of,
 )
-from tests.support.moments import die, die_before_call, stop
+from tests.support.moments import die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest
 from tests.support.soak import at_moment, in_turn, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
@@ -143,212 +142,6 @@ def assert_recovers(store: Path, expected: int | None, situation: str = "in plac
     assert_tidy(store)
 
 
-def kill_at_every_moment(
-    connection: Connection,
-    directory: Path,
-    situation: str,
-    check: Callable[[Path, int | None, str], None] = assert_recovers,
-) -> None:
-    flip = Flip(last_before(situation))
-    for number in itertools.count(1):
-        store = directory / f"{number}"
-        if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
-            break
-        with noting(number):
-            check(store, flip.check(newest(store)), situation)
-        shutil.rmtree(store)
-    flip.check_all()
-    connection.send(flip.moments)
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_killed_at_every_moment_of_a_publish(shm_path, situation, record_property):
-    with Child(kill_at_every_moment, shm_path, situation) as child:
-        record_property(KILLS, child.receive(patience_s()))
-
-
-def test_killed_at_every_moment_of_a_publish_to_a_disk(tmp_path, record_property):
-    with Child(kill_at_every_moment, tmp_path, "new layout") as child:
-        record_property(KILLS, child.receive(patience_s()))
-
-
-def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path) -> None:
-    crashed = directory / "crashed"
-    # As in the middle of the copy into a new file: that file is there, and in no manifest.
-    for number in itertools.count(1):
-        assert fork_and_kill(functools.partial(publish_up_to, crashed, "new layout", number, die))
-        if version_files(crashed) - named_files(crashed):
-            break
-        shutil.rmtree(crashed)
-    make_temporaries_old(crashed)
-
-    def clear_up(store: Path, number: int) -> None:
-        at_moment(number, die)
-        with dbuffer.WeightSender(store, num_threads=1):
-            pass
-        sys.setprofile(None)
-
-    for number in itertools.count(1):
-        store = directory / f"{number}"
-        shutil.copytree(crashed, store)
-        if not fork_and_kill(functools.partial(clear_up, store, number)):
-            break
-        with noting(number):
-            assert_recovers(store, 3)
-        shutil.rmtree(store)
-    connection.send(number)
-
-
-def test_killed_while_it_clears_up_after_a_crash(shm_path, record_property):
-    with Child(kill_at_every_moment_of_clearing_up, shm_path) as child:
-        moments_passed = child.receive(patience_s())
-    assert moments_passed > MIN_MOMENTS
-    record_property("kills of a sender that clears up after a crash", moments_passed)
-
-
-def publish_stream(connection: Connection, store: Path, dies_before: int) -> None:
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(SMALL.weights(2).items()):
-            if index == dies_before:
-                die()
-            yield pair
-
-    with dbuffer.WeightSender(store, checksum=True) as sender:
-        sender.send(SMALL.weights(1))
-        sender.send(stream())
-
-
-@pytest.mark.parametrize("dies_before", [0, 1, 7])
-def test_killed_in_the_middle_of_a_stream(store, dies_before):
-    with Child(publish_stream, store, dies_before) as child:
-        assert child.wait() == -signal.SIGKILL
-    assert_recovers(store, 1)
-
-
-# Killed one call later each time in one and the same store, and at moments drawn by lot
-
-
-def read_and_publish(store: Path, at_least: int, *, checksum: bool) -> int:
-    """The version found after a crash, which must be whole; then publish the next one."""
-    found = newest(store, verify=checksum) or 0
-    assert found in (at_least, at_least + 1), f"{at_least} was published and {found} is there"
-    make_temporaries_old(store)
-    with dbuffer.WeightSender(store, checksum=checksum, num_threads=1) as sender:
-        publication = sender.send(SMALL.weights(found + 1))
-    assert publication.version == found + 1 == newest(store, verify=checksum)
-    if not medium_of(store).maps_files:  # what somebody may read stays for a while
-        assert named_files(store) <= version_files(store)
-    else:
-        assert_tidy(store)
-    return found + 1
-
-
-def kill_before_every_call(
-    connection: Connection, store: Path, prepares: int, mount: str, delta: bool
-) -> None:
-    """Start a sender and publish, dying one call later each time, until it is through.
-
-    ``prepares``: after so many publishes of the same layout by the same sender.
-    """
-    os.environ["DBUFFER_MOUNT"] = mount
-    delta_chain.MAX_CHAIN = 3
-    ledger = RawValue("q")  # the last version that was published, in shared memory
-    last = number = 0
-    was_killed = True
-
-    def publish() -> None:
-        version, pattern = last + 1, OTHER if number % 2 else SMALL
-        if delta:
-            pattern = SPARSE
-        if not prepares:
-            die_before_call(number, repeats=is_soak())
-        with dbuffer.WeightSender(
-            store, durable=True, checksum=True, delta=delta, num_threads=1
-        ) as sender:
-            if prepares:
-                for version in range(last + 1, last + prepares + 1):
-                    sender.send(pattern.weights(version))
-                    ledger.value = version
-                version += 1
-                die_before_call(number, repeats=is_soak())
-            sender.send(pattern.weights(version))
-            ledger.value = version
-            sys.setprofile(None)
-
-    while was_killed:
-        number += 1
-        ledger.value = last
-        was_killed = fork_and_kill(publish)
-        last = read_and_publish(store, ledger.value, checksum=True)
-    connection.send(number)
-
-
-@in_turn(
-    ("prepares", "mount"),
-    [0, 2, *(pytest.param(number, marks=SLOW) for number in (3, 4))],
-    ["local", "network"],
-)
-def test_killed_before_every_call_that_changes_the_disk(store, prepares, mount):
-    """From the start, in place; a delta, and an anchor after deltas."""
-    with Child(kill_before_every_call, store, prepares, mount, prepares > 2) as child:
-        assert child.receive() > MIN_MOMENTS
-
-
-def kill_at_random_moments(connection: Connection, store: Path, times: int, seed: int) -> None:
-    """Send how many were killed, and how many versions they had published."""
-    rng = random.Random(seed)
-    ledger = RawValue("q")  # the last version that was published, in shared memory
-    last = deaths = published = 0
-    pace_s = 0.005
-
-    def publish_for_ever(checksum: bool, durable: bool, delta: bool, seed: int) -> None:
-        rng = random.Random(seed)
-        version = last
-        while True:
-            with dbuffer.WeightSender(
-                store, durable=durable, checksum=checksum, delta=delta, num_threads=1
-            ) as sender:
-                for _ in range(rng.choice((1, 5))):
-                    version += 1
-                    pattern = SPARSE if delta else rng.choice((SMALL, SMALL, OTHER))
-                    sender.send(pattern.weights(version))
-                    ledger.value = version
-
-    for _ in range(times):
-        ledger.value = last
-        checksum, durable, delta = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.5
-        # A machine that is busy with other things is slower for the process that dies, too.
-        moment_s = rng.uniform(0, 1.5) * pace_s
-        body = functools.partial(publish_for_ever, checksum, durable, delta, rng.randrange(2**32))
-        deaths += fork_and_kill(body, kill_after_s=moment_s)
-        done = ledger.value - last
-        published += done
-        started_s = time.monotonic()
-        last = read_and_publish(store, ledger.value, checksum=False)
-        took_s = time.monotonic() - started_s
-        # Other work may hold up a process that has just begun more than this one.
-        pace_s = took_s if done else max(took_s, 1.5 * pace_s)
-    connection.send((deaths, published))
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(shm_path, record_property):
-    deaths = 2_500 if is_soak() else 25
-    with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(Child(kill_at_random_moments, shm_path / f"{seed}", deaths, seed))
-            for seed in (1, 2)
-        ]
-        for child in children:
-            killed, published = child.receive(patience_s())
-            assert killed == deaths
-            record_property("kills at random moments", killed)
-            record_property("versions published between them", published)
-            assert published > deaths / 2, "the processes died before they did much"
-
-
-# The same as on a network mount, where every publish is to a new file
-
 NETWORK_SITUATIONS = ["in place", "first ever", *DELTA_SITUATIONS]
 
 
@@ -403,19 +196,162 @@ def assert_recovers_across_a_network(
     assert not list(store.rglob("*.tmp"))
 
 
-def kill_at_every_moment_across_a_network(
-    connection: Connection, directory: Path, situation: str
+def kill_at_every_moment(
+    connection: Connection, directory: Path, situation: str, mount: str
 ) -> None:
-    os.environ["DBUFFER_MOUNT"] = "network"
-    network_files.time = clock = Clock()  # type: ignore[attr-defined]
-    check = functools.partial(assert_recovers_across_a_network, clock=clock)
-    kill_at_every_moment(connection, directory, situation, check)
+    check = assert_recovers
+    os.environ["DBUFFER_MOUNT"] = mount
+    if mount == "network":
+        network_files.time = clock = Clock()  # type: ignore[attr-defined]
+        check = functools.partial(assert_recovers_across_a_network, clock=clock)
+    flip = Flip(last_before(situation))
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
+            break
+        with noting(number):
+            check(store, flip.check(newest(store)), situation)
+        shutil.rmtree(store)
+    flip.check_all()
+    connection.send(flip.moments)
 
 
-@pytest.mark.parametrize("situation", NETWORK_SITUATIONS)
-def test_killed_at_every_moment_of_a_publish_across_a_network(shm_path, situation, record_property):
-    with Child(kill_at_every_moment_across_a_network, shm_path, situation) as child:
+@pytest.mark.parametrize(
+    ("situation", "mount"),
+    [
+        *((situation, "local") for situation in SITUATIONS),
+        *((situation, "network") for situation in NETWORK_SITUATIONS),
+    ],
+)
+def test_killed_at_every_moment_of_a_publish(shm_path, situation, mount, record_property):
+    with Child(kill_at_every_moment, shm_path, situation, mount) as child:
         record_property(KILLS, child.receive(patience_s()))
+
+
+def test_killed_at_every_moment_of_a_publish_to_a_disk(tmp_path, record_property):
+    with Child(kill_at_every_moment, tmp_path, "new layout", "auto") as child:
+        record_property(KILLS, child.receive(patience_s()))
+
+
+def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path) -> None:
+    crashed = directory / "crashed"
+    # As in the middle of the copy into a new file: that file is there, and in no manifest.
+    for number in itertools.count(1):
+        assert fork_and_kill(functools.partial(publish_up_to, crashed, "new layout", number, die))
+        if version_files(crashed) - named_files(crashed):
+            break
+        shutil.rmtree(crashed)
+    make_temporaries_old(crashed)
+
+    def clear_up(store: Path, number: int) -> None:
+        at_moment(number, die)
+        with dbuffer.WeightSender(store, num_threads=1):
+            pass
+        sys.setprofile(None)
+
+    for number in itertools.count(1):
+        store = directory / f"{number}"
+        shutil.copytree(crashed, store)
+        if not fork_and_kill(functools.partial(clear_up, store, number)):
+            break
+        with noting(number):
+            assert_recovers(store, 3)
+        shutil.rmtree(store)
+    connection.send(number)
+
+
+def test_killed_while_it_clears_up_after_a_crash(shm_path, record_property):
+    with Child(kill_at_every_moment_of_clearing_up, shm_path) as child:
+        moments_passed = child.receive(patience_s())
+    assert moments_passed > MIN_MOMENTS
+    record_property("kills of a sender that clears up after a crash", moments_passed)
+
+
+def publish_stream(connection: Connection, store: Path) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(SMALL.weights(2).items())[:3]
+        stop()
+
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send(SMALL.weights(1))
+        sender.send(stream())
+
+
+def test_a_sender_that_is_killed_in_the_middle_of_a_stream_frees_the_store(store):
+    with Child(publish_stream, store) as child:
+        child.wait_until_stopped()
+        with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
+            dbuffer.WeightSender(store)
+        child.kill()
+        assert_recovers(store, 1)
+
+
+# Killed one call later each time in one and the same store, and at moments drawn by lot
+
+
+def read_and_publish(store: Path, at_least: int) -> int:
+    """The version found after a crash, which must be whole; then publish the next one."""
+    found = newest(store) or 0
+    assert found in (at_least, at_least + 1), f"{at_least} was published and {found} is there"
+    make_temporaries_old(store)
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publication = sender.send(SMALL.weights(found + 1))
+    assert publication.version == found + 1 == newest(store)
+    assert_tidy(store)
+    return found + 1
+
+
+def kill_at_random_moments(connection: Connection, store: Path, times: int, seed: int) -> None:
+    """Send how many were killed, and how many versions they had published."""
+    rng = random.Random(seed)
+    ledger = RawValue("q")  # the last version that was published, in shared memory
+    last = deaths = published = 0
+    pace_s = 0.005
+
+    def publish_for_ever(checksum: bool, durable: bool, delta: bool, seed: int) -> None:
+        rng = random.Random(seed)
+        version = last
+        while True:
+            with dbuffer.WeightSender(
+                store, durable=durable, checksum=checksum, delta=delta, num_threads=1
+            ) as sender:
+                for _ in range(rng.choice((1, 5))):
+                    version += 1
+                    pattern = SPARSE if delta else rng.choice((SMALL, SMALL, OTHER))
+                    sender.send(pattern.weights(version))
+                    ledger.value = version
+
+    for _ in range(times):
+        ledger.value = last
+        checksum, durable, delta = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.5
+        # A machine that is busy with other things is slower for the process that dies, too.
+        moment_s = rng.uniform(0, 1.5) * pace_s
+        body = functools.partial(publish_for_ever, checksum, durable, delta, rng.randrange(2**32))
+        deaths += fork_and_kill(body, kill_after_s=moment_s)
+        done = ledger.value - last
+        published += done
+        started_s = time.monotonic()
+        last = read_and_publish(store, ledger.value, checksum=False)
+        took_s = time.monotonic() - started_s
+        # Other work may hold up a process that has just begun more than this one.
+        pace_s = took_s if done else max(took_s, 1.5 * pace_s)
+    connection.send((deaths, published))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(shm_path, record_property):
+    deaths = 2_500 if is_soak() else 25
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(Child(kill_at_random_moments, shm_path / f"{seed}", deaths, seed))
+            for seed in (1, 2)
+        ]
+        for child in children:
+            killed, published = child.receive(patience_s())
+            assert killed == deaths
+            record_property("kills at random moments", killed)
+            record_property("versions published between them", published)
+            assert published > deaths / 2, "the processes died before they did much"
 
 
 # Readers that die or freeze, and senders that freeze
@@ -510,22 +446,3 @@ def freeze_at_every_moment(
 def test_a_frozen_sender_delays_no_reader(shm_path, situation, mount, record_property):
     with Child(freeze_at_every_moment, shm_path, situation, mount) as child:
         record_property("senders frozen at a moment of a publish", child.receive(patience_s()))
-
-
-def publish_and_stop_in_it(connection: Connection, store: Path) -> None:
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(SMALL.weights(2).items())[:3]
-        stop()
-
-    with dbuffer.WeightSender(store, checksum=True) as sender:
-        sender.send(SMALL.weights(1))
-        sender.send(stream())
-
-
-def test_a_killed_sender_frees_the_store(store):
-    with Child(publish_and_stop_in_it, store) as child:
-        child.wait_until_stopped()
-        with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
-            dbuffer.WeightSender(store)
-        child.kill()
-        assert_recovers(store, 1)
