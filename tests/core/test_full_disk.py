@@ -33,32 +33,30 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def loaded(receiver: dbuffer.WeightReceiver) -> tuple[int | None, dict[str, torch.Tensor]]:
-    tensors: dict[str, torch.Tensor] = {}
-
-    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        tensors.update((name, tensor.clone()) for name, tensor in pairs)
-
-    return receiver.load_into(load), tensors
-
-
-def assert_serves(store: Path, version: int, pattern: Pattern = BIG) -> None:
+def assert_serves(store: Path, version: int | None, pattern: Pattern = BIG) -> None:
     with dbuffer.WeightReceiver(store, receiver_id="serves") as receiver:
-        found, tensors = loaded(receiver)
-        assert found == pattern.version_of(tensors) == version
+        tensors: dict[str, torch.Tensor] = {}
+
+        def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            tensors.update((name, tensor.clone()) for name, tensor in pairs)
+
+        assert receiver.load_into(load) == pattern.version_of(tensors) == version
 
 
-def test_full_at_the_first_publish(disk):
+@pytest.mark.parametrize("first", [0, 1, 2], ids=["nothing", "one buffer", "both buffers there"])
+def test_full(disk, first):
+    """Without room for a byte, not even a version into a file that is there can be marked."""
     with dbuffer.WeightSender(disk / "store") as sender:
-        filler = fill(disk, leave_bytes=MEGABYTE)
+        publish(sender, *range(1, first + 1), pattern=BIG)
+        filler = fill(disk, leave_bytes=0 if first else MEGABYTE)
         for _ in range(3):
             with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(BIG.weights(1), version=1)
-            with dbuffer.WeightReceiver(disk / "store") as receiver:
-                assert receiver.load_into(BIG.empty()) is None
+                sender.send(BIG.weights(first + 1))
+            assert_serves(disk / "store", first or None)
         filler.unlink()
-        assert sender.send(BIG.weights(1), version=1).version == 1
-        assert_serves(disk / "store", 1)
+        for version in range(first + 1, first + 4):
+            assert sender.send(BIG.weights(version), version=version).version == version
+            assert_serves(disk / "store", version)
         assert_tidy(disk / "store")
 
 
@@ -70,24 +68,6 @@ def test_full_before_the_store_is_made(disk):
     with dbuffer.WeightSender(disk / "store") as sender:
         sender.send(SMALL.weights(1), version=1)
     assert_serves(disk / "store", 1, SMALL)
-
-
-@pytest.mark.parametrize("first", [1, 2], ids=["second buffer", "both buffers there"])
-def test_full_later(disk, first):
-    """Without room for a byte, not even a version into a file that is there can be marked."""
-    with dbuffer.WeightSender(disk / "store") as sender:
-        for version in range(1, first + 1):
-            sender.send(BIG.weights(version))
-        filler = fill(disk)
-        for _ in range(3):
-            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(BIG.weights(first + 1))
-            assert_serves(disk / "store", first)
-        filler.unlink()
-        for version in range(first + 1, first + 4):
-            assert sender.send(BIG.weights(version)).version == version
-            assert_serves(disk / "store", version)
-        assert_tidy(disk / "store")
 
 
 def test_full_at_any_page(disk):
@@ -167,16 +147,7 @@ def test_room_for_two_versions_is_enough_for_deltas(disk, mount, monkeypatch):
 
 
 def test_room_for_two_versions_is_enough_for_a_new_layout(disk):
-    """The error's own words; the version that is replaced must not take up room meanwhile."""
-    with dbuffer.WeightSender(disk / "store") as sender:
-        publish(sender, 1, 2, 3, pattern=BIG)
-        for version in (4, 5, 6):
-            sender.send(WIDE.weights(version))
-            assert_serves(disk / "store", version, WIDE)
-        assert_tidy(disk / "store")
-
-
-def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk):
+    """The version that is replaced must not take up room, nor what a receiver that follows had."""
     with (
         dbuffer.WeightSender(disk / "store") as sender,
         dbuffer.WeightReceiver(disk / "store") as receiver,
@@ -186,6 +157,7 @@ def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk):
             with receiver.open() as snapshot:
                 assert pattern.version_of(snapshot.tensors) == version
             del snapshot  # it maps its file, and an unlinked file keeps its room while mapped
+        assert_tidy(disk / "store")
 
 
 @pytest.mark.parametrize("form", [dict, lambda weights: iter(weights.items())])
@@ -244,11 +216,11 @@ def test_full_because_an_evicted_reader_still_has_its_file(disk):
 
 
 def test_receiver_acknowledges_again_when_there_is_room(disk):
+    target = SMALL.empty()
     with (
         dbuffer.WeightSender(disk / "store") as sender,
         dbuffer.WeightReceiver(disk / "store") as receiver,
     ):
-        target = SMALL.empty()
         sender.send(SMALL.weights(1))
         filler = fill(disk)
         assert receiver.load_into(target) == 1, "a reader needs no room"
