@@ -17,7 +17,6 @@ SITUATIONS = (
     "first ever",
     "new layout",
     "in place, durable",
-    "first ever, durable",
     "a delta",
 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import distributed, nn
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from tests.support.sharded import mounted
+from dbuffer.publish.shard_writer import SharedFileWriter
+from tests.support.patterns import received
+from tests.support.sharded import mixtral, mounted
 from tests.support.soak import in_turn
 from tests.support.worlds import World
 
@@ -70,7 +73,8 @@ def make_engine(persisted: int, model: nn.Module | None = None) -> Any:
     return deepspeed.initialize(model=model or make_model(), config=config)[0]
 
 
-def count_gathered() -> tuple[list[int], Callable[[], None]]:
+@contextlib.contextmanager
+def counted_gathers() -> Iterator[list[int]]:
     """How many parameters were whole at once, each time that one was gathered."""
     import deepspeed
 
@@ -89,25 +93,26 @@ def count_gathered() -> tuple[list[int], Callable[[], None]]:
             now -= len(self.params)
             return super().__exit__(*exception)
 
-    deepspeed.zero.GatheredParameters = Counting
-    return counts, lambda: setattr(deepspeed.zero, "GatheredParameters", gather)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.zero, "GatheredParameters", Counting)
+        yield counts
 
 
-def publish(rank: int, store: Path, persisted: int, mount: str) -> dict[str, Any]:
+def publish(rank: int, store: Path, persisted: int, mount: str) -> None:
     engine = make_engine(persisted)
-    counts, undo = count_gathered()
-    try:
-        with mounted(mount), ShardedWeightSender(store, dtype=torch.bfloat16) as sender:
+    if rank == 0:
+        with WeightSender(store.with_name("alone")) as alone:
+            with pytest.raises(dbuffer.InvalidWeightsError, match=r"dbuffer\.ShardedWeightSender"):
+                alone.send(engine)
+    with mounted(mount), counted_gathers() as counts:
+        with ShardedWeightSender(store, dtype=torch.bfloat16) as sender:
             sender.send(engine)
             sender.send(engine.module)
-    finally:
-        undo()
-    num_parameters = len(list(engine.module.parameters()))
+    assert counts == [1] * (2 * len(list(engine.module.parameters())))
     # It trains on as before.
     loss = engine(torch.randn(4, 33)).square().mean()
     engine.backward(loss)
     engine.step()
-    return {"counts": counts, "num_parameters": num_parameters}
 
 
 def assert_published(store: Path, mount: str, version: int, model: nn.Module) -> None:
@@ -123,37 +128,28 @@ def assert_published(store: Path, mount: str, version: int, model: nn.Module) ->
 @pytest.mark.soak
 @in_turn(("persisted", "mount"), [0, 10_000], ["local", "network"])
 def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
-    for found in world.run(publish, store, persisted, mount):
-        assert len(found["counts"]) == 2 * found["num_parameters"]
-        assert set(found["counts"]) == {1}
+    world.run(publish, store, persisted, mount)
     assert_published(store, mount, 2, make_model())
 
 
-def publish_experts(rank: int, store: Path, directory: Path) -> list[int]:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
+def publish_experts(rank: int, store: Path, directory: Path) -> None:
     torch.manual_seed(0)
-    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 30}
-    model = MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1))
+    model = mixtral()
     if rank == 0:
         model.save_pretrained(directory)
     num_parameters = len(list(model.parameters()))
     engine = make_engine(0, model)
-    counts, undo = count_gathered()
-    try:
-        with ShardedWeightSender(store) as sender:
-            sender.send(engine)
-    finally:
-        undo()
-    return [len(counts) - num_parameters, max(counts)]
+    with counted_gathers() as counts, ShardedWeightSender(store) as sender:
+        sender.send(engine)
+    assert counts == [1] * num_parameters
 
 
 def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, tmp_path):
-    assert world.run(publish_experts, store, tmp_path / "saved") == [[0, 1]] * 3
+    world.run(publish_experts, store, tmp_path / "saved")
     expected = load_file(tmp_path / "saved" / "model.safetensors")
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert snapshot.tensors.keys() == expected.keys()
-        assert all(torch.equal(snapshot.tensors[name], expected[name]) for name in expected)
+    found = received(store)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
@@ -183,8 +179,7 @@ def test_ranks_that_were_restarted_go_on_with_deltas(world, store, mount):
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
     engine = make_engine(0)
-    write = dbuffer.publish.shard_writer.SharedFileWriter.write
-    left = 2
+    write, left = SharedFileWriter.write, 2
 
     def fail(self: Any, *arguments: Any) -> None:
         nonlocal left
@@ -195,13 +190,11 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
 
     with ShardedWeightSender(store) as sender:
         sender.send(engine)
-        if rank == 1:
-            dbuffer.publish.shard_writer.SharedFileWriter.write = fail
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(SharedFileWriter, "write", fail)
             with pytest.raises(dbuffer.RankFailedError) as caught:
                 sender.send(engine)
-        finally:
-            dbuffer.publish.shard_writer.SharedFileWriter.write = write
         assert sender.send(engine).version == 2
     return str(caught.value)
 
@@ -209,16 +202,3 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
 def test_a_write_that_fails_on_one_rank_leaves_nobody_waiting(world, store):
     for message in world.run(publish_with_a_full_disk, store):
         assert "rank 1 could not gather and write: OSError: it went up in smoke" in message
-
-
-def publish_alone(rank: int, store: Path) -> str:
-    engine = make_engine(0)
-    if rank:
-        return ""
-    with WeightSender(store) as sender, pytest.raises(dbuffer.InvalidWeightsError) as caught:
-        sender.send(engine)
-    return str(caught.value)
-
-
-def test_one_rank_alone_cannot_publish(world, store):
-    assert "dbuffer.ShardedWeightSender" in world.run(publish_alone, store)[0]

@@ -17,6 +17,7 @@ from dbuffer.runtime.timing import TIMING
 from tests.support.moments import at_call
 from tests.support.patterns import newest
 from tests.support.sharded import Way, mounted
+from tests.support.soak import in_turn
 from tests.support.worlds import world_of
 
 world = world_of(3)
@@ -71,16 +72,14 @@ def test_steps_of_one_name_are_told_apart_by_their_number(world):
 def be_interrupted(rank: int) -> tuple[str, bool]:
     TIMING.ranks_end_within_s = 0.1  # nobody ends
     ranks = Agreement(None, timeout_s=20.0)
-    try:
+    with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)) as caught:
         ranks.each("work", interrupt if rank == 2 else lambda: None)
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}", ranks.is_open
-    return "", True
+    return f"{caught.type.__name__}: {caught.value}", ranks.is_open
 
 
 def test_an_interrupt_in_a_step_is_heard_of_at_once(world):
-    *others, (interrupted, is_open) = world.run(be_interrupted)
-    assert (interrupted, is_open) == ("KeyboardInterrupt: ", False)
+    *others, interrupted = world.run(be_interrupted)
+    assert interrupted == ("KeyboardInterrupt: ", False)
     for message, is_open in others:
         assert message.startswith("RankFailedError: a rank was lost")
         assert not is_open
@@ -103,28 +102,29 @@ def test_after_an_error_that_all_raise_they_go_on(world):
         assert went_on == [0, 1, 2]
 
 
-def collect_arrays(rank: int) -> list[list[Any]]:
-    ranks = Agreement(None, timeout_s=20.0)
-    mine = [
+def arrays_of(rank: int) -> list[Any]:
+    return [
         np.full(rank, rank, np.uint8),
         None,
         np.arange(3 * rank, dtype=np.int64)[::-1],
         np.array([], np.uint32),
         np.array([7 + rank], np.uint16),
     ]
-    collected = ranks.collect("tell", lambda: mine)
-    return [
-        [None if one is None else (one.dtype.str, one.tolist()) for one in of_rank]
-        for of_rank in collected
-    ]
+
+
+def described(arrays: list[Any]) -> list[Any]:
+    return [None if one is None else (one.dtype.str, one.tolist()) for one in arrays]
+
+
+def collect_arrays(rank: int) -> list[list[Any]]:
+    ranks = Agreement(None, timeout_s=20.0)
+    return list(map(described, ranks.collect("tell", lambda: arrays_of(rank))))
 
 
 def test_arrays_reach_the_first_rank_alone(world):
     first, *others = world.run(collect_arrays)
     assert others == [[], []]
-    for rank, arrays in enumerate(first):
-        right = ("|u1", [rank] * rank), None, ("<i8", [*reversed(range(3 * rank))])
-        assert arrays == [*right, ("<u4", []), ("<u2", [7 + rank])]
+    assert first == [described(arrays_of(rank)) for rank in range(3)]
 
 
 def meet_again(rank: int) -> list[int]:
@@ -135,10 +135,11 @@ def meet_again(rank: int) -> list[int]:
         meet(*args, **options)
         interrupt()
 
-    agreement.meet = meet_and_be_interrupted if rank == 1 else meet
-    with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
-        Agreement(None, timeout_s=1.0)
-    agreement.meet = meet
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(agreement, "meet", meet_and_be_interrupted)
+        with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
+            Agreement(None, timeout_s=1.0)
     distributed.barrier()  # or the one would come in time for the first try of the others
     return Agreement(None, timeout_s=20.0).each("count", lambda: rank)
 
@@ -171,8 +172,8 @@ def send_interrupted(rank: int, store: Path, way: Way, at: tuple[int, str | None
 WAYS = [Way("local"), Way("network"), Way("local", delta=True), Way("network", delta=True)]
 
 
-@pytest.mark.parametrize("at", [(1, None), (40, None), (1, "allgather"), (4, "allgather")])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.soak
+@in_turn(("at", "way"), [(1, None), (40, None), (1, "allgather"), (4, "allgather")], WAYS)
 def test_an_interrupted_send_is_joined_by_no_other(world, store, way, at):
     first, second, third = world.run(send_interrupted, store, way, at)
     assert second == ["", "", "KeyboardInterrupt", *["ClosedError"] * 3]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -55,8 +55,9 @@ def join_and_sum(connection: Connection, place: str, rank: int, size: int, meet_
 
 def test_ranks_that_all_come_meet(place):
     with contextlib.ExitStack() as stack:
-        told = [(place, rank, 3, TIMEOUT_S) for rank in range(3)]
-        ranks = [stack.enter_context(Child(join_and_sum, *each)) for each in told]
+        ranks = [
+            stack.enter_context(Child(join_and_sum, place, rank, 3, TIMEOUT_S)) for rank in range(3)
+        ]
         assert [child.receive() for child in ranks] == [3.0] * 3
         assert [child.wait() for child in ranks] == [0] * 3
 
@@ -73,54 +74,39 @@ def test_rank_that_comes_alone_says_whom_it_waited_for(place, rank):
     assert SOON_S <= took_s < TIMEOUT_S
 
 
-def test_those_who_come_name_the_one_who_does_not(tmp_path):
-    place = f"file://{tmp_path}/meeting"
-    with contextlib.ExitStack() as stack:
-        told = [(place, rank, 4, SOON_S) for rank in (0, 1, 3)]
-        ranks = [stack.enter_context(Child(join_and_sum, *each)) for each in told]
-        for child in ranks:
-            assert "for rank 2, which did not come" in child.receive()[1]
-
-
-def test_who_came_and_gave_up_is_not_met(tmp_path):
-    store = distributed.FileStore(str(tmp_path / "meeting"), 2)
-    with pytest.raises(dbuffer.RankTimeoutError, match="rank 1"):
-        meet(store, 0, 2, timeout_s=0.01)
-    with pytest.raises(dbuffer.RankTimeoutError, match="rank 0"):
-        meet(store, 1, 2, timeout_s=0.01)
-
-
-def test_who_has_left_is_waited_for_the_next_time():
+def test_those_who_do_not_come_are_named(tmp_path):
+    """Also who came and gave up, or has left."""
+    stores = [distributed.FileStore(str(tmp_path / "meeting"), 4) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        early, late = (
+            pool.submit(meet, store, rank, 4, timeout_s=SOON_S)
+            for rank, store in zip((0, 3), stores, strict=True)
+        )
+        for waiting in (early, late):
+            with pytest.raises(dbuffer.RankTimeoutError, match="for ranks 1 and 2, which did not"):
+                waiting.result()
+    with pytest.raises(dbuffer.RankTimeoutError, match="for ranks 0, 2 and 3, which"):
+        meet(stores[0], 1, 4, timeout_s=0.01)
     store = distributed.HashStore()
     meet(store, 0, 1, timeout_s=SOON_S)
     leave(store, 0)
     with pytest.raises(dbuffer.RankTimeoutError, match="rank 0"):
         meet(store, 1, 2, timeout_s=0.01)
-
-
-def test_many_who_do_not_come_are_counted():
     with pytest.raises(dbuffer.RankTimeoutError, match="1, 2, 3, 4, 5, 6, 7, 8 and 91 "):
         meet(distributed.HashStore(), 0, 100, timeout_s=0.01)
 
 
-def test_store_that_is_gone_is_said_to_be():
+def test_store_that_is_gone_or_a_port_that_is_taken_is_no_rank_that_is_late():
     port = free_port()
     server = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     client = distributed.TCPStore("127.0.0.1", port, is_master=False)
+    with pytest.raises(dbuffer.RankFailedError, match=str(port)) as taken:
+        join(f"tcp://127.0.0.1:{port}", 0, 2, meet_s=SOON_S, timeout_s=SOON_S)
     del server
-    with pytest.raises(dbuffer.RankFailedError, match=str(port)) as caught:
+    with pytest.raises(dbuffer.RankFailedError, match=str(port)) as gone:
         meet(client, 0, 2, timeout_s=SOON_S)
-    assert not isinstance(caught.value, dbuffer.RankTimeoutError)
-
-
-def test_port_that_is_taken_is_no_rank_that_is_late():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(dbuffer.RankFailedError) as caught:
-            join(place, 0, 2, meet_s=SOON_S, timeout_s=SOON_S)
-    assert not isinstance(caught.value, dbuffer.RankTimeoutError)
+    for caught in (taken, gone):
+        assert not isinstance(caught.value, dbuffer.RankTimeoutError)
 
 
 @pytest.mark.parametrize("place", ["", "nowhere", "bogus://x", "tcp://127.0.0.1", "env://"])
