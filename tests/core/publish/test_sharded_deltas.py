@@ -21,7 +21,6 @@ from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.ranks import agreement
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, hold_buffer, hold_newest
-from dbuffer.store.writer import BufferWriter
 from tests.support.damage import flip_bit
 from tests.support.patterns import SPARSE, bits, newest, received
 from tests.support.sharded import (
@@ -40,7 +39,6 @@ from tests.support.sharded import (
     whole,
 )
 from tests.support.soak import in_turn
-from tests.support.stores import fill, small_disk
 from tests.support.worlds import World
 
 MOUNTS = ["local", "network"]
@@ -423,31 +421,6 @@ def test_after_a_failure_the_next_version_is_whole(world, store, mount, why, err
     assert DoubleBuffer(store).pointer().version == 4
 
 
-def other_shares(rank: int, store: Path, mount: str) -> list[bool]:
-    """The ranks hold other parts than before, of the same tensors."""
-    torch.manual_seed(0)
-    full = {"rows": whole(64, 8), "columns": whole(64, 8)}
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
-    told = []
-    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
-        for dimension in (0, 0, 1, 1):
-            way = [distributed.tensor.Shard(dimension)]
-            weights = {
-                name: distributed.tensor.distribute_tensor(tensor, mesh, way)
-                for name, tensor in full.items()
-            }
-            told.append(sender.send(weights).delta_bytes is not None)
-            if rank == 0:
-                assert_same(received(store), full)
-    return told
-
-
-@pytest.mark.parametrize("mount", MOUNTS)
-def test_other_shares_make_the_next_version_whole(world, store, mount):
-    for told in world.run(other_shares, store, mount):
-        assert told == [False, True, False, True]
-
-
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
     """Also those of a sender that was restarted."""
@@ -466,57 +439,3 @@ def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on:
             weights = pattern_of(version, distributed.get_world_size(), SPARSE)
             has_delta = sender.send(weights, version=version).delta_bytes is not None
             assert has_delta == (goes_on or version > versions[0])
-
-
-MEGABYTE = 1 << 20
-
-
-def without_room(rank: int, disk: Path) -> list[bool]:
-    """From the third version to the fifth there is no room for a delta."""
-    weights = {"weight": torch.zeros(2 * MEGABYTE, dtype=torch.uint8)}
-    generator = torch.Generator().manual_seed(0)
-    told = []
-    with mounted("local"), ShardedWeightSender(disk / "store", delta=True) as sender:
-        for number in range(7):
-            weights["weight"][torch.randint(2 * MEGABYTE, (100_000,), generator=generator)] += 1
-            if rank == 0 and number in (2, 5):
-                (disk / "filler").unlink(missing_ok=True)
-                if number == 2:
-                    fill(disk, leave_bytes=32_768)  # each reader leaves a record of a page
-            told.append(sender.send(weights).delta_bytes is not None)
-            if rank == 0:
-                assert_same(received(disk / "store"), weights)
-    return told
-
-
-def test_without_room_for_a_delta_the_version_is_published_alone(world, tmp_path):
-    with small_disk(tmp_path / "disk", 6 * MEGABYTE) as disk:
-        for told in world.run(without_room, disk):
-            assert (told[:3], told[-1]) == ([False, True, False], True)
-
-
-def begin_locally(rank: int, store: Path, weights: dict[str, torch.Tensor]) -> None:
-    """A sender for which the store is a disk of its own; it fails before its commit."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise dbuffer.StoreAccessError("no more")
-
-    with (
-        mounted("local"),
-        pytest.MonkeyPatch.context() as patch,
-        ShardedWeightSender(store, delta=True) as sender,
-    ):
-        patch.setattr(BufferWriter, "commit", fail)
-        with pytest.raises(dbuffer.DBufferError):
-            sender.send(weights)
-
-
-def test_local_ranks_write_into_no_file_of_a_network_sender(world, store):
-    weights = {"weight": torch.zeros(40_000)}
-    with mounted("network"), dbuffer.WeightSender(store, delta=True) as sender:
-        for version in range(1, 5):
-            weights["weight"][7] = version
-            sender.send(weights)
-    world.run(begin_locally, store, {"weight": torch.full((40_000,), 9.0)})
-    with mounted("network"):
-        assert_same(received(store), weights)

@@ -422,7 +422,7 @@ def test_parts_on_ranks_outside_of_the_group_are_refused(four, store):
 
 
 def send_one_replica(rank: int, store: Path) -> None:
-    """HSDP, with a sender of one replica's ranks."""
+    """HSDP, with a sender of one replica's ranks, and none on the others."""
     mesh, mine = grid(), store / f"{rank // 2}"
     torch.manual_seed(0)
     full = whole(9, 3)
@@ -431,6 +431,9 @@ def send_one_replica(rank: int, store: Path) -> None:
         sender.send({"tensor": tensor})
     if rank % 2 == 0:
         assert_holds(mine, {"tensor": full})
+    groups = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    with pytest.raises(dbuffer.OptionError, match="not in the group"):
+        ShardedWeightSender(mine, group=groups[1 - rank // 2])
 
 
 def test_one_replica_of_several_publishes(four, store):
