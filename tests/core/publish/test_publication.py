@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,18 @@ def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(gate, sender):
     assert sender.send(WEIGHTS).version == 1
 
 
-def test_versions_come_in_the_order_in_which_they_were_sent(sender, store):
-    handles = [sender.send({"a": torch.full((100,), float(n))}, wait=False) for n in range(20)]
-    last = sender.send({"a": torch.full((100,), 20.0)})
-    assert [handle.wait().version for handle in handles] == list(range(1, 21))
-    assert last.version == 21
-    assert received(store)["a"][0] == 20
+def test_versions_come_in_the_order_in_which_they_were_sent(store):
+    with dbuffer.WeightSender(store) as sender:
+        handles = [sender.send({"a": torch.full((100,), float(n))}, wait=False) for n in range(20)]
+        last = sender.send({"a": torch.full((100,), 20.0)})
+        assert [handle.wait().version for handle in handles] == list(range(1, 21))
+        assert last.version == 21
+        assert received(store)["a"][0] == 20
+        pending = sender.send(WEIGHTS, wait=False)
+    assert pending.is_done, "closing waits"
+    assert newest(store) == 22
+    with pytest.raises(dbuffer.ClosedError):
+        sender.send(WEIGHTS, wait=False)
 
 
 def at_line(number: int, action: Callable[[str], None]) -> None:
@@ -234,7 +241,7 @@ def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate, store):
     assert False in went_on
 
 
-def test_each_failure_of_several_threads_is_told(gate, store, caplog):
+def test_each_failure_of_several_threads_is_told(gate, store, caplog, monkeypatch):
     """Whichever thread's version is published first, and whoever sends, steps or closes next."""
     gate.error = dbuffer.StoreFullError("no room")
     gate.may_go_on.set()
@@ -246,16 +253,10 @@ def test_each_failure_of_several_threads_is_told(gate, store, caplog):
             settle()
             ready.wait(60)
 
-        sender._settle = settle_together
-        threads = [
-            threading.Thread(target=sender.send, args=(WEIGHTS,), kwargs={"wait": False})
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sender._settle = settle
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            patch.setattr(sender, "_settle", settle_together)
+            for _ in range(2):
+                pool.submit(sender.send, WEIGHTS, wait=False)
         with pytest.raises(dbuffer.StoreFullError, match="no room"):
             sender.send(WEIGHTS)
         assert "another version that was sent was not published, either: no room" in caplog.text
@@ -264,25 +265,18 @@ def test_each_failure_of_several_threads_is_told(gate, store, caplog):
 
 
 def test_closing_while_others_send_is_a_clear_error(store):
-    def send(sender: dbuffer.WeightSender, ended: list[BaseException]) -> None:
-        try:
-            while True:
-                sender.send(WEIGHTS, wait=False)
-        except Exception as error:
-            ended.append(error)
+    def send(sender: dbuffer.WeightSender) -> None:
+        while True:
+            sender.send(WEIGHTS, wait=False)
 
     for _ in range(20):
         sender = dbuffer.WeightSender(store)
-        errors: list[BaseException] = []
-        threads = [threading.Thread(target=send, args=(sender, errors)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        assert sender.send(WEIGHTS).version
-        with contextlib.suppress(dbuffer.ClosedError):  # of one that was sent as it was closed
-            sender.close()
-        for thread in threads:
-            thread.join(60)
-        assert {type(error) for error in errors} == {dbuffer.ClosedError}
+        with ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(send, sender) for _ in range(3)]
+            assert sender.send(WEIGHTS).version
+            with contextlib.suppress(dbuffer.ClosedError):  # of one that was sent as it was closed
+                sender.close()
+        assert {type(other.exception()) for other in others} == {dbuffer.ClosedError}
 
 
 def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(gate, store):
@@ -324,16 +318,6 @@ def test_a_forked_child_cannot_wait_for_it(gate, sender):
     assert in_a_fork(ask_in_child) == 0
     gate.may_go_on.set()
     assert pending.wait(60).version == 1
-
-
-def test_closing_waits(gate, store):
-    with dbuffer.WeightSender(store) as sender:
-        pending = sender.send(WEIGHTS, wait=False)
-        gate.open_in(0.2)
-    assert pending.is_done
-    assert newest(store) == 1
-    with pytest.raises(dbuffer.ClosedError):
-        sender.send(WEIGHTS, wait=False)
 
 
 def test_what_is_wrong_is_said_at_once(sender, store):
@@ -380,34 +364,32 @@ def test_what_was_sent_last_is_published_though_the_process_ends(store):
 
 def test_metrics_count_versions_and_deltas(store):
     registry = CollectorRegistry()
-
-    def value(name: str) -> float | None:
-        return registry.get_sample_value(f"dbuffer_sender_{name}_total")
-
     weights = {"weight": torch.zeros(1000)}
     with dbuffer.WeightSender(store, delta=True) as sender:
         metrics.register(sender, registry)
-        assert value("versions") == 0
         sender.send(weights)
         weights["weight"][7] = 1
         published = sender.send(weights, wait=False).wait()
         assert published.delta_bytes is not None
         assert sender.send_patches([]).delta_bytes is not None
-        assert [value(name) for name in ("versions", "deltas", "bytes")] == [3, 2, 12_000]
-        assert value("delta_bytes") == sender.stats["delta_bytes"] > published.delta_bytes
-        assert value("seconds") > 0
+        names = ("versions", "deltas", "bytes", "delta_bytes", "seconds")
+        versions, deltas, num_bytes, delta_bytes, seconds = (
+            registry.get_sample_value(f"dbuffer_sender_{name}_total") for name in names
+        )
+        assert (versions, deltas, num_bytes) == (3, 2, 12_000)
+        assert delta_bytes == sender.stats["delta_bytes"] > published.delta_bytes
+        assert seconds > 0
 
 
 def test_metrics_show_how_far_each_receiver_is_behind(store):
     registry = CollectorRegistry()
 
-    def lags() -> dict[str, list[float | None]]:
+    def lags() -> list[list[float | None]]:
         names = [f"dbuffer_receiver_lag_{unit}" for unit in ("versions", "steps")]
-        receivers = {"receiver": "fast"}, {"receiver": "slow"}
-        return {
-            labels["receiver"]: [registry.get_sample_value(name, labels) for name in names]
-            for labels in receivers
-        }
+        return [
+            [registry.get_sample_value(name, {"receiver": receiver}) for name in names]
+            for receiver in ("fast", "slow")
+        ]
 
     with (
         dbuffer.WeightSender(store) as sender,
@@ -416,22 +398,23 @@ def test_metrics_show_how_far_each_receiver_is_behind(store):
     ):
         metrics.register(sender, registry)
         sender.send(WEIGHTS, metadata={"step": 100})
-        assert lags() == {"fast": [None, None], "slow": [None, None]}
+        assert lags() == [[None, None], [None, None]]
         for receiver in (fast, slow):
-            receiver.load_into({name: torch.empty_like(each) for name, each in WEIGHTS.items()})
-        assert lags() == {"fast": [0, 0], "slow": [0, 0]}
+            with receiver.open():
+                pass
+        assert lags() == [[0, 0], [0, 0]]
         for step in (120, 150):
             sender.send(WEIGHTS, metadata={"step": step})
         with fast.open():
             pass
-        assert lags() == {"fast": [0, 0], "slow": [2, 50]}
+        assert lags() == [[0, 0], [2, 50]]
         assert sender.receiver_lags() == {"fast": (0, 0), "slow": (2, 50)}
         sender.send(WEIGHTS, metadata={"step": "151"})
-        assert lags() == {"fast": [1, None], "slow": [3, None]}
+        assert lags() == [[1, None], [3, None]]
         sender.republish(3)
-        assert lags() == {"fast": [2, 0], "slow": [4, 50]}
+        assert lags() == [[2, 0], [4, 50]]
         slow.close()
-        assert lags() == {"fast": [2, 0], "slow": [None, None]}
+        assert lags() == [[2, 0], [None, None]]
         (store / "CURRENT").write_bytes(b"{")
-        assert lags() == {"fast": [None, None], "slow": [None, None]}
+        assert lags() == [[None, None], [None, None]]
         assert registry.get_sample_value("dbuffer_sender_versions_total") == 5
