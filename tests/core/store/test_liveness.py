@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +21,6 @@ import pytest
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
-from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
@@ -40,18 +40,6 @@ from tests.support.waiting import until
 NAME = "boxed"
 SOON_S = 10.0
 
-MOUNTS = pytest.mark.parametrize("mount", ["local", "network"])
-
-
-@pytest.fixture
-def mount() -> str:
-    return "local"
-
-
-@pytest.fixture(autouse=True)
-def kind_of_mount(monkeypatch: pytest.MonkeyPatch, mount: str) -> None:
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
-
 
 def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
     with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
@@ -69,12 +57,11 @@ def hold_and_stay(connection: Connection, store: Path) -> None:
 
 
 def history_of(store: Path) -> str | None:
-    pointer = DoubleBuffer(store).pointer()
-    return pointer.history
+    return DoubleBuffer(store).pointer().history
 
 
 TOKEN = "0123456789abcdef"
-"""Of records that these tests write themselves."""
+"""Token of records that these tests write themselves."""
 
 
 def path_of(store: Path, name: str = NAME) -> Path:
@@ -87,75 +74,62 @@ def is_alive(store: Path) -> bool:
     return found["is_alive"]
 
 
+def make_old(path: Path, more_s: float = 20.0) -> None:
+    """Let its owner have been silent for as long as makes it count as dead, and some more."""
+    then = time.time() - TIMING.presumed_dead_after_s - more_s
+    os.utime(path, (then, then))
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    """A sender that has published version 1."""
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        publish(sender, 1)
+        yield sender
+
+
 # Processes of other containers
 
 
 @pytest.mark.parametrize("pid", [None, 1], ids=["a free number", "number 1"])
-def test_a_receiver_in_another_container_lives_until_it_ends(store, pid):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        with Boxed(load_and_stay, store, pid=pid) as boxed:
-            boxed.receive()
-            publish(sender, 2)
-            assert is_alive(store)
-            with pytest.raises(dbuffer.WaitTimeoutError):
-                sender.wait_applied(2, receivers=[NAME], timeout_s=0.2)
-            boxed.kill()
-            assert not is_alive(store)
-            with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b1\b"):
-                sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
-
-
-@MOUNTS
-def test_a_mirror_names_the_reader_of_another_container_while_it_lives(shm_path, mount):
-    first, second, local = (shm_path / name for name in ("first", "second", "local"))
-    for store in (first, second):
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1)
-    with Mirror(first, local, num_threads=1).start() as mirror:
-        mirror.wait_until_current(SOON_S)
-    with Boxed(load_and_stay, local) as boxed:
+def test_a_receiver_in_another_container_lives_until_it_ends(store, sender, pid):
+    with Boxed(load_and_stay, store, pid=pid) as boxed:
         boxed.receive()
-        with pytest.raises(dbuffer.OptionError, match=NAME):
-            Mirror(second, local, num_threads=1).start()
+        publish(sender, 2)
+        assert is_alive(store)
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            sender.wait_applied(2, receivers=[NAME], timeout_s=0.2)
         boxed.kill()
-    if mount == "network":
-        make_old(path_of(local))
-    with pytest.raises(dbuffer.OptionError) as refused:
-        Mirror(second, local, num_threads=1).start()
-    assert NAME not in str(refused.value)
+        assert not is_alive(store)
+        with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b1\b"):
+            sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
 
 
-def make_old(path: Path) -> None:
-    """Let its owner have been silent for as long as makes it count as dead."""
-    then = time.time() - TIMING.presumed_dead_after_s - 20
-    os.utime(path, (then, then))
-
-
-@pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.usefixtures("network")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_what_another_container_reads_is_kept(store, mount):
+def test_what_another_container_reads_is_kept(store):
+    def has_file() -> bool:
+        return any(file in files for files in weights_files(store).values())
+
     with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
         publish(sender, 1)
         [file] = weights_files(store)["B"] + weights_files(store)["A"]
         with Boxed(hold_and_stay, store) as boxed:
             assert boxed.receive()
             publish(sender, 2, 3, 4)
-            assert any(file in files for files in weights_files(store).values())
+            assert has_file()
             boxed.kill()
             publish(sender, 5, 6)
-            assert any(file in files for files in weights_files(store).values())
+            assert has_file()
             make_old(path_of(store))
             publish(sender, 7, 8)
-            assert not any(file in files for files in weights_files(store).values())
+            assert not has_file()
 
 
-def test_a_reader_in_another_container_is_named_when_it_is_evicted(store, caplog):
-    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
-        publish(sender, 1)
-        with Boxed(hold_and_stay, store) as boxed:
-            assert boxed.receive()
-            publish(sender, 2, 3)
+def test_a_reader_in_another_container_is_named_when_it_is_evicted(store, sender, caplog):
+    with Boxed(hold_and_stay, store) as boxed:
+        assert boxed.receive()
+        publish(sender, 2, 3)
     assert f"evicting receiver {NAME}" in caplog.text
 
 
@@ -176,45 +150,41 @@ def put(store: Path, **changes: Any) -> None:
     DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
 
 
+@pytest.mark.usefixtures("sender")
 def test_two_threads_see_all_records_at_once(store):
     """A trainer waits for receivers while its metrics are read."""
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
     for number in range(100):
         put(store, receiver=f"r-{number}")
     view = DoubleBuffer(store)
     with ThreadPoolExecutor(2) as threads:
-        seen = threads.map(lambda _: len(view.receivers()), range(50))
-        assert set(seen) == {100}
+        assert set(threads.map(lambda _: len(view.receivers()), range(50))) == {100}
 
 
-@pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("where", [{"boot": "a-b"}, {"pid_namespace": 1}], ids=["host", "box"])
-def test_time_says_who_is_dead_elsewhere(store, mount, where):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        put(store, **where)
-        assert is_alive(store)
-        then = time.time() - TIMING.presumed_dead_after_s + 20
-        os.utime(path_of(store), (then, then))
-        assert is_alive(store)
-        make_old(path_of(store))
-        assert not is_alive(store)
-        with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
-            sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+def test_time_says_who_is_dead_elsewhere(store, sender, where):
+    put(store, **where)
+    assert is_alive(store)
+    make_old(path_of(store), more_s=-20)
+    assert is_alive(store)
+    make_old(path_of(store))
+    assert not is_alive(store)
+    with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
+        sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
 
 
-@pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.usefixtures("network", "sender")
 @pytest.mark.timing(heartbeat_s=0.02)
-def test_an_idle_receiver_touches_its_record(store, mount):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
+def test_an_idle_receiver_touches_its_record_and_writes_it_again(store):
+    """Another host that could not see it may have taken it for dead, and removed its record."""
     receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
     assert receiver.load_into(SMALL.empty()) == 1
     path = path_of(store)
     for _ in range(2):
         make_old(path)
         until("it is touched", lambda: time.time() - path.stat().st_mtime < 60)
+    path.unlink()
+    until("it is there again", lambda: applied_by(store) == [1])
     del receiver  # and nothing is left that could be alive
     make_old(path)
     time.sleep(0.2)
@@ -229,64 +199,57 @@ def applied_by(store: Path) -> list[int | None]:
     return [record.applied_version for record in DoubleBuffer(store).records_of(NAME)]
 
 
-@MOUNTS
-def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        with Child(load_and_stay, store) as first:
-            pid = first.receive()
-            publish(sender, 2)
-            with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
-                target = SMALL.empty()
-                assert second.load_into(target) == 2
-                assert applied_by(store) == [1, 2]
-                status = read_status(DoubleBuffer(store))
-                assert {(r["receiver"], r["pid"]) for r in status["receivers"]} == {
-                    (NAME, pid),
-                    (NAME, os.getpid()),
-                }
-                sender.wait_applied(1, receivers=2, timeout_s=0)
-                for receivers in ([NAME], 2):
-                    with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} .*\b1\b"):
-                        sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
-                first.kill()
-                sender.wait_applied(2, receivers=[NAME], timeout_s=0)
-                with pytest.raises(dbuffer.WaitTimeoutError):
-                    sender.wait_applied(2, receivers=2, timeout_s=0.2)
-        # Both have ended: the one that wrote last counts.
-        sender.wait_applied(2, receivers=[NAME], timeout_s=0)
-        with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b2\b"):
-            sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
-
-
-@MOUNTS
-@pytest.mark.parametrize("way", ["closed", "dropped", "killed"])
-def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(store, mount, way):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        if way == "killed":
-            with Child(load_and_stay, store) as child:
-                child.receive()
-                child.kill()
-        else:
-            receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
-            assert receiver.load_into(SMALL.empty()) == 1
-            if way == "closed":
-                receiver.close()
-                assert not is_alive(store)
-            del receiver
+def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount, sender):
+    with Child(load_and_stay, store) as first:
+        pid = first.receive()
         publish(sender, 2)
-        with dbuffer.WeightReceiver(store, receiver_id=NAME) as newcomer:
-            assert newcomer.load_into(SMALL.empty()) == 2
-            assert applied_by(store) == [2]
+        with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
+            assert second.load_into(SMALL.empty()) == 2
+            assert applied_by(store) == [1, 2]
+            receivers = read_status(DoubleBuffer(store))["receivers"]
+            assert {(r["receiver"], r["pid"]) for r in receivers} == {
+                (NAME, pid),
+                (NAME, os.getpid()),
+            }
+            sender.wait_applied(1, receivers=2, timeout_s=0)
+            for receivers in ([NAME], 2):
+                with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} .*\b1\b"):
+                    sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
+            first.kill()
             sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(2, receivers=2, timeout_s=0.2)
+    # Both have ended: the one that wrote last counts.
+    sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+    with pytest.raises(dbuffer.ReceiverFailedError, match=rf"{NAME} .*\b2\b"):
+        sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
 
 
+@pytest.mark.parametrize("way", ["closed", "dropped", "killed"])
+def test_a_record_of_one_that_has_ended_goes_when_another_comes(store, mount, sender, way):
+    if way == "killed":
+        with Child(load_and_stay, store) as child:
+            child.receive()
+            child.kill()
+    else:
+        receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
+        assert receiver.load_into(SMALL.empty()) == 1
+        if way == "closed":
+            receiver.close()
+            assert not is_alive(store)
+        del receiver
+    publish(sender, 2)
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as newcomer:
+        assert newcomer.load_into(SMALL.empty()) == 2
+        assert applied_by(store) == [2]
+        sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+
+
+@pytest.mark.usefixtures("sender")
 def test_an_id_that_begins_with_another_is_another_id(store):
-    dbuffer.WeightSender(store).close()
     names = (NAME, f"{NAME}.rank-0", f"{NAME}.{TOKEN}")
-    kept = [RecordFile(store, name) for name in names]
-    for version, record in enumerate(kept):
+    records = [RecordFile(store, name) for name in names]
+    for version, record in enumerate(records):
         record.write(applied_version=version)
     for version, name in enumerate(names):
         assert [r.applied_version for r in DoubleBuffer(store).records_of(name)] == [version]
@@ -300,56 +263,37 @@ def load_and_write_again(connection: Connection, store: Path) -> None:
             connection.send("written")
 
 
-@MOUNTS
-def test_a_container_that_was_restarted_takes_its_record_away_at_once(store, mount):
+def test_a_container_that_was_restarted_takes_its_record_away_at_once(store, mount, sender):
     """Its host name and its process id are those of the one before it."""
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        with Boxed(load_and_write_again, store, pid=1) as first:
-            assert first.receive() == 1
-            # Else the second one's namespace may have its number.
-            kept = os.open(f"/proc/{first.boxed_pid}/ns/pid", os.O_RDONLY)
-            first.kill()
-        publish(sender, 2)
-        with Descriptor(kept), Boxed(load_and_write_again, store, pid=1) as second:
-            assert second.receive() == 2
-            assert applied_by(store) == [2]
-            sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+    with Boxed(load_and_write_again, store, pid=1) as first:
+        assert first.receive() == 1
+        # Else the second one's namespace may have its number.
+        namespace = os.open(f"/proc/{first.boxed_pid}/ns/pid", os.O_RDONLY)
+        first.kill()
+    publish(sender, 2)
+    with Descriptor(namespace), Boxed(load_and_write_again, store, pid=1) as second:
+        assert second.receive() == 2
+        assert applied_by(store) == [2]
+        sender.wait_applied(2, receivers=[NAME], timeout_s=0)
 
 
-@MOUNTS
-def test_of_two_living_containers_that_are_alike_both_are_waited_for(store, mount):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        with (
-            Boxed(load_and_write_again, store, pid=1) as first,
-            Boxed(load_and_write_again, store, pid=1) as second,
-        ):
-            assert first.receive() == second.receive() == 1
-            for boxed in (first, second):
-                boxed.send(True)
-                assert boxed.receive() == "written"
-            assert applied_by(store) == [1, 1]
-            sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
+def test_of_two_living_containers_that_are_alike_both_are_waited_for(store, mount, sender):
+    with (
+        Boxed(load_and_write_again, store, pid=1) as first,
+        Boxed(load_and_write_again, store, pid=1) as second,
+    ):
+        assert first.receive() == second.receive() == 1
+        for boxed in (first, second):
+            boxed.send(True)
+            assert boxed.receive() == "written"
+        assert applied_by(store) == [1, 1]
+        sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
 
 
-@pytest.mark.parametrize("mount", ["network"])
-@pytest.mark.timing(heartbeat_s=0.02)
-def test_a_living_receiver_whose_record_was_removed_writes_it_again(store, mount):
-    """A host that could not see it took it for dead."""
-    dbuffer.WeightSender(store).close()
-    record = RecordFile(store, NAME)
-    record.write(applied_version=3)
-    record.path.unlink()
-    until("it is there again", lambda: applied_by(store) == [3])
-    record.close()
-
-
-@MOUNTS
+@pytest.mark.usefixtures("sender")
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_an_interrupted_write_leaves_nothing_that_is_waited_for(store, mount, is_made_anew):
     """Whichever call it comes before, and whatever it has left open."""
-    dbuffer.WeightSender(store).close()
     record = RecordFile(store, NAME)
     interrupts = []
     for number in itertools.count(1):
@@ -384,9 +328,8 @@ def write_when_told(connection: Connection, store: Path, go: Path) -> None:
     connection.recv()
 
 
-@MOUNTS
+@pytest.mark.usefixtures("sender")
 def test_several_that_start_at_once_have_a_record_each(store, mount, tmp_path):
-    dbuffer.WeightSender(store).close()
     go = tmp_path / "go"
     put(store, started=1)  # a dead one's
     with contextlib.ExitStack() as stack:
@@ -400,9 +343,8 @@ def test_several_that_start_at_once_have_a_record_each(store, mount, tmp_path):
         assert {record.pid for record in found} == {racer.pid for racer in racers}
 
 
-@MOUNTS
+@pytest.mark.usefixtures("sender")
 def test_a_second_receiver_of_an_id_is_told_of(store, mount, caplog):
-    dbuffer.WeightSender(store).close()
     first, second = RecordFile(store, NAME), RecordFile(store, NAME)
     first.write(applied_version=1)
     second.write(applied_version=2)
@@ -413,21 +355,17 @@ def test_a_second_receiver_of_an_id_is_told_of(store, mount, caplog):
     assert NAME in entry.getMessage()
 
 
-@MOUNTS
-def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path, mount):
-    remote, *nodes = (shm_path / name for name in ("remote", "node-1", "node-2"))
+def test_two_nodes_with_one_name_are_two_to_the_sender(store, shm_path, mount, sender):
     with contextlib.ExitStack() as stack:
-        senders = [stack.enter_context(dbuffer.WeightSender(s)) for s in (remote, *nodes)]
-        publish(senders[0], 1)
-        kept = []
-        for node in nodes:
-            stack.callback(
-                AcknowledgementRelay(DoubleBuffer(node), StoreRecords(DoubleBuffer(remote))).close
-            )
-            kept.append(RecordFile(node, NAME))
-            kept[-1].write(applied_version=1, history=history_of(remote))
-        senders[0].wait_applied(1, receivers=2, timeout_s=SOON_S)
-        assert applied_by(remote) == [1, 1]
+        records = []
+        for node in (shm_path / "node-1", shm_path / "node-2"):
+            dbuffer.WeightSender(node).close()
+            ends = DoubleBuffer(node), StoreRecords(DoubleBuffer(store))
+            stack.callback(AcknowledgementRelay(*ends).close)
+            records.append(RecordFile(node, NAME))
+            records[-1].write(applied_version=1, history=history_of(store))
+        sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
+        assert applied_by(store) == [1, 1]
 
 
 # Many
@@ -436,38 +374,34 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path, mount):
 NUM_RECORDS = 1000
 
 
-def test_listing_reads_what_has_changed(store, monkeypatch):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        for number in range(NUM_RECORDS):
-            put(store, receiver=f"r-{number}")
-        for path in (store / RECEIVERS_DIRECTORY).iterdir():
-            os.utime(path, (1e9, 1e9))
-        time.sleep(1.1)  # a file of this second is not trusted to stay as it is
-        reads: list[str] = []
-        real = filesystem.open_regular
+def test_listing_reads_what_has_changed(store, sender, monkeypatch):
+    for number in range(NUM_RECORDS):
+        put(store, receiver=f"r-{number}")
+    for path in (store / RECEIVERS_DIRECTORY).iterdir():
+        os.utime(path, (1e9, 1e9))
+    time.sleep(1.1)  # a file of this second is not trusted to stay as it is
+    reads: list[str] = []
+    real = filesystem.open_regular
 
-        def count(path: Path, *args: Any, **options: Any) -> filesystem.Descriptor:
-            if path.parent.name == RECEIVERS_DIRECTORY:
-                reads.append(path.name)
-            return real(path, *args, **options)
+    def count(path: Path, *args: Any, **options: Any) -> filesystem.Descriptor:
+        if path.parent.name == RECEIVERS_DIRECTORY:
+            reads.append(path.name)
+        return real(path, *args, **options)
 
-        monkeypatch.setattr(filesystem, "open_regular", count)
+    monkeypatch.setattr(filesystem, "open_regular", count)
+    for timeout_s, num_reads in ((0, NUM_RECORDS), (0.5, 0)):
         with pytest.raises(dbuffer.WaitTimeoutError):
-            sender.wait_applied(1, receivers=1, timeout_s=0)
-        assert len(reads) <= NUM_RECORDS
+            sender.wait_applied(1, receivers=1, timeout_s=timeout_s)
+        assert len(reads) <= num_reads
         reads.clear()
-        with pytest.raises(dbuffer.WaitTimeoutError):
-            sender.wait_applied(1, receivers=1, timeout_s=0.5)
-        assert reads == []
-        put(store, receiver="r-77", applied_version=1, history=history_of(store))
-        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
-        assert set(reads) == {f"r-77.{TOKEN}.json"}
+    put(store, receiver="r-77", applied_version=1, history=history_of(store))
+    sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+    assert set(reads) == {f"r-77.{TOKEN}.json"}
 
 
+@pytest.mark.usefixtures("sender")
 def test_what_changes_twice_within_a_tick_is_seen(store, monkeypatch):
     monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
-    dbuffer.WeightSender(store).close()
     view = DoubleBuffer(store)
     for version in range(100, 400):  # in place: the same inode, the same length
         put(store, applied_version=version, updated_at=1.0)
@@ -482,56 +416,32 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
     return _file_state(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
 
 
-def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(store, timing):
+def test_dead_receivers_with_generated_names_go_while_the_sender_lives(store, sender, timing):
     timing.forget_every_s = 0.0
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        with Child(load_and_stay, store, None) as child:
-            child.receive()
-            [made_up] = names()
-            child.kill()
-        with Child(load_and_stay, store, "named") as child:
-            child.receive()
-        publish(sender, 2)
-        assert names() == {made_up, "named"}, "who waits for a version counts those that ended"
-        timing.forget_ephemeral_after_s = 0.0
-        with dbuffer.WeightReceiver(store) as living:
-            assert living.load_into(SMALL.empty()) == 2
-            publish(sender, 3)
-            assert names() == {living.receiver_id, "named"}
+    with Child(load_and_stay, store, None) as child:
+        child.receive()
+        [generated] = names()
+        child.kill()
+    with Child(load_and_stay, store, "named") as child:
+        child.receive()
+    publish(sender, 2)
+    assert names() == {generated, "named"}, "who waits for a version counts those that ended"
+    timing.forget_ephemeral_after_s = 0.0
+    with dbuffer.WeightReceiver(store) as living:
+        assert living.load_into(SMALL.empty()) == 2
+        publish(sender, 3)
+        assert names() == {living.receiver_id, "named"}
 
 
-# What is other people's
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_directory_of_records_that_others_can_write_to_is_refused(store, mode):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-        (store / RECEIVERS_DIRECTORY).chmod(mode)
-        with (
-            dbuffer.WeightReceiver(store) as receiver,
-            pytest.raises(dbuffer.StoreAccessError, match=RECEIVERS_DIRECTORY),
-        ):
-            receiver.load_into(SMALL.empty())
-    with pytest.raises(dbuffer.StoreAccessError, match=RECEIVERS_DIRECTORY):
-        dbuffer.WeightSender(store)
-    dbuffer.WeightSender(store, allow_shared_store=True).close()
-
-
-def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(store, caplog):
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
-    for name in ("theirs", "ours"):
+def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(store, sender, caplog):
+    for name, mode in (("theirs", 0o666), ("ours", 0o600)):
         put(store, receiver=name, applied_version=1, history=history_of(store))
-    for name in ("theirs", "ours"):
-        path_of(store, name).chmod(0o666 if name == "theirs" else 0o600)
-    with dbuffer.WeightSender(store) as sender:
-        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
-        with pytest.raises(dbuffer.WaitTimeoutError):
-            sender.wait_applied(1, receivers=2, timeout_s=0.2)
-        publish(sender, 2)
+        path_of(store, name).chmod(mode)
+    sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+    with pytest.raises(dbuffer.WaitTimeoutError):
+        sender.wait_applied(1, receivers=2, timeout_s=0.2)
+    publish(sender, 2)
     file = f"theirs.{TOKEN}.json"
     assert len([entry for entry in caplog.records if file in entry.getMessage()]) == 1
     assert newest(store) == 2
