@@ -68,9 +68,9 @@ LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
 def tensors_of(layout: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randint(0, 2, shape, generator=generator).to(dtype)
-        if dtype is torch.bool
-        else (torch.randint(0, 100, shape, generator=generator)).to(dtype)
+        name: torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(
+            dtype
+        )
         for name, (dtype, shape) in LAYOUTS[layout].items()
     }
 
@@ -116,45 +116,22 @@ def publish_and_die(
     connection: Connection,
     store: Path,
     options: dict[str, bool],
-    first: Given | None,
-    last: Given | None,
+    weights: list[Tensors],
     number: int,
 ) -> None:
     """Be killed before the ``number``-th call that changes the disk, or at the end of it all.
 
-    These are calls of opening a sender and publishing ``last``; or of publishing it alone, with
-    a sender that has published ``first`` before.
+    These are calls of the last publish, by a sender that has published before. If there is one
+    publish, or none, they are also those of opening the sender.
     """
     set_short_limits()
-    if first is None:
+    if len(weights) < 2:
         die_before_call(number)
     sender = make_sender(store, options)
-    if first is not None:
-        connection.send(sender.send(tensors_of(*first)).version)
-        die_before_call(number)
-    if last is not None:
-        sender.send(tensors_of(*last))
-    die()
-
-
-def publish_changes_and_die(
-    connection: Connection,
-    store: Path,
-    options: dict[str, bool],
-    first: Given,
-    seeds: list[int],
-    number: int,
-) -> None:
-    """The same in the last of several versions each of which differs little from the one before."""
-    set_short_limits()
-    sender = make_sender(store, options)
-    tensors = tensors_of(*first)
-    connection.send(sender.send(tensors).version)
-    for index, seed in enumerate(seeds):
-        if index == len(seeds) - 1:
+    for index, tensors in enumerate(weights):
+        if index and index == len(weights) - 1:
             die_before_call(number)
-        tensors = changed(tensors, seed)
-        sender.send(tensors)
+        connection.send(sender.send(tensors).version)
     die()
 
 
@@ -273,24 +250,28 @@ class StoreMachine(RuleBasedStateMachine):
         assert publication.version == version
         self.note_publication(version, tensors, metadata)
 
-    @rule(back=st.integers(0, 3))
-    def refuse_a_version_that_does_not_go_up(self, back: int) -> None:
-        with pytest.raises(dbuffer.VersionError):
-            self.sender.send(tensors_of(0, 0), version=self.newest - back)
-
     @rule(
-        weights=st.sampled_from(
-            [{}, [("a", torch.ones(1)), ("a", torch.ones(1))], {"a": 1.0}, 7, "no such directory"]
+        wrong=st.sampled_from(
+            [
+                *((dbuffer.VersionError, {"back": back}) for back in range(4)),
+                *(
+                    (dbuffer.InvalidWeightsError, {"weights": weights})
+                    for weights in ({}, [("a", torch.ones(1))] * 2, {"a": 1.0}, 7, "no directory")
+                ),
+                *(
+                    (dbuffer.InvalidWeightsError, {"metadata": {"a": value}})
+                    for value in (object(), {1, 2}, "x" * (1 << 20))
+                ),
+            ]
         )
     )
-    def refuse_what_is_no_weights(self, weights: Any) -> None:
-        with pytest.raises(dbuffer.InvalidWeightsError):
-            self.sender.send(weights)
-
-    @rule(metadata=st.sampled_from([{"a": object()}, {"a": {1, 2}}, {"a": "x" * (1 << 20)}]))
-    def refuse_metadata_that_json_cannot_hold(self, metadata: Any) -> None:
-        with pytest.raises(dbuffer.InvalidWeightsError):
-            self.sender.send(tensors_of(0, 0), metadata=metadata)
+    def refuse(self, wrong: tuple[type[Exception], dict[str, Any]]) -> None:
+        error, arguments = wrong
+        arguments = {"weights": tensors_of(0, 0), **arguments}
+        if "back" in arguments:  # versions go up
+            arguments["version"] = self.newest - arguments.pop("back")
+        with pytest.raises(error):
+            self.sender.send(**arguments)
 
     @rule(layout=st.integers(0, 3), after=st.integers(0, 2))
     def publish_a_stream_that_breaks_off(self, layout: int, after: int) -> None:
@@ -334,30 +315,6 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises((dbuffer.WeightsMismatchError, dbuffer.VersionError)):
             self.sender.send_patches([patch])
 
-    @precondition(lambda self: self.options["delta"])
-    @rule(
-        first=given,
-        seeds=st.lists(st.integers(0, 99), min_size=1, max_size=6),
-        number=st.integers(1, 30),
-    )
-    def crash_while_publishing_changes(self, first: Given, seeds: list[int], number: int) -> None:
-        self.sender.close()
-        arguments = (self.store, self.options, first, seeds, number)
-        with Child(publish_changes_and_die, *arguments) as child:
-            self.note_claim()
-            version, tensors = child.receive(), tensors_of(*first)
-            self.note_publication(version, tensors, {})
-            assert child.wait() == -signal.SIGKILL
-        for seed in seeds[:-1]:
-            self.note_claim()
-            tensors = changed(tensors, seed)
-            self.note_publication(self.newest + 1, tensors, {})
-        self.note_claim_if_it_came_to_that()
-        pointer = DoubleBuffer(self.store).pointer()
-        if pointer.version > self.newest:
-            self.note_publication(pointer.version, changed(tensors, seeds[-1]), {})
-        self.sender = self.make_sender()
-
     # Senders come and go
 
     @rule()
@@ -370,31 +327,33 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(dbuffer.StoreBusyError):
             self.make_sender()
 
-    @rule(first=st.none() | given, last=given, number=st.integers(1, 40))
-    def crash_while_publishing(self, first: Given | None, last: Given, number: int) -> None:
+    @rule(
+        first=st.none() | given,
+        seeds=st.lists(st.integers(0, 99), max_size=6),
+        are_alike=st.booleans(),
+        number=st.integers(1, 40),
+    )
+    def crash(self, first: Given | None, seeds: list[int], are_alike: bool, number: int) -> None:
+        """Of several versions, each of which may differ little from the one before, the last."""
+        weights = [] if first is None else [tensors_of(*first)]
+        for seed in seeds if weights else ():
+            weights.append(changed(weights[-1], seed) if are_alike else tensors_of(seed % 4, seed))
         self.sender.close()
-        with Child(publish_and_die, self.store, self.options, first, last, number) as child:
-            if first is not None:
+        with Child(publish_and_die, self.store, self.options, weights, number) as child:
+            for tensors in weights[:-1]:
                 self.note_claim()
-                self.note_publication(child.receive(), tensors_of(*first), {})
+                self.note_publication(child.receive(), tensors, {})
             assert child.wait() == -signal.SIGKILL
         self.note_claim_if_it_came_to_that()
         pointer = DoubleBuffer(self.store).pointer()
         if pointer is not None and pointer.version > self.newest:
-            self.note_publication(pointer.version, tensors_of(*last), {})
+            self.note_publication(pointer.version, weights[-1], {})
         self.sender = self.make_sender()
 
     def note_claim_if_it_came_to_that(self) -> None:
         """A crash may have come before the mark; then the readers keep what they hold."""
         for held in self.held:
             held.is_evicted |= not held.snapshot._held.is_unchanged()
-
-    @rule(number=st.integers(1, 20))
-    def crash_while_starting(self, number: int) -> None:
-        self.sender.close()
-        with Child(publish_and_die, self.store, self.options, None, None, number) as child:
-            assert child.wait() == -signal.SIGKILL
-        self.sender = self.make_sender()
 
     @rule(leave=st.sets(st.sampled_from(["writer.json", "receivers", "tmp"])))
     def begin_anew(self, leave: set[str]) -> None:
@@ -475,15 +434,6 @@ class StoreMachine(RuleBasedStateMachine):
         held = Held(snapshot, leave, snapshot.version, self.published[snapshot.version])
         self.held.append(held)
         return multiple(held)
-
-    @precondition(lambda self: self.newest)
-    @rule(reader=readers)
-    def look(self, reader: Reader) -> None:
-        """And go on from there the next time, where that can be."""
-        self.see(reader)
-        with reader.receiver.open(timeout_s=1) as snapshot:
-            assert snapshot.version == self.newest
-            assert are_equal(snapshot.tensors, self.published[self.newest])
 
     @rule(held=snapshots)
     def let_go(self, held: Held) -> None:
@@ -819,20 +769,20 @@ class KeepingNetworkMachine(KeepingMachine):
     goes_at_once = False
 
 
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=2_000 if is_soak() else 8, stateful_step_count=30, report_multiple_bugs=False
-)
-TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
-TestNetworkStore = NetworkStoreMachine.TestCase
-TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 8)
-TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
-TestCheckedStore = CheckedStoreMachine.TestCase
-TestCheckedStore.settings = settings(TestNetworkStore.settings)
-TestCheckedStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
-TestKeeping = KeepingMachine.TestCase
-TestKeeping.settings = settings(TestStore.settings, max_examples=200 if is_soak() else 4)
-TestKeeping.pytestmark = [pytest.mark.slow, pytest.mark.soak]
-TestKeepingNetwork = KeepingNetworkMachine.TestCase
-TestKeepingNetwork.settings = settings(TestKeeping.settings)
-TestKeepingNetwork.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> Any:
+    """Return the test of a machine, with so many examples."""
+    case: Any = machine.TestCase
+    case.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+    case.settings = settings(
+        max_examples=in_soaks if is_soak() else max_examples,
+        stateful_step_count=30,
+        report_multiple_bugs=False,
+    )
+    return case
+
+
+TestStore = case_of(StoreMachine, 8, 2_000)
+TestNetworkStore = case_of(NetworkStoreMachine, 8, 1_000)
+TestCheckedStore = case_of(CheckedStoreMachine, 8, 1_000)
+TestKeeping = case_of(KeepingMachine, 4, 200)
+TestKeepingNetwork = case_of(KeepingNetworkMachine, 4, 200)

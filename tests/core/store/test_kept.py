@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import torch
 import dbuffer
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from tests.support.children import Child, Command
+from tests.support.children import Child
+from tests.support.commands import call
 from tests.support.moments import die_before_call
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish, received
+from tests.support.patterns import SMALL, SPARSE, Pattern, newest, publish, received
 from tests.support.soak import numbers
 from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
 from tests.support.worlds import World
@@ -86,30 +88,65 @@ def test_going_back(store, mount, delta):
     assert newest(store) == 21
 
 
-def test_going_back_without_keeping(store, mount):
+@pytest.fixture
+def keeper(store: Path, mount: str) -> Iterator[dbuffer.WeightSender]:
+    """A sender that keeps one version, and has published 1, which is kept, 2 and 3."""
+    with dbuffer.WeightSender(store, keep=1, checksum=True) as sender:
+        publish(sender, 1, 2, 3)
+        yield sender
+
+
+def file_of(store: Path, version: int) -> Path:
+    """Path of the weights file of a version, in A, in B or kept."""
+    view = DoubleBuffer(store)
+    manifests = {**{buffer: view.undamaged_manifest(buffer) for buffer in "AB"}, **view.kept()}
+    [path] = [view.weights_path(b, m) for b, m in manifests.items() if m and m.version == version]
+    return path
+
+
+def test_going_back_copies_nothing_and_needs_a_version_that_is_there(store, keeper):
+    inode = file_of(store, 1).stat().st_ino
+    assert keeper.republish(1).version == 4
+    assert file_of(store, 4).stat().st_ino == inode
+    keeper.close()
     with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1, 2)
-        sender.republish(1)
-        with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-            assert SMALL.version_of(snapshot.tensors) == 1
-        publish(sender, 4, 5, 6)
+        sender.republish(3)
+        assert SMALL.version_of(received(store)) == 3
+        publish(sender, 6, 7, 8)
         with pytest.raises(dbuffer.VersionError):
             sender.republish(2)
-        publish(sender, 7, 8)
-    assert newest(store) == 8
+        publish(sender, 9, 10)
+    assert newest(store) == 10
 
 
-def test_keeping_copies_nothing(store, mount):
-    with dbuffer.WeightSender(store, keep=1) as sender:
-        publish(sender, 1, 2, 3)
-        view = DoubleBuffer(store)
-        [(buffer, manifest)] = view.kept().items()
-        inode = view.weights_path(buffer, manifest).stat().st_ino
-        sender.republish(1)
-    pointer = view.pointer()
-    newest_manifest = view.manifest(pointer.buffer)
-    assert newest_manifest is not None
-    assert view.weights_path(pointer.buffer, newest_manifest).stat().st_ino == inode
+def test_damaged_versions_are_neither_kept_nor_published_again(store, keeper, caplog):
+    pointer = DoubleBuffer(store).pointer()
+    (store / other_buffer(pointer.buffer) / "manifest.json").write_bytes(b"")
+    assert opened(store, 1) == 1, "a kept version is read beside a damaged one"
+    with pytest.raises(dbuffer.StoreCorruptError):
+        opened(store, 2)
+    publish(keeper, 4)
+    assert readable(store, 4) == [1, 3, 4]
+    file_of(store, 3).unlink()
+    publish(keeper, 5, 6)
+    assert readable(store, 6) == [4, 5, 6]
+    assert "version 3 is not kept" in caplog.text
+    with file_of(store, 4).open("r+b") as file:
+        file.write(b"damage")
+    keeper.close()
+    with (
+        dbuffer.WeightSender(store, keep=1, delta=True, checksum=True) as sender,
+        pytest.raises(dbuffer.StoreCorruptError, match="version 4"),
+    ):
+        sender.republish(4)
+    assert newest(store) == 6
+
+
+def test_a_reader_of_a_kept_version_outlives_it(store, keeper):
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=1) as snapshot:
+        publish(keeper, 4, 5, 6)
+        assert SMALL.version_of(snapshot.tensors) == 1
+    assert opened(store, 1) is None
 
 
 def test_nothing_is_left_of_what_is_not_kept(store, mount):
@@ -137,52 +174,6 @@ def test_a_sender_that_rewrites_files_spares_a_kept_one(store):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 3)
     assert opened(store, 1) == 1
-
-
-def test_a_reader_of_a_kept_version_outlives_it(store, mount):
-    with dbuffer.WeightSender(store, keep=1, reader_timeout_s=30) as sender:
-        publish(sender, 1, 2, 3)
-        with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=1) as snapshot:
-            publish(sender, 4, 5, 6)
-            assert SMALL.version_of(snapshot.tensors) == 1
-    assert opened(store, 1) is None
-
-
-def test_a_damaged_version_is_not_published_again(store, mount):
-    with dbuffer.WeightSender(store, keep=1, delta=True, checksum=True) as sender:
-        publish(sender, 1, 2, 3, pattern=OTHER)
-        [(buffer, manifest)] = DoubleBuffer(store).kept().items()
-        with DoubleBuffer(store).weights_path(buffer, manifest).open("r+b") as file:
-            file.write(b"damage")
-        with pytest.raises(dbuffer.StoreCorruptError) as error:
-            sender.republish(1)
-        assert "version 1" in str(error.value)
-    assert newest(store) == 3
-
-
-def test_a_version_whose_file_is_lost_is_not_kept(store, mount, caplog):
-    with dbuffer.WeightSender(store, keep=1) as sender:
-        publish(sender, 1, 2)
-        view = DoubleBuffer(store)
-        [buffer] = [name for name in "AB" if (m := view.manifest(name)) and m.version == 1]
-        for file in (store / buffer).glob("weights-*"):
-            file.unlink()
-        publish(sender, 3, 4)
-    assert readable(store, 4) == [2, 3, 4]
-    assert "version 1 is not kept" in caplog.text
-
-
-def test_a_kept_version_is_read_beside_a_damaged_one(store, mount):
-    with dbuffer.WeightSender(store, keep=1) as sender:
-        publish(sender, 1, 2, 3)
-        view = DoubleBuffer(store)
-        pointer = view.pointer()
-        (store / other_buffer(pointer.buffer) / "manifest.json").write_bytes(b"")
-        assert opened(store, 1) == 1
-        with pytest.raises(dbuffer.StoreCorruptError):
-            opened(store, 2)
-        publish(sender, 4)
-    assert readable(store, 4) == [1, 3, 4]
 
 
 def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
@@ -269,35 +260,28 @@ def test_a_resident_model_spares_a_pinned_version(store):
                 assert set(snapshot.tensors["weight"].flatten().tolist()) == {value}
 
 
-def run(directory: Path, *arguments: object) -> tuple[int, str, str]:
-    with Command(directory, *arguments) as command:
-        return command.communicate()
-
-
-def test_the_command_line_pins_and_goes_back(store, tmp_path):
+def test_the_command_line_pins_and_goes_back(store, capsys):
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1), metadata={"step": 10})
         publish(sender, 2)
-    assert run(tmp_path, "pin", store, 1)[0] == 0
+    assert call(capsys, "pin", store, 1)[0] == 0
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 3, 4)
-    status = json.loads(run(tmp_path, "status", store, "--json")[1])
+    status = json.loads(call(capsys, "status", store, "--json")[1])
     states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
     assert states == {1: "pinned", 3: "previous", 4: "newest"}
-    assert "pinned" in run(tmp_path, "status", store)[1]
-    assert "version 1 (kept)" in run(tmp_path, "verify", store)[1]
-    code, output, _ = run(tmp_path, "rollback", store, 1, "--json")
+    assert "pinned" in call(capsys, "status", store)[1]
+    assert "version 1 (kept)" in call(capsys, "verify", store)[1]
+    code, output, _ = call(capsys, "rollback", store, 1, "--json")
     assert (code, json.loads(output)["version"]) == (0, 5)
     with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert SMALL.version_of(snapshot.tensors) == 1
         assert snapshot.metadata == {"step": 10, "republished_version": 1}
-    assert run(tmp_path, "unpin", store, 1)[0] == 0
-    code, _, errors = run(tmp_path, "unpin", store, 1)
-    assert code == 1
-    assert "version 1" in errors
-    code, _, errors = run(tmp_path, "rollback", store, 2)
-    assert code == 1
-    assert "version 2" in errors
+    assert call(capsys, "unpin", store, 1)[0] == 0
+    for arguments in (("unpin", store, 1), ("rollback", store, 2)):
+        code, _, errors = call(capsys, *arguments)
+        assert code == 1
+        assert f"version {arguments[-1]}" in errors
 
 
 def test_a_full_disk(tmp_path):
@@ -317,11 +301,11 @@ def test_a_full_disk(tmp_path):
         assert readable(store, version, large) == list(range(version - 3, version + 1))
 
 
-def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(store, monkeypatch):
-    with dbuffer.WeightSender(store, keep=2) as sender:
-        for version in (1, 2, 3):
-            sender.send(SMALL.weights(version))
-    listing, gone = DoubleBuffer(store), store / "kept" / "0123456789abcdef-1"
+def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(
+    store, keeper, monkeypatch
+):
+    listing = DoubleBuffer(store)
     listed = listing.kept_directories()
-    monkeypatch.setattr(listing, "kept_directories", lambda: listed | {f"kept/{gone.name}": gone})
+    gone = {"kept/0123456789abcdef-1": store / "kept" / "0123456789abcdef-1"}
+    monkeypatch.setattr(listing, "kept_directories", lambda: listed | gone)
     assert [manifest.version for manifest in listing.kept().values()] == [1]

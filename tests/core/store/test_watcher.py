@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from dbuffer import WeightReceiver, WeightSender
 from dbuffer.store import filesystem, mounts
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
+from tests.support.soak import in_turn
 
 LONG_S = 30.0
 """A poll interval that no test waits for."""
@@ -84,14 +89,14 @@ def watcher(directory, watch):
     return watcher
 
 
-def test_wakes_when_the_file_is_replaced(directory, watcher):
-    for _ in range(5):
+def test_wakes_when_the_file_is_replaced_or_it_is_woken(directory, watcher):
+    for _ in range(3):
         assert_wakes(watcher, directory)
-
-
-def test_what_happened_before_the_wait_counts(directory, watcher):
     replace(directory / "CURRENT")
     time.sleep(0.1)
+    assert waited_s(watcher) < SOON_S, "what happened before the wait counts"
+    settle(watcher)
+    threading.Timer(0.1, watcher.wake).start()
     assert waited_s(watcher) < SOON_S
 
 
@@ -101,16 +106,7 @@ def test_does_not_wake_for_other_files(directory, watcher):
         (directory / name).unlink()
     (directory / "A").mkdir()
     (directory / "A" / "CURRENT").touch()
-    assert waited_s(watcher, 0.3) >= 0.3
-
-
-def test_wakes_by_itself(directory, watcher):
-    assert 0.2 <= waited_s(watcher, 0.2) < SOON_S
-
-
-def test_can_be_woken(directory, watcher):
-    threading.Timer(0.1, watcher.wake).start()
-    assert waited_s(watcher) < SOON_S
+    assert 0.3 <= waited_s(watcher, 0.3) < SOON_S
 
 
 def test_closing_ends_its_threads(directory):
@@ -131,18 +127,14 @@ def test_the_directory_may_come_later(directory, watch):
     assert_wakes(watcher, directory)
 
 
-@pytest.mark.parametrize("waits_between", [False, True], ids=["unseen", "seen"])
-def test_the_directory_may_be_removed_and_made_again(directory, watcher, waits_between):
-    # On ext4 the new directory gets the inode number of the old one.
-    shutil.rmtree(directory)
-    if waits_between:
+@pytest.mark.parametrize("how", ["removed", "removed and seen", "renamed"])
+def test_the_directory_may_be_replaced_by_another(directory, watcher, tmp_path, how):
+    if how == "renamed":
+        directory.rename(tmp_path / "old")
+    else:
+        shutil.rmtree(directory)  # on ext4 the new one gets its inode number
+    if how == "removed and seen":
         watcher.wait(0.05)
-    directory.mkdir()
-    assert_wakes(watcher, directory)
-
-
-def test_the_directory_may_be_replaced_by_another(directory, watcher, tmp_path):
-    directory.rename(tmp_path / "old")
     directory.mkdir()
     assert_wakes(watcher, directory)
 
@@ -174,33 +166,36 @@ def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
 OUT_OF_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE)
 
 
-@pytest.mark.parametrize("at", ["start", "schedule"])
-@pytest.mark.parametrize("number", OUT_OF_INOTIFY, ids=errno.errorcode.get)
+def assert_only_sleeps(watcher: Watcher, directory: Path, caplog: Any, level: str) -> None:
+    """Require waits that end by themselves, without a thread, and one line of the log."""
+    before = set(threading.enumerate())
+    with caplog.at_level(logging.DEBUG, "dbuffer"):
+        for _ in range(3):
+            watcher.wait(0.01)
+            replace(directory / "CURRENT")
+    assert 0.1 <= waited_s(watcher, 0.1) < SOON_S
+    assert [record.levelname for record in caplog.records] == [level]
+    assert str(directory) in caplog.text
+    assert set(threading.enumerate()) <= before
+
+
+@in_turn(("number", "at"), OUT_OF_INOTIFY, ["start", "schedule"])
 def test_without_inotify_it_sleeps_and_says_so_once(
     directory, watch, monkeypatch, caplog, number, at
 ):
     fail_to_observe(monkeypatch, number, at)
-    before = set(threading.enumerate())
-    waiting = watch(directory / "CURRENT")
-    with caplog.at_level(logging.DEBUG, "dbuffer"):
-        for _ in range(5):
-            waiting.wait(0.01)
-            replace(directory / "CURRENT")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(directory) in caplog.text
+    assert_only_sleeps(watch(directory / "CURRENT"), directory, caplog, "WARNING")
     assert os.strerror(number) in caplog.text
-    assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.timing(inotify_retry_s=0.1)
 def test_inotify_is_used_when_there_is_some_again(directory, watch, monkeypatch):
-    waiting = watch(directory / "CURRENT")
+    watcher = watch(directory / "CURRENT")
     with monkeypatch.context() as exhausted:
         fail_to_observe(exhausted, errno.EMFILE)
-        waiting.wait(0.01)
-        assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
-    assert_wakes(waiting, directory)
+        watcher.wait(0.01)
+        assert 0.1 <= waited_s(watcher, 0.1) < SOON_S
+    assert_wakes(watcher, directory)
 
 
 def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
@@ -212,74 +207,25 @@ def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
     mount = mounts.Mount("nfs4", "server:/export", ())
     monkeypatch.setattr(mounts, "mount_of", lambda path: mount)
-    before = set(threading.enumerate())
-    waiting = watch(directory / "CURRENT")
-    with caplog.at_level(logging.DEBUG, "dbuffer"):
-        for _ in range(3):
-            waiting.wait(0.01)
-    assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
-    assert set(threading.enumerate()) <= before
-    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert_only_sleeps(watch(directory / "CURRENT"), directory, caplog, "INFO")
 
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2)}
 
 
-def test_a_receiver_sees_a_flip_long_before_it_would_look(directory):
-    with (
-        WeightSender(directory) as sender,
-        WeightReceiver(directory, poll_interval_s=LONG_S) as receiver,
-    ):
-        for version in range(1, 6):
-            timer = threading.Timer(0.1, sender.send, [WEIGHTS])
-            timer.start()
-            started = time.monotonic()
-            assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
-            assert time.monotonic() - started < SOON_S
-            timer.join()
+@contextlib.contextmanager
+def sent_soon(send: Callable[[], object], delay_s: float = 0.1) -> Iterator[None]:
+    """Let something be sent a moment later, in a block that must end soon after that."""
+    timer = threading.Timer(delay_s, send)
+    timer.start()
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < SOON_S
+    timer.join()
 
 
-def test_a_receiver_made_before_the_store_sees_its_first_version(tmp_path):
-    with WeightReceiver(tmp_path / "store", poll_interval_s=0.1) as receiver:
-        made = []
-
-        def publish():
-            made.append(WeightSender(tmp_path / "store"))
-            made[0].send(WEIGHTS)
-
-        timer = threading.Timer(0.3, publish)
-        timer.start()
-        assert receiver.wait_for_version(timeout_s=LONG_S) == 1
-        timer.join()
-        made[0].close()
-
-
-@pytest.mark.parametrize("number", OUT_OF_INOTIFY, ids=errno.errorcode.get)
-def test_a_receiver_without_inotify_follows_all_the_same(directory, monkeypatch, caplog, number):
-    fail_to_observe(monkeypatch, number)
-    stop = threading.Event()
-    seen = []
-    with (
-        caplog.at_level(logging.INFO, "dbuffer"),
-        WeightSender(directory) as sender,
-        WeightReceiver(directory, poll_interval_s=0.02) as receiver,
-    ):
-
-        def publish():
-            for _ in range(5):
-                version = sender.send(WEIGHTS).version
-                sender.wait_applied(version, timeout_s=10)
-            stop.set()
-
-        thread = threading.Thread(target=publish)
-        thread.start()
-        seen.extend(snapshot.version for snapshot in receiver.follow(stop_event=stop))
-        thread.join()
-    assert seen == [1, 2, 3, 4, 5]
-    assert len(caplog.records) == 1
-
-
-def test_a_receiver_whose_store_is_made_anew_before_its_first_version(tmp_path):
+def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
+    """Also of a store that was made anew before its first version."""
     store = tmp_path / "store"
     with WeightReceiver(store, poll_interval_s=LONG_S) as receiver:
         WeightSender(store).close()
@@ -287,9 +233,34 @@ def test_a_receiver_whose_store_is_made_anew_before_its_first_version(tmp_path):
         shutil.rmtree(store)
         with WeightSender(store) as sender:
             assert receiver.wait_for_version(timeout_s=0.1) is None
-            timer = threading.Timer(0.1, sender.send, [WEIGHTS])
-            timer.start()
-            started = time.monotonic()
+            for version in range(1, 4):
+                with sent_soon(lambda: sender.send(WEIGHTS)):
+                    assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
+
+
+def test_a_receiver_made_before_the_store_sees_its_first_version(tmp_path):
+    store = tmp_path / "store"
+    with contextlib.ExitStack() as stack, WeightReceiver(store, poll_interval_s=0.1) as receiver:
+        with sent_soon(lambda: stack.enter_context(WeightSender(store)).send(WEIGHTS), 0.3):
             assert receiver.wait_for_version(timeout_s=LONG_S) == 1
-            assert time.monotonic() - started < SOON_S
-            timer.join()
+
+
+def test_a_receiver_without_inotify_follows_all_the_same(directory, monkeypatch, caplog):
+    fail_to_observe(monkeypatch, errno.EMFILE)
+    stop = threading.Event()
+    with (
+        WeightSender(directory) as sender,
+        WeightReceiver(directory, poll_interval_s=0.02) as receiver,
+        ThreadPoolExecutor(1) as thread,
+    ):
+
+        def publish() -> None:
+            for _ in range(5):
+                sender.wait_applied(sender.send(WEIGHTS).version, timeout_s=10)
+            stop.set()
+
+        publishing = thread.submit(publish)
+        seen = [snapshot.version for snapshot in receiver.follow(stop_event=stop)]
+        publishing.result()
+    assert seen == [1, 2, 3, 4, 5]
+    assert len(caplog.records) == 1
