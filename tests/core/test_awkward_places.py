@@ -21,7 +21,7 @@ import torch
 import dbuffer
 from dbuffer.format.layout import Layout
 from tests.support.children import Child
-from tests.support.patterns import OTHER, SMALL, newest
+from tests.support.patterns import OTHER, SMALL, load, newest, publish
 
 # Stores that cannot be written, move, vanish or come late
 
@@ -64,29 +64,23 @@ def test_read_only_store_can_be_read_and_not_written(read_only, caplog):
 
 def test_store_that_vanishes_under_its_users(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
-        sender.send(SMALL.weights(1))
+        publish(sender, 1)
         target = SMALL.empty()
         assert receiver.load_into(target) == 1
+        held = contextlib.ExitStack()
+        snapshot = held.enter_context(receiver.open())
         shutil.rmtree(store)
-        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
-            sender.send(SMALL.weights(2))
-        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
-            receiver.load_into(target)
-        with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
-            receiver.wait_for_version(1, timeout_s=5)
-        assert SMALL.version_of(target) == 1
+        for use in (
+            lambda: publish(sender, 2),
+            lambda: receiver.load_into(target),
+            lambda: receiver.wait_for_version(1, timeout_s=5),
+        ):
+            with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
+                use()
+            assert SMALL.version_of(snapshot.tensors) == SMALL.version_of(target) == 1
+        with pytest.raises(dbuffer.VersionRegressedError, match=str(store)):
+            held.close()
         assert not store.exists()
-
-
-def test_store_that_vanishes_while_a_snapshot_is_held(store):
-    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
-        sender.send(SMALL.weights(1))
-        with contextlib.ExitStack() as held:
-            snapshot = held.enter_context(receiver.open())
-            shutil.rmtree(store)
-            assert SMALL.version_of(snapshot.tensors) == 1
-            with pytest.raises(dbuffer.DBufferError, match=str(store)):
-                held.close()
 
 
 def test_store_that_vanishes_in_the_middle_of_a_publish(store):
@@ -97,7 +91,7 @@ def test_store_that_vanishes_in_the_middle_of_a_publish(store):
             yield pair
 
     with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
+        publish(sender, 1)
         with pytest.raises(dbuffer.StoreNotFoundError, match=str(store)):
             sender.send(stream())
     assert not store.exists()
@@ -124,21 +118,16 @@ def test_emptied_store_never_takes_a_receiver_back(store):
 
 
 def test_receiver_that_came_before_the_store(store):
-    target = SMALL.empty()
     with dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver:
-        assert receiver.load_into(target) is None
+        assert load(receiver) is None
         assert receiver.wait_for_version(timeout_s=0.01) is None
-        with (
-            pytest.raises(dbuffer.WaitTimeoutError, match=str(store)),
-            receiver.open(timeout_s=0.01),
-        ):
-            pass
+        with pytest.raises(dbuffer.WaitTimeoutError, match=str(store)):
+            receiver.open(timeout_s=0.01).__enter__()
         with dbuffer.WeightSender(store) as sender:
-            assert receiver.load_into(target) is None
-            sender.send(SMALL.weights(1))
+            assert load(receiver) is None
+            publish(sender, 1)
             assert receiver.wait_for_version(timeout_s=5) == 1
-        assert receiver.load_into(target) == 1
-    assert SMALL.version_of(target) == 1
+        assert load(receiver) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,9 +153,8 @@ def test_any_path_will_do(shm_path, name):
         dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver,
     ):
         for version in (1, 2, 3):
-            sender.send(SMALL.weights(version))
-            with receiver.open(newer_than=version - 1, timeout_s=5) as snapshot:
-                assert SMALL.version_of(snapshot.tensors) == version
+            publish(sender, version)
+            assert load(receiver) == version
         sender.wait_applied(3, timeout_s=1)
         with pytest.raises(dbuffer.StoreBusyError):
             dbuffer.WeightSender(store)
@@ -176,11 +164,11 @@ def test_a_relative_path_stays_where_it_was(shm_path, monkeypatch):
     (shm_path / "elsewhere").mkdir()
     monkeypatch.chdir(shm_path)
     with dbuffer.WeightSender("store") as sender, dbuffer.WeightReceiver("store") as receiver:
-        sender.send(SMALL.weights(1))
-        assert receiver.load_into(SMALL.empty()) == 1
+        publish(sender, 1)
+        assert load(receiver) == 1
         monkeypatch.chdir("elsewhere")
-        sender.send(SMALL.weights(2))
-        assert receiver.load_into(SMALL.empty()) == 2
+        publish(sender, 2)
+        assert load(receiver) == 2
 
 
 # Clocks
@@ -192,24 +180,23 @@ DAY_S = 24 * 3600.0
 def test_clock_that_jumps(store, monkeypatch, jump_s):
     now, jumped = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + jumped)
-    target = SMALL.empty()
     with dbuffer.WeightReceiver(store, receiver_id="steady") as receiver:
         with dbuffer.WeightSender(store) as sender:
-            sender.send(SMALL.weights(1))
-            assert receiver.load_into(target) == 1
+            publish(sender, 1)
+            assert load(receiver) == 1
             jumped = jump_s
-            sender.send(SMALL.weights(2))
-            assert receiver.load_into(target) == 2
+            publish(sender, 2)
+            assert load(receiver) == 2
             sender.wait_applied(2, timeout_s=0)
         with dbuffer.WeightSender(store) as sender:
             sender.wait_applied(2, timeout_s=0), "a receiver that lives was forgotten"
             jumped = 0.0
             for version in (3, 4):
-                sender.send(SMALL.weights(version))
-                with receiver.open(version - 1, timeout_s=5) as snapshot:
-                    assert SMALL.version_of(snapshot.tensors) == version
+                publish(sender, version)
+                assert receiver.wait_for_version(version - 1, timeout_s=5) == version
+                assert load(receiver) == version
             assert receiver.wait_for_version(4, timeout_s=0.01) is None
-            sender.send(OTHER.weights(5))
+            publish(sender, 5, pattern=OTHER)
     assert newest(store) == 5
 
 
