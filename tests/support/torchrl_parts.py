@@ -88,19 +88,6 @@ class SlowEnv(ProbeEnv):
         return super()._step(tensordict)
 
 
-class PidPolicy(TensorDictModuleBase):
-    """Acts by the id of the process that it runs in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_keys = []
-        self.out_keys = ["action"]
-        self.weight = nn.Parameter(torch.zeros(3))
-
-    def forward(self, tensordict: Any) -> Any:
-        return tensordict.set("action", torch.full((*tensordict.shape, 1), float(os.getpid())))
-
-
 class NodeEnv:
     """Makes a `ProbeEnv`; a node that it is sent to starts its workers as `start_method` says."""
 
@@ -149,16 +136,16 @@ class ConstantPolicy(TensorDictModuleBase):
         return tensordict.set("action", self.weight.detach().expand(*tensordict.shape, 1).clone())
 
 
-class BufferedPolicy(ConstantPolicy):
-    """Acts by the sum of a parameter and a buffer."""
+class PidPolicy(ConstantPolicy):
+    """Tells the id of the process that it runs in, too."""
 
-    def __init__(self, weight: float = 0.0) -> None:
+    def __init__(self, weight: float = 1.0) -> None:
         super().__init__(weight)
-        self.register_buffer("buffer", torch.zeros(()))
+        self.out_keys = ["action", "pid"]
 
     def forward(self, tensordict: Any) -> Any:
         super().forward(tensordict)
-        return tensordict.set("action", tensordict["action"] + self.buffer)
+        return tensordict.set("pid", torch.full((*tensordict.shape, 1), float(os.getpid())))
 
 
 class WholePolicy(TensorDictModuleBase):

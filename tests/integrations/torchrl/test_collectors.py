@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import pickle
 import shutil
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -37,8 +37,6 @@ parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
 data = Later("torchrl.data")
 envs = Later("torchrl.envs")
-modules = Later("torchrl.modules")
-mocking = Later("torchrl.testing.mocking_classes")
 testing = Later("torchrl.testing.modules")
 weight_update = Later("torchrl.weight_update")
 
@@ -46,11 +44,11 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 MULTI_CLASSES = ("MultiSyncCollector", "MultiAsyncCollector")
 MULTI = pytest.mark.parametrize("class_name", MULTI_CLASSES)
-SYNC, ASYNC = (
-    pytest.mark.parametrize("class_name", [one, pytest.param(other, marks=IN_SOAKS_ALONE)])
-    for one, other in itertools.permutations(MULTI_CLASSES)
+SYNC = pytest.mark.parametrize(
+    "class_name", [MULTI_CLASSES[0], pytest.param(MULTI_CLASSES[1], marks=IN_SOAKS_ALONE)]
 )
 """One class outside of soaks: workers of both get their weights in one way."""
+STRATEGIES = pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 
 
 @pytest.fixture
@@ -78,14 +76,37 @@ def address(shm_path: Path) -> Path:
 
 
 @pytest.fixture
-def scheme(address: Path) -> parts.DoubleBufferSyncScheme:
-    return parts.DoubleBufferSyncScheme(address)
+def scheme(address: Path) -> Iterator[parts.DoubleBufferSyncScheme]:
+    scheme = parts.DoubleBufferSyncScheme(address)
+    yield scheme
+    scheme.shutdown()
+
+
+@pytest.fixture
+def policy() -> parts.ConstantPolicy:
+    return parts.ConstantPolicy(1.0)
 
 
 def fill(module: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
+
+
+def update(collector: Any, policy: nn.Module, value: float, **how: Any) -> None:
+    """Send a policy that is full of a number."""
+    fill(policy, value)
+    collector.update_policy_weights_(**how)
+
+
+def weights_of(value: float) -> parts.TensorDict:
+    return parts.TensorDict.from_module(parts.ConstantPolicy(value)).data
+
+
+def states(collector: Any) -> list[float]:
+    """The weight of each worker's policy."""
+    workers = range(collector.num_workers)
+    return [float(parts.worker_state(collector, worker)["weight"]) for worker in workers]
 
 
 def come_to(collector: Any, value: float) -> None:
@@ -107,64 +128,49 @@ def kill(process: Any) -> None:
 
 @MULTI
 def test_update_weights(scheme, collector_class):
-    num_actions = mocking.ContinuousActionVecMockEnv().action_spec.shape[-1]
-    policy = modules.SafeModule(
-        nn.LazyLinear(num_actions), in_keys=["observation"], out_keys=["action"]
-    )
-    policy(mocking.ContinuousActionVecMockEnv().reset())
+    """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
+    policy = parts.AwkwardModel(1)
     devices = {"device": ["cpu"] * 3, "storing_device": ["cpu"] * 3}
     with parts.collecting(
-        policy,
-        scheme,
-        collector_class=collector_class,
-        env=mocking.ContinuousActionVecMockEnv,
-        num_workers=3,
-        **devices,
+        policy, scheme, collector_class=collector_class, num_workers=3, **devices
     ) as collector:
-        for value in (None, 1.0, 2.0):
-            if value is not None:
-                fill(policy, value)
-                before = parts.worker_state(collector, 0)
-                assert not torch.equal(before["module.weight"], policy.module.weight)
-                collector.update_policy_weights_()
+        for seed in (2, 3, 4):
             for worker in range(3):
                 parts.assert_same_state(parts.worker_state(collector, worker), policy.state_dict())
+            policy.load_state_dict(parts.AwkwardModel(seed).state_dict())
+            policy.unsaved.fill_(seed)
+            collector.update_policy_weights_(policy if seed == 3 else None)
+            if collector_class is collectors.MultiSyncCollector:  # the other may hang after this
+                assert parts.acts(collector) == [policy(torch.zeros(())).item()] * 3
 
 
-def test_update_weights_in_spawned_workers(scheme):
-    policy = parts.ConstantPolicy(1.0)
+def test_update_weights_in_spawned_workers(scheme, policy):
     with (
         parts.start_method(None),
         parts.collecting(policy, scheme, num_workers=1) as collector,
     ):
         assert parts.acts(collector) == [1.0]
-        fill(policy, 2.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 2.0)
         assert parts.acts(collector) == [2.0]
 
 
 @SYNC
-def test_workers_read_a_local_copy(address, shm_path, collector_class):
+def test_workers_read_a_local_copy(address, shm_path, policy, collector_class):
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
     local = shm_path / "local"
     scheme = parts.DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
-    policy = parts.ConstantPolicy(1.0)
     with parts.collecting(policy, scheme, collector_class=collector_class) as collector:
         for value in (2.0, 3.0):
-            fill(policy, value)
-            collector.update_policy_weights_()  # returns when both have said so, in their copy
-            assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [
-                value
-            ] * 2
+            update(collector, policy, value)  # returns when both have said so, in their copy
+            assert states(collector) == [value, value]
         collector.update_policy_weights_({"weight": torch.tensor(7.0)}, worker_ids=[1])
-        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [3.0, 7.0]
+        assert states(collector) == [3.0, 7.0]
         remote, copy = DoubleBuffer(address / "policy"), DoubleBuffer(local / "policy")
         assert copy.pointer().version == remote.pointer().version
         assert copy.manifest(copy.pointer().buffer).origin is not None
-        readers = {record.receiver: record for record in remote.receivers()}
-        assert readers.keys() >= {"worker-0", "worker-1"}
-        mirrors = [name for name in readers if name.startswith("mirror-")]
-        assert len(mirrors) == 1
+        readers = {record.receiver for record in remote.receivers()}
+        assert readers >= {"worker-0", "worker-1"}
+        assert len([name for name in readers if name.startswith("mirror-")]) == 1
 
 
 def _train_with_forked_workers(connection: Connection, address: Path) -> None:
@@ -173,8 +179,7 @@ def _train_with_forked_workers(connection: Connection, address: Path) -> None:
     with parts.start_method("fork"), parts.collecting(policy, scheme) as collector:
         seen = [parts.acts(collector)]
         for value in (2.0, 3.0):
-            fill(policy, value)
-            collector.update_policy_weights_()
+            update(collector, policy, value)
             seen.append(parts.acts(collector))
         connection.send((seen, [process.pid for process in collector.procs]))
         connection.recv()
@@ -197,38 +202,8 @@ def test_update_weights_in_forked_workers(address):
                 os.kill(pid, signal.SIGKILL)
 
 
-@ASYNC
-def test_update_weights_shared_mem(scheme, collector_class):
-    """A scheme that was given the workers' weights one by one sends what they hold later."""
-    policy = parts.ConstantPolicy(1.0)
-    weights = parts.TensorDict.from_module(policy)
-    scheme.init_on_sender(params_map={0: weights, 1: weights})
-    with parts.collecting(policy, scheme, collector_class=collector_class) as collector:
-        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [1.0, 1.0]
-        fill(policy, 2.0)
-        collector.update_policy_weights_()
-        assert [float(parts.worker_state(collector, i)["weight"]) for i in range(2)] == [2.0, 2.0]
-
-
-@in_turn(("class_name", "give_weights"), MULTI_CLASSES, [True, False])
-def test_param_sync(scheme, collector_class, give_weights):
-    policy = parts.BufferedPolicy()
-    with parts.collecting(
-        policy, scheme, collector_class=collector_class, num_workers=1
-    ) as collector:
-        assert parts.acts(collector) == [0.0]
-        policy.weight.data += 1
-        policy.buffer += 2
-        collector.update_policy_weights_(
-            parts.TensorDict.from_module(policy) if give_weights else None
-        )
-        parts.drain(collector)
-        assert parts.acts(collector) == [3.0]
-
-
 @MULTI
-def test_multi_collector_bumps_on_update(scheme, collector_class):
-    policy = parts.ConstantPolicy(1.0)
+def test_multi_collector_bumps_on_update(scheme, policy, collector_class):
     with parts.collecting(
         policy, scheme, collector_class=collector_class, track_policy_version=True
     ) as collector:
@@ -243,17 +218,35 @@ def test_multi_collector_bumps_on_update(scheme, collector_class):
             assert [version() for _ in range(4)] == [{expected}] * 4
 
 
-@in_turn(("class_name", "num_workers"), MULTI_CLASSES, [1, 2])
-def test_auto_wrap_modules(scheme, collector_class, num_workers):
-    policy = parts.BarePolicy(1.0)  # which only the workers wrap
-    with parts.collecting(
-        policy, scheme, collector_class=collector_class, num_workers=num_workers
-    ) as collector:
+def _bare() -> tuple[nn.Module, dict[str, Any]]:
+    """A module that the workers alone wrap (TorchRL's ``test_auto_wrap_modules``)."""
+    return parts.BarePolicy(1.0), {}
+
+
+def _not_picklable() -> tuple[nn.Module, dict[str, Any]]:
+    """As in ``test_nonserializable_policy_with_factory_and_weight_sync``."""
+    keys = {"in_keys": ["observation"], "out_keys": ["action"]}
+    policy = parts.TensorDictModule(testing.NonSerializableBiasModule(1.0), **keys)
+    factory = lambda: parts.TensorDictModule(testing.BiasModule(0.0), **keys)  # noqa: E731
+    return policy, {"policy_factory": factory}
+
+
+def _on_another_device() -> tuple[nn.Module, dict[str, Any]]:
+    """As in ``test_weight_update_after_device_cast``: the worker's collector runs a copy.
+
+    To PyTorch ``cpu`` and ``cpu:0`` are two devices, so that it copies here as it does for a GPU.
+    """
+    return parts.linear_policy(1.0), {"policy_device": "cpu:0"}
+
+
+@in_turn(("make", "class_name"), [_bare, _not_picklable, _on_another_device], MULTI_CLASSES)
+def test_workers_run_another_object_than_the_trainer_has(scheme, collector_class, make):
+    policy, options = make()
+    with parts.collecting(policy, scheme, collector_class=collector_class, **options) as collector:
         assert (collector.next()["action"] == 1.0).all()
-        fill(policy, 0.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 0.0)
         parts.drain(collector)
-        assert (collector.next()["action"] == 0).all()
+        assert (collector.next()["action"] == 0.0).all()
 
 
 def test_policy_factory_update_weights(scheme):
@@ -269,41 +262,6 @@ def test_policy_factory_update_weights(scheme):
         weights.data.zero_()
         collector.update_policy_weights_(weights)
         assert parts.acts(collector) == [0.0, 0.0]
-
-
-@SYNC
-def test_nonserializable_policy_with_factory_and_weight_sync(scheme, collector_class):
-    keys = {"in_keys": ["observation"], "out_keys": ["action"]}
-    bias = testing.NonSerializableBiasModule(3.0)
-    with parts.collecting(
-        parts.TensorDictModule(bias, **keys),
-        scheme,
-        collector_class=collector_class,
-        policy_factory=lambda: parts.TensorDictModule(testing.BiasModule(0.0), **keys),
-    ) as collector:
-        assert (collector.next()["action"] == 3.0).all()
-        with torch.no_grad():
-            bias.bias.add_(1.0)
-        collector.update_policy_weights_()
-        parts.drain(collector)
-        assert (collector.next()["action"] == 4.0).all()
-
-
-@in_turn(("class_name", "device"), MULTI_CLASSES, ["cpu", "cpu:0"])
-def test_weight_update_after_device_cast(scheme, collector_class, device):
-    """The worker's collector runs a copy of the policy that its scheme was given.
-
-    To PyTorch ``cpu`` and ``cpu:0`` are two devices, so that it copies here as it does for a GPU.
-    """
-    policy = parts.linear_policy(1.0)
-    with parts.collecting(
-        policy, scheme, collector_class=collector_class, policy_device=device
-    ) as collector:
-        assert (collector.next()["action"] == 1.0).all()
-        fill(policy, 0.0)
-        collector.update_policy_weights_()
-        parts.drain(collector)
-        assert (collector.next()["action"] == 0.0).all()
 
 
 @in_turn(("class_name", "total_frames"), MULTI_CLASSES, [-1, 1_000_000_000])
@@ -335,7 +293,6 @@ def test_start_update_policy(scheme, collector_class, total_frames):
         until("new weights are used", lambda: collects(6.0), TIMEOUT_S)
     finally:
         collector.async_shutdown(timeout=10)
-        scheme.shutdown()
 
 
 def test_per_worker_weight_sync(scheme):
@@ -343,88 +300,70 @@ def test_per_worker_weight_sync(scheme):
 
     As `test_multi_collector_with_distinct_policy_factories`, too.
     """
-
-    def weights(value: float) -> parts.TensorDict:
-        return parts.TensorDict.from_module(parts.ConstantPolicy(value)).data
-
     factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
     with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
         assert parts.acts(collector) == [0.0, 1.0, 2.0]
-        collector.update_policy_weights_({0: weights(10.0)})
-        assert parts.acts(collector) == [10.0, 1.0, 2.0]
-        collector.update_policy_weights_({i: weights(100.0 * (i + 1)) for i in range(3)})
-        assert parts.acts(collector) == [100.0, 200.0, 300.0]
-        collector.update_policy_weights_(weights(7.0))
-        assert parts.acts(collector) == [7.0, 7.0, 7.0]
-        collector.update_policy_weights_({2: weights(8.0), 1: weights(9.0)})
-        assert parts.acts(collector) == [7.0, 9.0, 8.0]
+        for weights, expected in (
+            ({0: weights_of(10.0)}, [10.0, 1.0, 2.0]),
+            ({i: weights_of(100.0 * (i + 1)) for i in range(3)}, [100.0, 200.0, 300.0]),
+            (weights_of(7.0), [7.0, 7.0, 7.0]),
+            ({2: weights_of(8.0), 1: weights_of(9.0)}, [7.0, 9.0, 8.0]),
+        ):
+            collector.update_policy_weights_(weights)
+            assert parts.acts(collector) == expected
 
 
-def test_worker_ids(scheme):
-    policy = parts.ConstantPolicy(1.0)
+def test_worker_ids(scheme, policy):
     with parts.collecting(policy, scheme, num_workers=3) as collector:
-        fill(policy, 2.0)
-        collector.update_policy_weights_(worker_ids=[1])
-        assert parts.acts(collector) == [1.0, 2.0, 1.0]
-        fill(policy, 3.0)
-        collector.update_policy_weights_(worker_ids=0)
-        assert parts.acts(collector) == [3.0, 2.0, 1.0]
-        fill(policy, 4.0)
-        collector.update_policy_weights_(worker_ids=(2, 1, 2))
-        assert parts.acts(collector) == [3.0, 4.0, 4.0]
-        fill(policy, 5.0)
-        collector.update_policy_weights_()
-        assert parts.acts(collector) == [5.0, 5.0, 5.0]
-        fill(policy, 6.0)
-        collector.update_policy_weights_(worker_ids=[])
-        assert parts.acts(collector) == [5.0, 5.0, 5.0]
+        for value, worker_ids, expected in (
+            (2.0, [1], [1.0, 2.0, 1.0]),
+            (3.0, 0, [3.0, 2.0, 1.0]),
+            (4.0, (2, 1, 2), [3.0, 4.0, 4.0]),
+            (5.0, None, [5.0, 5.0, 5.0]),
+            (6.0, [], [5.0, 5.0, 5.0]),
+        ):
+            update(collector, policy, value, worker_ids=worker_ids)
+            assert parts.acts(collector) == expected
         with pytest.raises(ValueError, match="3"):
             collector.update_policy_weights_(worker_ids=[0, 3])
         assert parts.acts(collector) == [5.0, 5.0, 5.0]
 
 
-def test_weights_in_every_form(address):
+def scheme_of(address: Path, strategy: str) -> parts.DoubleBufferSyncScheme:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state_dict strategy is experimental")
+        return parts.DoubleBufferSyncScheme(address, strategy=strategy)
+
+
+@STRATEGIES
+def test_weights_in_every_form(address, strategy):
+    """As `test_multisyncdatacollector_state_dict`, too."""
     policy = parts.linear_policy(0.0)
-    scheme = parts.DoubleBufferSyncScheme(address, strategy="tensordict")
-    with parts.collecting(policy, scheme) as collector:
+    with parts.collecting(policy, scheme_of(address, strategy)) as collector:
 
         def nested(value: float) -> parts.TensorDict:
             return parts.TensorDict.from_module(parts.linear_policy(value))
 
-        fill(policy.module, 0.0)
-        for value, weights in enumerate(
+        for value, given in enumerate(
             (
-                parts.linear_policy(1.0),
-                nested(2.0),
-                nested(3.0).data.lock_(),
-                parts.linear_policy(4.0).state_dict(),
-                dict(nested(5.0).flatten_keys(".").items()),
-                nested(6.0).flatten_keys("."),
+                {"policy_or_weights": parts.linear_policy(1.0)},
+                {"policy_or_weights": nested(2.0)},
+                {"policy_or_weights": nested(3.0).data.lock_()},
+                {"policy_or_weights": parts.linear_policy(4.0).state_dict()},
+                {"policy_or_weights": dict(nested(5.0).flatten_keys(".").items())},
+                {"policy_or_weights": nested(6.0).flatten_keys(".")},
+                {"policy": parts.linear_policy(7.0)},
+                {"weights": nested(8.0), "model_id": "policy"},
+                {"weights_dict": {"policy": nested(9.0)}},
             ),
             start=1,
         ):
-            collector.update_policy_weights_(weights)
-            assert parts.acts(collector) == [float(value)] * 2, type(weights)
-        collector.update_policy_weights_(policy=parts.linear_policy(7.0))
-        assert parts.acts(collector) == [7.0, 7.0]
-        collector.update_policy_weights_(weights=nested(8.0), model_id="policy")
-        assert parts.acts(collector) == [8.0, 8.0]
-        collector.update_policy_weights_(weights_dict={"policy": nested(9.0)})
-        assert parts.acts(collector) == [9.0, 9.0]
-
-
-def test_multisyncdatacollector_state_dict(address):
-    policy = parts.linear_policy(1.0)
-    with pytest.warns(UserWarning, match="experimental"):
-        scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
-    with parts.collecting(policy, scheme) as collector:
-        assert parts.acts(collector) == [1.0, 1.0]
-        collector.update_policy_weights_(parts.linear_policy(2.0).state_dict())
-        assert parts.acts(collector) == [2.0, 2.0]
+            collector.update_policy_weights_(**given)
+            assert parts.acts(collector) == [float(value)] * 2, given
         with torch.no_grad():
-            policy.module.bias.fill_(3.0)
+            policy.module.bias.fill_(10.0)
         collector.update_policy_weights_()
-        assert parts.acts(collector) == [3.0, 3.0]
+        assert parts.acts(collector) == [10.0, 10.0]
 
 
 def _normalised_env() -> envs.TransformedEnv:
@@ -438,9 +377,8 @@ def _frozen_env() -> envs.TransformedEnv:
     return env
 
 
-def test_multi_model_updates(address):
+def test_multi_model_updates(address, policy):
     """A policy and a network of the workers' environments; the trainer's collector has no env."""
-    policy = parts.ConstantPolicy(1.0)
     value = nn.Linear(1, 1, bias=False)
     schemes = {
         "policy": parts.DoubleBufferSyncScheme(address),
@@ -487,40 +425,34 @@ def test_vecnorm_statistics(address):
             assert seen == expected.reset()["observation"].tolist() != [0.0]
 
 
-def test_extra_state_travels(scheme):
-    policy = parts.StatefulPolicy(1.0, offset=0.5)
-    with parts.collecting(policy, scheme) as collector:
+@STRATEGIES
+def test_extra_state_travels(address, strategy):
+    """Of modules inside the policy, too; and in TorchRL's form, or in a state dict's."""
+    policy = TensorDictSequential(parts.StatefulPolicy(1.0, offset=0.5))
+    inner = policy[0]
+    with parts.collecting(policy, scheme_of(address, strategy)) as collector:
         assert parts.acts(collector) == [1.5, 1.5]
-        policy.offset = torch.tensor(0.25)
-        policy.names = ["c"]
+        inner.offset, inner.names = torch.tensor(0.25), ["c"]
         collector.update_policy_weights_()
         assert parts.acts(collector) == [1.25, 1.25]
-        assert parts.worker_state(collector, 1)["_extra_state"]["names"] == ["c"]
-        # And in TorchRL's form.
+        state = parts.worker_state(collector, 1)
+        assert state["module.0._extra_state"]["names"] == ["c"]
+        inner.offset = torch.tensor(0.75)
+        collector.update_policy_weights_(policy.state_dict())
+        assert parts.acts(collector) == [1.75, 1.75]
+
+
+def test_extra_state_in_torchrls_form(scheme):
+    policy = parts.StatefulPolicy(1.0, offset=0.5)
+    with parts.collecting(policy, scheme) as collector:
         weights = weight_update.WeightStrategy().extract_weights(policy)
         weights["__extra_state__", "offset"] = torch.tensor(0.75)
         collector.update_policy_weights_(weights)
         assert parts.acts(collector) == [1.75, 1.75]
 
 
-def test_extra_state_in_a_state_dict(address):
-    """Of modules inside the policy, too."""
-    with pytest.warns(UserWarning, match="experimental"):
-        scheme = parts.DoubleBufferSyncScheme(address, strategy="state_dict")
-    policy = TensorDictSequential(parts.StatefulPolicy(1.0, offset=0.5))
-    with parts.collecting(policy, scheme) as collector:
-        assert parts.acts(collector) == [1.5, 1.5]
-        policy[0].offset = torch.tensor(0.25)
-        collector.update_policy_weights_()
-        assert parts.acts(collector) == [1.25, 1.25]
-        policy[0].offset = torch.tensor(0.75)
-        collector.update_policy_weights_(policy.state_dict())
-        assert parts.acts(collector) == [1.75, 1.75]
-
-
-def test_process_backend_with_weights(address):
+def test_process_backend_with_weights(scheme):
     """An Evaluator makes its collector late, in a thread of its own."""
-    scheme = parts.DoubleBufferSyncScheme(address)
     evaluator = collectors.Evaluator(
         parts.ProbeEnv,
         policy_factory=parts.ConstantPolicy,
@@ -538,10 +470,22 @@ def test_process_backend_with_weights(address):
         assert evaluator.wait(timeout=TIMEOUT_S)["eval/action"] == 4.0
     finally:
         evaluator.shutdown()
-        scheme.shutdown()
 
 
 # Schemes by hand, without a collector on one side or on both.
+
+
+def begin(scheme: Any, model: nn.Module | None = None, num_workers: int = 1) -> None:
+    """Be the trainer's side."""
+    model = parts.ConstantPolicy(1.0) if model is None else model
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=num_workers)
+
+
+def receiving(scheme: Any, model: nn.Module) -> Any:
+    """Return a copy of a scheme, for a worker in this process; it is not connected."""
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    return worker
 
 
 def _follow(
@@ -559,6 +503,13 @@ def _follow(
         connection.send(model.weight.item())
     scheme.shutdown()
     connection.send("down")
+
+
+def let_go(*workers: Child) -> None:
+    for worker in workers:
+        worker.send(None)
+        assert worker.receive() == "down"
+        assert worker.wait() == 0
 
 
 def ask(*workers: Child) -> list[float]:
@@ -583,6 +534,7 @@ def _sources(policy: parts.ConstantPolicy) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("source", ["weights", "model", "params_map", "device_map_fn"])
 def test_mp_flow(scheme, source):
+    """A scheme that was given the workers' weights sends what they hold later."""
     policy = parts.ConstantPolicy(1.5)
     named = {} if source == "params_map" else {"model_id": "policy"}
     scheme.init_on_sender(**named, **_sources(policy)[source])
@@ -590,74 +542,57 @@ def test_mp_flow(scheme, source):
         scheme.connect()
         started = [first.receive(), second.receive()]
         assert started == ([1.5, 2.5] if source == "device_map_fn" else [1.5, 1.5])
-        scheme.send(parts.TensorDict.from_module(parts.ConstantPolicy(3.0)))
+        scheme.send(weights_of(3.0))
         assert ask(first, second) == [3.0, 3.0]
         fill(policy, 4.0)
         scheme.send()
         assert ask(first, second) == ([4.0, 5.0] if source == "device_map_fn" else [4.0, 4.0])
-        for worker in (first, second):
-            worker.send(None)
-            assert worker.receive() == "down"
-            assert worker.wait() == 0
-    scheme.shutdown()
+        let_go(first, second)
 
 
 def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
-    policy = parts.ConstantPolicy(1.5)
-    scheme.init_on_sender(model=policy, devices=["cpu"], model_id="policy")
-    with Child(_follow, scheme, 0) as worker:
-        scheme.connect()
-        assert worker.receive() == 1.5
-        store = DoubleBuffer(address / "policy")
-
-        def problem() -> str | None:
-            record = store.receiver("worker-0")
-            return None if record is None else record.problem
-
-        pointer = store.root / "CURRENT"
-        whole = pointer.read_bytes()
-        pointer.write_bytes(b"{")
-        until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
-        pointer.write_bytes(whole)
-        until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
-        scheme.send(parts.TensorDict.from_module(parts.ConstantPolicy(3.0)))
-        assert ask(worker) == [3.0]
-        worker.send(None)
-        assert worker.receive() == "down"
-    scheme.shutdown()
-
-
-def _receive_by_hand(connection: Connection, scheme: parts.DoubleBufferSyncScheme) -> None:
+    begin(scheme)
     model = parts.ConstantPolicy(-5.0)
-    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
-    scheme.connect(worker_idx=0)
-    connection.send(scheme.receive(timeout=0.001))
-    connection.recv()
-    scheme.receive(timeout=TIMEOUT_S)  # the background thread may have been faster
-    connection.send(model.weight.item())
-    scheme.shutdown()
+    worker = receiving(scheme, model)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    store = DoubleBuffer(address / "policy")
+
+    def problem() -> str | None:
+        record = store.receiver("worker-0")
+        return None if record is None else record.problem
+
+    pointer = store.root / "CURRENT"
+    whole = pointer.read_bytes()
+    pointer.write_bytes(b"{")
+    until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
+    pointer.write_bytes(whole)
+    until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
+    scheme.send(weights_of(3.0))
+    assert model.weight.item() == 3.0
+    worker.shutdown()
 
 
 def test_receiver_receive_method(scheme):
     scheme.sync = False
-    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
-    with Child(_receive_by_hand, scheme) as worker:
-        scheme.connect()
-        assert worker.receive() is None, "there was nothing new"
-        scheme.send(parts.ConstantPolicy(2.0))
-        worker.send()
-        started = time.monotonic()
-        assert worker.receive() == 2.0
-        assert time.monotonic() - started < TIMEOUT_S / 2, "receive waited for what had come"
-        assert worker.wait() == 0
-    scheme.shutdown()
+    begin(scheme)
+    model = parts.ConstantPolicy(-5.0)
+    worker = receiving(scheme, model)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    assert worker.receive(timeout=0.001) is None, "there was nothing new"
+    scheme.send(weights_of(2.0))
+    started = time.monotonic()
+    received = worker.receive(timeout=TIMEOUT_S)  # the background thread may have been faster
+    assert time.monotonic() - started < TIMEOUT_S / 2, "receive waited for what had come"
+    assert received["weight"].item() == model.weight.item() == 2.0
+    worker.shutdown()
 
 
 def test_collector_receives(address):
     """`weight_recv_schemes` and `register_scheme_receiver` of a single collector."""
-    policy = parts.ConstantPolicy(1.0)
     sender = parts.DoubleBufferSyncScheme(address)
-    sender.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    begin(sender)
     first, second = pickle.loads(pickle.dumps((sender, sender)))
     sender.connect()
     collector = collectors.Collector(
@@ -698,7 +633,7 @@ def test_collector_receives(address):
 def test_multi_collector_receives(address):
     """What it receives, from its constructor on, it hands on to its own workers."""
     sender = parts.DoubleBufferSyncScheme(address)
-    sender.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
+    begin(sender)
     receiver = pickle.loads(pickle.dumps(sender))
     sender.connect()
     collector = collectors.MultiSyncCollector(
@@ -722,13 +657,12 @@ def test_multi_collector_receives(address):
         sender.shutdown()
 
 
-def test_a_model_that_came_by_shared_memory(scheme):
+def test_a_model_that_came_by_shared_memory(scheme, policy):
     """What multiprocessing hands to a worker is the trainer's own memory, until someone copies.
 
     A distributed collector's nodes get their policy so. Neither side may see the other's writes.
     """
-    policy = parts.ConstantPolicy(1.0)
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    begin(scheme, policy)
     with Child(_follow, scheme, 0, policy) as worker:
         scheme.connect()
         assert worker.receive() == 1.0
@@ -738,31 +672,16 @@ def test_a_model_that_came_by_shared_memory(scheme):
         scheme.send(parts.ConstantPolicy(3.0))
         assert ask(worker) == [3.0]
         assert policy.weight.item() == 2.0, "the worker wrote into the trainer's weights"
-        worker.send(None)
-        assert worker.wait() == 0
-    scheme.shutdown()
+        let_go(worker)
 
 
 def _follow_late(connection: Connection, address: Path, worker_idx: int) -> None:
     _follow(connection, parts.DoubleBufferSyncScheme(address), worker_idx)
 
 
-def test_a_late_worker_comes_to_the_newest_weights(address, scheme):
-    """It knows the address and nothing else, and follows from then on."""
-    scheme.sync = False
-    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=0)
-    scheme.connect()
-    scheme.send(parts.ConstantPolicy(2.0))
-    with Child(_follow_late, address, 0) as worker:
-        assert worker.receive() == 2.0
-        scheme.send(parts.ConstantPolicy(3.0))
-        until("the late worker follows", lambda: ask(worker) == [3.0], TIMEOUT_S)
-    scheme.shutdown()
-
-
 def _train_until_killed(connection: Connection, address: Path, first: float) -> None:
     scheme = parts.DoubleBufferSyncScheme(address, sync=False)
-    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(first), num_workers=1)
+    begin(scheme, parts.ConstantPolicy(first))
     scheme.connect()
     connection.send("published")
     while True:
@@ -771,13 +690,15 @@ def _train_until_killed(connection: Connection, address: Path, first: float) -> 
 
 
 def test_a_trainer_that_was_killed_and_restarted_is_followed(address):
+    """By a late worker, which knows the address and nothing else."""
     with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(Child(_train_until_killed, address, 1.0))
+        trainer = stack.enter_context(Child(_train_until_killed, address, 0.5))
+        trainer.receive()
+        trainer.send(1.0)
         trainer.receive()
         worker = stack.enter_context(Child(_follow_late, address, 0))
         assert worker.receive() == 1.0
-        trainer.signal(signal.SIGKILL)
-        trainer.wait()
+        trainer.kill()
         assert ask(worker) == [1.0]
         successor = stack.enter_context(Child(_train_until_killed, address, 2.0))
         successor.receive()
@@ -795,63 +716,51 @@ def test_no_forward_call_sees_weights_of_two_versions(address, sync):
     """Guarantee 1 for a policy that runs: constant sends, slow forward calls."""
     policy = parts.WholePolicy(0.0)
     scheme = parts.DoubleBufferSyncScheme(address, sync=sync)
-    stop, failures = threading.Event(), []
+    stop = threading.Event()
+    rows: list[list[float]] = [[], []]
 
     def send(collector: Any) -> None:
         mine = copy.deepcopy(policy)
         value = 0.0
+        while not stop.is_set():
+            value += 1.0
+            mine.say(value)
+            collector.update_policy_weights_(mine)
+
+    def collect(collector: Any) -> bool:
+        for row, new in zip(rows, parts.actions(collector), strict=True):
+            row.extend(new)
+        return all(len(set(row)) > ENOUGH_WEIGHTS for row in rows)
+
+    with parts.collecting(policy, scheme, frames=20) as collector, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send, collector)
         try:
-            while not stop.is_set():
-                value += 1.0
-                mine.say(value)
-                collector.update_policy_weights_(mine)
-        except BaseException as error:
-            failures.append(error)
-
-    with parts.collecting(policy, scheme, frames=20) as collector:
-        thread = threading.Thread(target=send, args=(collector,))
-        thread.start()
-        try:
-            rows: list[list[float]] = [[], []]
-
-            def collect() -> bool:
-                for row, new in zip(rows, parts.actions(collector), strict=True):
-                    row.extend(new)
-                return all(len(set(row)) > ENOUGH_WEIGHTS for row in rows)
-
-            until("weights come while the policy runs", collect, TIMEOUT_S)
+            until("weights come while the policy runs", lambda: collect(collector), TIMEOUT_S)
         finally:
             stop.set()
-            thread.join(TIMEOUT_S)
-        assert not failures, failures
-        for row in rows:
-            assert parts.TORN not in row, "a forward call saw weights of two versions"
-            assert row == sorted(row), "a worker went back"
+        sending.result(TIMEOUT_S)
+    for row in rows:
+        assert parts.TORN not in row, "a forward call saw weights of two versions"
+        assert row == sorted(row), "a worker went back"
 
 
-def test_a_worker_that_was_killed(address):
-    policy = parts.ConstantPolicy(1.0)
-    scheme = parts.DoubleBufferSyncScheme(address)
+def test_a_worker_that_was_killed(address, scheme, policy):
     with parts.collecting(policy, scheme) as collector:
         kill(collector.procs[1])
-        fill(policy, 2.0)
         started = time.monotonic()
         with pytest.raises(dbuffer.ReceiverFailedError, match="worker-1"):
-            collector.update_policy_weights_()
+            update(collector, policy, 2.0)
         assert time.monotonic() - started < scheme.timeout_s / 2, "nobody waits for the dead"
-        fill(policy, 3.0)
-        collector.update_policy_weights_(worker_ids=[0])
+        update(collector, policy, 3.0, worker_ids=[0])
         scheme.sync = False
-        fill(policy, 4.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 4.0)
         with dbuffer.WeightReceiver(address / "policy", receiver_id="test") as receiver:
             with receiver.open() as snapshot:
                 assert float(snapshot.tensors["weight"]) == 4.0
 
 
-def test_a_worker_that_stands_still(address):
+def test_a_worker_that_stands_still(address, policy):
     """A stopped process costs the trainer its time-out, and catches up."""
-    policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
     with parts.collecting(policy, scheme) as collector:
         stopped = Path(f"/proc/{collector.procs[1].pid}/task")
@@ -866,14 +775,12 @@ def test_a_worker_that_stands_still(address):
                 ),
                 TIMEOUT_S,
             )
-            fill(policy, 2.0)
             with pytest.raises(TimeoutError, match="worker-1"):
-                collector.update_policy_weights_()
+                update(collector, policy, 2.0)
         finally:
             os.kill(collector.procs[1].pid, signal.SIGCONT)
         come_to(collector, 2.0)
-        fill(policy, 3.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 3.0)
         assert parts.acts(collector) == [3.0, 3.0]
 
 
@@ -892,8 +799,7 @@ def test_weights_that_do_not_fit(scheme):
                 collector.update_policy_weights_(weights)
             assert "worker-" in str(caught.value)
             assert parts.acts(collector) == [1.0 + value] * 2
-            fill(policy, 2.0 + value)
-            collector.update_policy_weights_()
+            update(collector, policy, 2.0 + value)
             assert parts.acts(collector) == [2.0 + value] * 2
         # What a model's own code raises comes as late as it can, and is told as well.
         policy.offset = torch.tensor(13.0)
@@ -904,12 +810,11 @@ def test_weights_that_do_not_fit(scheme):
         assert parts.acts(collector) == [5.5, 5.5]
 
 
-def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address):
-    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
-    scheme.init_on_sender(model_id="policy", model=parts.StatefulPolicy(1.0), num_workers=1)
-    worker = pickle.loads(pickle.dumps(scheme))
+def test_a_load_that_failed_in_the_models_own_code_is_tried_again(scheme, address):
+    scheme.sync = False
+    begin(scheme, parts.StatefulPolicy(1.0))
     model = parts.ReluctantPolicy()
-    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    worker = receiving(scheme, model)
     scheme.connect()
     worker.connect(worker_idx=0)
     model.refusals = 1
@@ -920,48 +825,39 @@ def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address):
     assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
     model(parts.TensorDict(batch_size=[]))  # it runs again
     worker.shutdown()
-    scheme.shutdown()
 
 
-def test_first_weights_that_do_not_fit(address):
-    scheme = parts.DoubleBufferSyncScheme(address)
-    scheme.init_on_sender(model=nn.Linear(2, 1), devices=["cpu"], model_id="policy")
+def test_first_weights_that_do_not_fit(scheme):
+    begin(scheme, nn.Linear(2, 1))
     started = time.monotonic()
     with (
         pytest.raises(Exception, match=r"bias.*weight|weight.*bias"),
         parts.collecting(None, scheme, policy_factory=parts.ConstantPolicy, num_workers=1),
     ):
         pass
-    assert time.monotonic() - started < scheme.timeout_s / 2, (
-        "the worker says so, and does not wait"
-    )
+    assert time.monotonic() - started < scheme.timeout_s / 2, "the worker says so, without a wait"
 
 
-def test_weights_that_cannot_be_published(scheme):
-    policy = parts.ConstantPolicy(1.0)
+def test_weights_that_cannot_be_published(scheme, policy):
     with parts.collecting(policy, scheme) as collector:
         for weights in ({"weight": "two"}, {"weight": torch.zeros((), device="meta")}, 3):
             with pytest.raises(dbuffer.InvalidWeightsError):
                 collector.update_policy_weights_(weights)
-        fill(policy, 2.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 2.0)
         assert parts.acts(collector) == [2.0, 2.0]
 
 
-def test_sends_that_overtake_each_other(address):
+def test_sends_that_overtake_each_other(scheme, policy):
     """Without waiting, all but the last may be skipped, and nobody goes back."""
-    policy = parts.ConstantPolicy(0.0)
-    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
+    scheme.sync = False
     with parts.collecting(policy, scheme) as collector:
         rows: list[list[float]] = [[], []]
-        for step in range(1, 301):
-            fill(policy, float(step))
-            collector.update_policy_weights_(worker_ids=None if step % 3 else [step % 2])
+        for step in range(2, 301):
+            update(collector, policy, step, worker_ids=None if step % 3 else [step % 2])
             if step % 20 == 0:
                 for row, new in zip(rows, parts.actions(collector), strict=True):
                     row.extend(new)
-        fill(policy, 1000.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 1000.0)
         come_to(collector, 1000.0)
         for row in rows:
             assert row == sorted(row)
@@ -985,10 +881,9 @@ def test_sends_from_two_threads(scheme):
 
 def test_first_weights_that_never_come(address):
     scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
-    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(1.0), num_workers=1)
-    worker = pickle.loads(pickle.dumps(scheme))
+    begin(scheme)
     model = parts.ConstantPolicy(-5.0)
-    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    worker = receiving(scheme, model)
     with pytest.raises(TimeoutError):
         worker.connect(worker_idx=0)
     scheme.connect()
@@ -1022,7 +917,7 @@ def test_a_fast_trainer_and_a_slow_worker(address):
 
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
-def test_weights_of_an_earlier_run_are_not_used(address, leftover):
+def test_weights_of_an_earlier_run_are_not_used(address, policy, leftover):
     """Not as first weights, and not when there are none yet."""
     old = parts.ConstantPolicy(7.0)
     if leftover == "scheme":
@@ -1036,14 +931,11 @@ def test_weights_of_an_earlier_run_are_not_used(address, leftover):
             for _ in range(3):
                 weights = {"other": torch.zeros(5)} if leftover == "other layout" else old
                 sender.send(weights, metadata={"after_version": 9})
-    policy = parts.ConstantPolicy(1.0)
     with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
         assert parts.acts(collector) == [1.0, 1.0]
-        fill(policy, 2.0)
-        collector.update_policy_weights_(worker_ids=[1])
+        update(collector, policy, 2.0, worker_ids=[1])
         assert parts.acts(collector) == [1.0, 2.0]
-        fill(policy, 3.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 3.0)
         assert parts.acts(collector) == [3.0, 3.0]
     factories = [parts.constant_factory(4.0), parts.constant_factory(5.0)]
     with parts.collecting(
@@ -1052,87 +944,46 @@ def test_weights_of_an_earlier_run_are_not_used(address, leftover):
         assert parts.acts(collector) == [4.0, 5.0]
 
 
-def test_two_collectors_with_an_address_each(shm_path):
-    policies = [parts.ConstantPolicy(1.0), parts.ConstantPolicy(2.0)]
-    schemes = [parts.DoubleBufferSyncScheme(shm_path / name) for name in "ab"]
-    with contextlib.ExitStack() as stack:
-        first, second = (
-            stack.enter_context(parts.collecting(*pair))
-            for pair in zip(policies, schemes, strict=True)
-        )
+def test_two_collectors(address, shm_path, policy):
+    """With an address each; two cannot share one."""
+    other = parts.ConstantPolicy(2.0)
+    with (
+        parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as first,
+        parts.collecting(other, parts.DoubleBufferSyncScheme(shm_path / "b")) as second,
+    ):
         assert [parts.acts(first), parts.acts(second)] == [[1.0, 1.0], [2.0, 2.0]]
-        fill(policies[0], 3.0)
-        first.update_policy_weights_()
+        with (
+            pytest.raises(dbuffer.StoreBusyError),
+            parts.collecting(other, parts.DoubleBufferSyncScheme(address)),
+        ):
+            pass
+        update(first, policy, 3.0)
         assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [2.0, 2.0]]
-        fill(policies[1], 4.0)
-        second.update_policy_weights_()
+        update(second, other, 4.0)
         assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
 
 
-def test_two_collectors_cannot_share_an_address(address):
-    with parts.collecting(
-        parts.ConstantPolicy(1.0), parts.DoubleBufferSyncScheme(address)
-    ) as collector:
-        with (
-            pytest.raises(dbuffer.StoreBusyError),
-            parts.collecting(parts.ConstantPolicy(2.0), parts.DoubleBufferSyncScheme(address)),
-        ):
-            pass
-        assert parts.acts(collector) == [1.0, 1.0]
-        collector.update_policy_weights_(parts.ConstantPolicy(3.0))
-        assert parts.acts(collector) == [3.0, 3.0]
-
-
-def test_awkward_tensors(scheme):
-    """Tied, non-contiguous, frozen, empty, without dimensions; buffers; bfloat16 and others."""
-    policy = parts.AwkwardModel(1)
-    with parts.collecting(policy, scheme) as collector:
-        for seed in (2, 3, 4):
-            for worker in range(2):
-                parts.assert_same_state(parts.worker_state(collector, worker), policy.state_dict())
-            policy.load_state_dict(parts.AwkwardModel(seed).state_dict())
-            policy.unsaved.fill_(seed)
-            collector.update_policy_weights_(policy if seed == 3 else None)
-            expected = policy(torch.zeros(())).item()
-            assert parts.acts(collector) == [expected, expected]
-
-
-def _count_storages(connection: Connection, scheme: parts.DoubleBufferSyncScheme) -> None:
-    model = parts.AwkwardModel(0)
-    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
-    scheme.connect(worker_idx=0)
-    for _ in range(2):
-        connection.send(
-            {
-                "tied": model.tied.weight is model.tied_to.weight,
-                "parameters": [name for name, _ in model.named_parameters()],
-                "requires_grad": [p.requires_grad for p in model.parameters()],
-                "buffers": [name for name, _ in model.named_buffers()],
-            }
-        )
-        connection.recv()
-    scheme.shutdown()
+def _kinds_in(model: nn.Module) -> dict[str, Any]:
+    return {
+        "tied": model.tied.weight is model.tied_to.weight,
+        "parameters": [name for name, _ in model.named_parameters()],
+        "requires_grad": [p.requires_grad for p in model.parameters()],
+        "buffers": [name for name, _ in model.named_buffers()],
+    }
 
 
 def test_a_model_keeps_its_kinds_of_tensors(scheme):
     """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
-    policy = parts.AwkwardModel(1)
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    expected = {
-        "tied": True,
-        "parameters": [name for name, _ in policy.named_parameters()],
-        "requires_grad": [p.requires_grad for p in policy.parameters()],
-        "buffers": [name for name, _ in policy.named_buffers()],
-    }
-    with Child(_count_storages, scheme) as worker:
-        scheme.connect()
-        assert worker.receive() == expected
-        scheme.send(parts.AwkwardModel(2))
-        worker.send()
-        assert worker.receive() == expected
-        worker.send()
-        assert worker.wait() == 0
-    scheme.shutdown()
+    policy, model = parts.AwkwardModel(1), parts.AwkwardModel(0)
+    begin(scheme, policy)
+    worker = receiving(scheme, model)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    assert _kinds_in(model) == _kinds_in(policy)
+    scheme.send(parts.AwkwardModel(2))
+    assert _kinds_in(model) == _kinds_in(policy)
+    parts.assert_same_state(model.state_dict(), parts.AwkwardModel(2).state_dict())
+    worker.shutdown()
 
 
 def test_a_policy_without_weights(scheme):
@@ -1144,8 +995,7 @@ def test_a_policy_without_weights(scheme):
         assert parts.acts(collector) == [0.0, 0.0]
 
 
-def test_shutdown_twice_and_what_comes_after(address):
-    policy = parts.ConstantPolicy(1.0)
+def test_shutdown_twice_and_what_comes_after(address, policy):
     scheme = parts.DoubleBufferSyncScheme(address)
     scheme.shutdown()  # before anything
     scheme = parts.DoubleBufferSyncScheme(address)
@@ -1158,46 +1008,15 @@ def test_shutdown_twice_and_what_comes_after(address):
     with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
         scheme.shutdown()  # has nothing to do with its successor
         del scheme
-        fill(policy, 2.0)
-        collector.update_policy_weights_()
+        update(collector, policy, 2.0)
         assert parts.acts(collector) == [2.0, 2.0]
 
 
-def test_order_of_calls(scheme):
-    with pytest.raises(RuntimeError):
-        scheme.connect()
-    with pytest.raises(RuntimeError):
-        scheme.send()
-    with pytest.raises(RuntimeError):
-        scheme.receive()
-    scheme.init_on_sender(model_id="policy", model=parts.ConstantPolicy(), num_workers=0)
-    with pytest.raises(RuntimeError):
-        scheme.send()
-    scheme.connect()
-    with pytest.raises(RuntimeError):
-        scheme.connect()
-    scheme.shutdown()
-
-
-def test_arguments_that_exclude_each_other(scheme):
-    policy = parts.ConstantPolicy()
-    weights = parts.TensorDict.from_module(policy)
-    for more in ({"weights": weights}, {"model": policy}):
-        with pytest.raises(ValueError, match="params_map"):
-            scheme.init_on_sender(params_map={0: weights}, **more)
-    with pytest.raises(ValueError, match="weights"):
-        scheme.init_on_sender(model_id="policy", model=policy, weights=weights, num_workers=1)
-    assert not scheme.initialized_on_sender
-    scheme.init_on_sender(params_map={0: weights})
-    scheme.shutdown()
-
-
-def test_pickling_at_any_time(address):
+def test_pickling_at_any_time(address, policy):
     """A copy is a scheme that has not begun, and does not disturb the one that has."""
-    policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address, sync=True, timeout_s=30.0, num_threads=2)
     copies = [pickle.loads(pickle.dumps(scheme))]
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=0)
+    begin(scheme, policy, num_workers=0)
     copies.append(pickle.loads(pickle.dumps(scheme)))
     scheme.connect()
     copies += [pickle.loads(pickle.dumps(scheme)), copy.deepcopy(scheme)]
@@ -1213,13 +1032,10 @@ def test_pickling_at_any_time(address):
     scheme.shutdown()
 
 
-def test_nothing_is_left_behind(address):
+def test_nothing_is_left_behind(address, scheme, policy):
     """No thread in the trainer, no process, no lock; and the stores are whole."""
     threads = set(threading.enumerate())
-    policy = parts.ConstantPolicy(1.0)
-    with parts.collecting(
-        policy, parts.DoubleBufferSyncScheme(address), env=parts.SlowEnv
-    ) as collector:
+    with parts.collecting(policy, scheme, env=parts.SlowEnv) as collector:
         processes = list(collector.procs)
         collector.update_policy_weights_()
         parts.acts(collector)

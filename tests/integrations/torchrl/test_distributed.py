@@ -22,10 +22,11 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
-from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -37,11 +38,6 @@ pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 NODE_CLASSES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector")
 KIND_CLASSES = ("DistributedCollector", "RPCCollector")
-KINDS = pytest.mark.parametrize("kind_name", KIND_CLASSES)
-ONE_KIND = pytest.mark.parametrize(
-    "kind_name", [pytest.param(KIND_CLASSES[0], marks=IN_SOAKS_ALONE), KIND_CLASSES[1]]
-)
-"""RPC's alone outside of soaks, where the other's nodes do the same."""
 FRAMES = 8
 
 Collected = list[list[float]]
@@ -124,9 +120,10 @@ def end(collector: Any) -> None:
     collector.shutdown()
 
 
-def records(address: Path) -> list[Any]:
-    """What the workers say of themselves in the policy's store."""
-    return list(dbuffer.store.buffer.DoubleBuffer(address / "policy").receivers())
+def records(address: Path) -> dict[str, Any]:
+    """Records of the workers in the policy's store, by the worker."""
+    store = DoubleBuffer(address / "policy")
+    return {record.receiver: record for record in store.receivers()}
 
 
 def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
@@ -147,8 +144,9 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     return total
 
 
-@pytest.mark.soak
-@in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
+@in_soaks_alone
+@pytest.mark.parametrize("kind_name", KIND_CLASSES)
+@pytest.mark.parametrize("node_name", NODE_CLASSES)
 def test_distributed_collector_class(address, kind, node):
     """A policy without weights, on every kind of node."""
     assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
@@ -156,15 +154,15 @@ def test_distributed_collector_class(address, kind, node):
 
 def _update_policy(
     kind: Any, node: Any, sync: bool, with_factory: bool, address: Path
-) -> Collected:
-    policy = None if with_factory else parts.ConstantPolicy(1.0)
-    source = parts.ConstantPolicy(1.0) if with_factory else policy
+) -> tuple[Collected, set[int]]:
+    policy = None if with_factory else parts.PidPolicy(1.0)
+    source = parts.PidPolicy(1.0) if with_factory else policy
     # Of several nodes that collect at their own pace, some batches may have begun before.
     num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
     collector = kind(
         [parts.NodeEnv()] * num_nodes,
         policy,
-        policy_factory=parts.ConstantPolicy if with_factory else None,
+        policy_factory=parts.PidPolicy if with_factory else None,
         collector_class=node,
         sync=sync,
         weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
@@ -174,43 +172,46 @@ def _update_policy(
             num_workers_per_collector=1 if node is collectors.Collector else 2,
         ),
     )
+    pids = {job.pid for job in collector.jobs}
     seen = []
     for batch in collector:
         seen.append(actions(batch))
+        pids |= {int(pid) for pid in batch["pid"].unique()}
         if len(seen) == 1:
             source.weight.data.add_(1)
             collector.update_policy_weights_(
                 parts.TensorDict.from_module(source) if with_factory else None
             )
     end(collector)
-    return seen
-
-
-# Every pair of a kind, a node and a mode; in a soak every combination.
-WAYS = [
-    pytest.param(kind, node, sync, not sync, id=f"{kind}-{node}-{sync}")
-    for index, kind in enumerate(KIND_CLASSES)
-    for other, node in enumerate(NODE_CLASSES)
-    for sync in (False, True)
-    if is_soak() or sync == (index + other) % 2
-]
+    collector.shutdown()
+    return seen, pids
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind_name", "node_name", "sync", "with_factory"), WAYS)
+@in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
+@pytest.mark.parametrize("with_factory", [False, pytest.param(True, marks=IN_SOAKS_ALONE)])
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=IN_SOAKS_ALONE)])
 def test_distributed_collector_updatepolicy(address, kind, node, sync, with_factory):
-    """Down to the last worker: trainer, node, and the node's own workers."""
-    seen = in_child(_update_policy, kind, node, sync, with_factory, address)
+    """Down to the last worker: trainer, node, and the node's own workers.
+
+    `test_update_interval` has nodes that collect at their own pace, and make their policy. At the
+    end, all processes end (as `test_collector_shutdown_clears_python_processes`).
+    """
+    seen, pids = in_child(_update_policy, kind, node, sync, with_factory, address)
     assert seen[0] == [1.0]
     assert seen[-2:] == [[2.0], [2.0]]
     if sync and node is not collectors.MultiAsyncCollector:
         assert seen[1] == [2.0], "the update came before the next batch was asked for"
+    num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
+    assert len(pids) == (num_nodes if node is collectors.Collector else 3 * num_nodes)
+    for pid in pids:
+        wait_for_end(pid)
 
 
-def _update_by_itself(sync: bool, address: Path) -> Collected:
+def _update_by_itself(sync: bool, address: Path) -> tuple[dict[str, int | None], Collected]:
     policy = parts.ConstantPolicy(1.0)
     collector = distributed.DistributedCollector(
-        [parts.NodeEnv()] * 2,
+        [parts.LateEnv()] * 2,
         policy,
         policy_factory=parts.ConstantPolicy,
         sync=sync,
@@ -218,40 +219,27 @@ def _update_by_itself(sync: bool, address: Path) -> Collected:
         weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
         **local(8),
     )
+    applied = {worker: record.applied_version for worker, record in records(address).items()}
     seen = []
     for batch in collector:
         seen.append(actions(batch))
         if len(seen) == 1:
             policy.weight.data.add_(1)
     end(collector)
-    return seen
+    return applied, seen
 
 
 @pytest.mark.parametrize("sync", [False, True])
 def test_update_interval(address, sync):
-    """The collector sends by itself, to all nodes or to the one whose batch it has."""
-    seen = in_child(_update_by_itself, sync, address)
+    """The collector sends by itself, to all nodes or to the one whose batch it has.
+
+    It waits for its nodes before. Else it gives them ten seconds to be there, which some need to
+    import what they run.
+    """
+    applied, seen = in_child(_update_by_itself, sync, address)
+    assert applied == {"worker-0": 1, "worker-1": 1}
     assert seen[0] == [1.0]
     assert seen[-2:] == [[2.0], [2.0]]
-
-
-def _construct(address: Path) -> dict[str, int | None]:
-    collector = distributed.DistributedCollector(
-        [parts.LateEnv()] * 2,
-        parts.ConstantPolicy(1.0),
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address, sync=False)},
-        **local(2),
-    )
-    applied = {record.receiver: record.applied_version for record in records(address)}
-    for _ in collector:
-        pass
-    end(collector)
-    return applied
-
-
-def test_distributed_collector_waits_for_its_nodes(address):
-    """Else it gives them ten seconds to be there, which some need to import what they run."""
-    assert in_child(_construct, address) == {"worker-0": 1, "worker-1": 1}
 
 
 def _update_one(kind: Any, address: Path) -> Collected:
@@ -272,17 +260,22 @@ def _update_one(kind: Any, address: Path) -> Collected:
     return seen
 
 
-@KINDS
+@pytest.mark.parametrize("kind_name", KIND_CLASSES)
 def test_worker_ids(address, kind):
-    """Nodes are counted from 0, whatever their rank is."""
+    """Nodes are counted from 0, whatever their rank is. Weights of an earlier run are not used.
+
+    RPC's workers come to the store before the trainer does.
+    """
+    address.mkdir(mode=0o700)
+    with dbuffer.WeightSender(address / "policy") as sender:
+        for value in (7.0, 8.0):
+            sender.send(parts.ConstantPolicy(value))
     half = FRAMES // 2
     seen = in_child(_update_one, kind, address)
+    expected = [[1.0, 1.0], [1.0, 2.0], [3.0, 2.0], [4.0, 4.0], [5.0, 5.0]]
     # RPCCollector puts the batch of whoever is ready first in the first place.
     if kind is distributed.RPCCollector:
-        seen = [sorted(row) for row in seen]
-    expected = [[1.0, 1.0], [1.0, 2.0], [3.0, 2.0], [4.0, 4.0], [5.0, 5.0]]
-    if kind is distributed.RPCCollector:
-        expected = [sorted(pair) for pair in expected]
+        seen, expected = [sorted(row) for row in seen], [sorted(pair) for pair in expected]
     assert seen == [[first] * half + [second] * half for first, second in expected]
 
 
@@ -305,35 +298,14 @@ def _whole(kind: Any, node: Any, address: Path) -> Collected:
     return seen
 
 
-@ONE_KIND
+@pytest.mark.parametrize(
+    "kind_name", [pytest.param(KIND_CLASSES[0], marks=IN_SOAKS_ALONE), KIND_CLASSES[1]]
+)
 def test_no_forward_call_sees_weights_of_two_versions(address, kind):
     seen = in_child(_whole, kind, collectors.Collector, address)
     values = {value for row in seen for value in row}
     assert min(values) >= 0.0, "a forward call saw weights of two versions"
     assert len(values) > 5
-
-
-def _begin(kind: Any, address: Path) -> Collected:
-    collector = kind(
-        [parts.NodeEnv()] * 2,
-        parts.ConstantPolicy(1.0),
-        sync=True,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **local(2),
-    )
-    seen = [actions(batch) for batch in collector]
-    end(collector)
-    return seen
-
-
-@ONE_KIND
-def test_weights_of_an_earlier_run_are_not_used(address, kind):
-    """RPC's workers come to the store before the trainer does."""
-    address.mkdir(mode=0o700)
-    with dbuffer.WeightSender(address / "policy") as sender:
-        sender.send(parts.ConstantPolicy(7.0))
-        sender.send(parts.ConstantPolicy(8.0))
-    assert in_child(_begin, kind, address) == [[1.0], [1.0]]
 
 
 def _lose_a_node(address: Path) -> tuple[str, float]:
@@ -369,32 +341,6 @@ def test_a_node_that_was_killed(address):
     message, duration_s = in_child(_lose_a_node, address)
     assert "worker-0" in message
     assert duration_s < 30.0, "nobody waits for the dead until the time-out of 60 s"
-
-
-def _shut_down(kind: Any, address: Path) -> list[int]:
-    collector = kind(
-        [parts.NodeEnv()] * 2,
-        parts.PidPolicy(),
-        collector_class=collectors.MultiSyncCollector,
-        sync=True,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **local(3, num_workers_per_collector=2),
-    )
-    pids = {job.pid for job in collector.jobs}
-    for batch in collector:
-        collector.update_policy_weights_(parts.PidPolicy())
-        pids |= {int(pid) for pid in actions(batch)}
-    end(collector)
-    collector.shutdown()
-    return sorted(pids)
-
-
-@KINDS
-def test_collector_shutdown_clears_python_processes(address, kind):
-    pids = in_child(_shut_down, kind, address)
-    assert len(pids) == 6, "two nodes with two workers each"
-    for pid in pids:
-        wait_for_end(pid)
 
 
 def _by_hand(address: Path) -> Collected:
@@ -485,9 +431,9 @@ def test_ray_collector_updatepolicy(cluster, address):
         assert actions(next(batches)) == [5.0]
         with pytest.raises(dbuffer.ReceiverFailedError, match="weight"):
             collector.update_policy_weights_({"weight": torch.zeros(3)})
-        pids = {record.receiver: record.pid for record in records(address)}
+        lost = records(address)["worker-0"].pid
         cluster.kill(collector.remote_collectors[0])
-        wait_for_end(pids["worker-0"])
+        wait_for_end(lost)
         started = time.monotonic()
         with pytest.raises(dbuffer.ReceiverFailedError, match="worker-0"):
             collector.update_policy_weights_(parts.ConstantPolicy(6.0))

@@ -87,6 +87,11 @@ COLLECTORS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
         lambda s: s.init_on_sender(weights={"a": torch.ones(1)}, model=nn.Linear(1, 1)),
         ValueError,
     ),
+    "send before connect": (lambda s: sending(s).send(), RuntimeError),
+    "params_map and model": (
+        lambda s: s.init_on_sender(params_map={0: {}}, model=nn.Linear(1, 1)),
+        ValueError,
+    ),
     "no such worker": (
         lambda s: connected(s).send({"a": torch.ones(1)}, worker_ids=[7]),
         ValueError,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,31 +22,23 @@ SOON_S = 0.1
 
 
 class Steps(nn.Module):
-    """A model whose forward call can be stopped in its middle."""
+    """A model whose forward calls, one in the other, can be stopped in their middle."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entered = threading.Semaphore(0)
         self.may_leave = threading.Semaphore(0)
 
-    def forward(self, x: int) -> int:
+    def forward(self, depth: int = 0) -> int:
         self.entered.release()
         assert self.may_leave.acquire(timeout=WAIT_S)
-        return x + 1
+        return 1 + self(depth - 1) if depth else 1
 
 
-def in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except Exception as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, results
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -60,102 +53,67 @@ def model(guard: ForwardGuard) -> Steps:
     return model
 
 
-def load(guard: ForwardGuard, loaded: threading.Event) -> None:
+def load(guard: ForwardGuard) -> None:
     with guard.loading():
-        loaded.set()
+        pass
 
 
-def test_loading_waits_for_a_forward_call_that_runs(guard, model):
-    forward, result = in_thread(lambda: model(1))
+def assert_waits(future: Future[Any]) -> None:
+    with pytest.raises(TimeoutError):
+        future.result(SOON_S)
+
+
+def test_loading_waits_for_a_forward_call_that_runs_and_keeps_new_ones_out(pool, guard, model):
+    first = pool.submit(model)
     assert model.entered.acquire(timeout=WAIT_S)
-    loaded = threading.Event()
-    loading, _ = in_thread(lambda: load(guard, loaded))
-    assert not loaded.wait(SOON_S)
-    model.may_leave.release()
-    assert loaded.wait(WAIT_S)
-    forward.join()
-    loading.join()
-    assert result == [2]
-
-
-def test_a_forward_call_waits_for_loading(guard, model):
-    model.may_leave.release()
-    with guard.loading():
-        forward, result = in_thread(lambda: model(1))
-        assert not model.entered.acquire(timeout=SOON_S)
-    forward.join()
-    assert result == [2]
-
-
-def test_loading_that_waits_keeps_new_forward_calls_out(guard, model):
-    first, _ = in_thread(lambda: model(1))
-    assert model.entered.acquire(timeout=WAIT_S)
-    loaded = threading.Event()
-    loading, _ = in_thread(lambda: load(guard, loaded))
-    assert not loaded.wait(SOON_S)
-    second, _ = in_thread(lambda: model(1))
+    loading = pool.submit(load, guard)
+    assert_waits(loading)
+    second = pool.submit(model)
     assert not model.entered.acquire(timeout=SOON_S)
-    model.may_leave.release(2)
-    for thread in (first, loading, second):
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert loaded.is_set()
+    model.may_leave.release()
+    loading.result(WAIT_S)
+    model.may_leave.release()
+    assert first.result(WAIT_S) == second.result(WAIT_S) == 1
 
 
-def test_forward_calls_do_not_wait_for_each_other(model):
-    threads = [in_thread(lambda: model(1))[0] for _ in range(3)]
-    for _ in threads:
+def test_a_forward_call_waits_for_loading(pool, guard, model):
+    """Which the same thread may enter again."""
+    model.may_leave.release()
+    with guard.loading():
+        load(guard)
+        forward = pool.submit(model)
+        assert not model.entered.acquire(timeout=SOON_S)
+    assert forward.result(WAIT_S) == 1
+
+
+def test_forward_calls_do_not_wait_for_each_other(pool, model):
+    calls = [pool.submit(model) for _ in range(3)]
+    for _ in calls:
         assert model.entered.acquire(timeout=WAIT_S)
     model.may_leave.release(3)
-    for thread in threads:
-        thread.join()
+    assert [call.result(WAIT_S) for call in calls] == [1, 1, 1]
 
 
-def test_loading_may_be_entered_again_by_the_same_thread(guard, model):
+def test_a_model_that_calls_itself_does_not_wait_for_itself(pool, guard, model):
+    forward = pool.submit(model, 2)
+    assert model.entered.acquire(timeout=WAIT_S)
+    loading = pool.submit(load, guard)
+    assert_waits(loading)
+    model.may_leave.release(2)
+    for _ in range(2):
+        assert model.entered.acquire(timeout=WAIT_S)
+    assert_waits(loading)
     model.may_leave.release()
-    with guard.loading():
-        with guard.loading():
-            pass
-        forward, result = in_thread(lambda: model(1))
-        assert not model.entered.acquire(timeout=SOON_S)
-    forward.join()
-    assert result == [2]
+    loading.result(WAIT_S)
+    assert forward.result(WAIT_S) == 3
 
 
-def test_a_model_that_calls_itself_does_not_wait_for_itself(guard):
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.is_inside = threading.Event()
-            self.may_go_on = threading.Event()
-
-        def forward(self, depth: int) -> int:
-            self.is_inside.set()
-            assert self.may_go_on.wait(WAIT_S)
-            return depth if depth == 3 else self(depth + 1)
-
-    model = Recursive()
-    guard.attach(model)
-    forward, result = in_thread(lambda: model(0))
-    assert model.is_inside.wait(WAIT_S)
-    loaded = threading.Event()
-    loading, _ = in_thread(lambda: load(guard, loaded))
-    assert not loaded.wait(SOON_S)
-    model.may_go_on.set()
-    for thread in (forward, loading):
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert result == [3]
-
-
-def test_a_forward_call_that_raises_is_over(guard):
+def test_a_forward_call_that_raises_is_over(pool, guard):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     with pytest.raises(RuntimeError, match="shape"):
         linear(torch.ones(3))
-    loading, _ = in_thread(lambda: load(guard, threading.Event()))
-    loading.join(WAIT_S)
-    assert not loading.is_alive()
+    pool.submit(load, guard).result(WAIT_S)
 
 
 def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard):
@@ -180,17 +138,15 @@ def test_attaching_again_changes_nothing(guard):
 
 
 @pytest.mark.parametrize("derive", [copy.deepcopy, partial(torch.compile, backend="eager")])
-def test_a_copy_of_the_model_and_a_compiled_one_are_guarded_with_it(guard, derive):
+def test_a_copy_of_the_model_and_a_compiled_one_are_guarded_with_it(pool, guard, derive):
     linear = nn.Linear(2, 2)
     guard.attach(linear)
     twin = derive(linear)
     twin(torch.ones(2))
     with guard.loading():
-        forward, result = in_thread(lambda: twin(torch.ones(2)))
-        forward.join(SOON_S)
-        assert forward.is_alive()
-    forward.join()
-    assert isinstance(result[0], torch.Tensor)
+        forward = pool.submit(twin, torch.ones(2))
+        assert_waits(forward)
+    assert isinstance(forward.result(WAIT_S), torch.Tensor)
 
 
 def test_a_model_travels_to_another_process_with_a_guard_of_its_own(guard):

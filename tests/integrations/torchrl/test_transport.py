@@ -32,10 +32,18 @@ def make_model() -> nn.Module:
     return model
 
 
-def test_what_is_sent_is_received_flat_and_once(transport):
+@pytest.mark.parametrize("kind", ["module", "nested", "flat", "state dict"])
+def test_what_is_sent_is_received_flat_and_once(transport, kind):
     model = make_model()
+    weights = TensorDict.from_module(model)
+    forms: dict[str, Any] = {
+        "module": model,
+        "nested": weights,
+        "flat": weights.flatten_keys("."),
+        "state dict": model.state_dict(),
+    }
     assert transport.receive_weights() is None
-    transport.send_weights("policy", model)
+    transport.send_weights("policy", forms[kind])
     received = transport.receive_weights()
     assert received.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
@@ -43,30 +51,17 @@ def test_what_is_sent_is_received_flat_and_once(transport):
     assert transport.receive_weights() is None
 
 
-@pytest.mark.parametrize("kind", ["nested", "flat", "state dict"])
-def test_tensordicts_and_state_dicts_are_sent_as_well(transport, kind):
-    weights = TensorDict.from_module(make_model())
-    sent: Any = {
-        "nested": weights,
-        "flat": weights.flatten_keys("."),
-        "state dict": make_model().state_dict(),
-    }[kind]
-    transport.send_weights("policy", sent)
-    assert torch.equal(transport.receive_weights()["2.weight"], torch.full((2, 2), 7.0))
-
-
 def test_a_received_copy_outlives_the_next_versions(transport):
-    transport.send_weights("policy", {"a": torch.ones(3)})
+    """It has tied tensors under each name."""
+    tied = torch.ones(3)
+    transport.send_weights("policy", {"a": tied, "b": tied})
     received = transport.receive_weights()
     for value in (2.0, 3.0, 4.0):
         transport.send_weights("policy", {"a": torch.full((3,), value)})
-    assert received["a"].tolist() == [1, 1, 1]
-
-
-def test_tied_tensors_are_received_under_each_name(transport):
-    tied = torch.ones(2)
-    transport.send_weights("policy", {"a": tied, "b": tied})
-    assert sorted(transport.receive_weights().keys()) == ["a", "b"]
+    assert {name: tensor.tolist() for name, tensor in received.items()} == {
+        "a": [1, 1, 1],
+        "b": [1, 1, 1],
+    }
 
 
 def test_waits_for_what_comes_in_time_and_no_longer(transport):
@@ -79,24 +74,21 @@ def test_waits_for_what_comes_in_time_and_no_longer(transport):
     sending.join()
 
 
-def test_receives_into_what_is_given(transport):
-    model, other = make_model(), make_model()
-    other[2].weight.data[:] = 1
+def test_receives_into_what_is_given_and_applies_it(transport):
+    model = make_model()
+    others = [make_model(), make_model()]
+    for other in others:
+        other[2].weight.data[:] = 1
     transport.send_weights("policy", model)
-    places = TensorDict.from_module(other).data
+    places = TensorDict.from_module(others[0]).data
     assert transport.receive_weights(weights=places) is places
-    assert torch.equal(other[2].weight, model[2].weight)
+    transport.send_weights("policy", model)
+    transport.receive_weights(model=others[1], strategy=WeightStrategy())
+    for other in others:
+        assert torch.equal(other[2].weight, model[2].weight)
     transport.send_weights("policy", {"a": torch.ones(3)})
     with pytest.raises(WeightsMismatchError):
         transport.receive_weights(weights={"a": torch.zeros(4)})
-
-
-def test_applies_what_it_receives(transport):
-    model, other = make_model(), make_model()
-    other[2].weight.data[:] = 1
-    transport.send_weights("policy", model)
-    transport.receive_weights(model=other, strategy=WeightStrategy())
-    assert torch.equal(other[2].weight, model[2].weight)
 
 
 def test_the_two_ends_may_see_the_store_in_two_places(tmp_path):
@@ -127,6 +119,25 @@ def test_nothing_to_receive_is_said_once(tmp_path, caplog):
     assert str(tmp_path / "remote" / "store") in line
     assert str(tmp_path / "local" / "store") in line
     transport.close()
+
+
+def test_receivers_of_a_host_share_what_one_of_them_reads(transport, network):
+    weights, read, receivers = {"a": torch.ones(1 << 20)}, [], []
+    transport.send_weights("policy", weights)
+    for _ in range(2):
+        receiver = Transport(transport.remote_addr)
+        before = bytes_read()
+        assert torch.equal(receiver.receive_weights()["a"], weights["a"])
+        read.append(bytes_read() - before)
+        receivers.append(receiver)
+    assert read[1] < weights["a"].nbytes / 2 < read[0]
+    for receiver in receivers:
+        receiver.close()
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read so far, with read calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_there_is_a_connection_where_a_store_is_or_may_be(transport, tmp_path):
@@ -163,8 +174,7 @@ def test_options_reach_both_ends(tmp_path):
     options = TransportOptions(dtype=torch.bfloat16, rename={"a": "b"}, checksum=True, verify=True)
     transport = Transport(tmp_path / "store", options=options)
     transport.send_weights("policy", {"a": torch.ones(1)})
-    received = transport.receive_weights()
-    assert received["b"].dtype is torch.bfloat16
+    assert transport.receive_weights()["b"].dtype is torch.bfloat16
     transport.close()
 
 
