@@ -120,8 +120,57 @@ def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Ite
         yield SimpleNamespace(http=http, url=http.url, follower=follower)
 
 
+@contextlib.contextmanager
+def soon(action: Callable[..., object], *arguments: object) -> Iterator[None]:
+    """Act in a moment, in another thread."""
+    timer = threading.Timer(SOON_S, action, arguments)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
 def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
     return BridgeConfig(**{"vllm_api_url": url, "device": "cpu", "timeout_seconds": 30.0, **more})
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Module:
+    model = model or small()
+    bridge.attach_to_vllm_weights(dict(model.named_parameters()))
+    return model
+
+
+@contextlib.contextmanager
+def opened(store: Path, url: str = "http://127.0.0.1:9", **more: Any) -> Iterator[VLLMWeightBridge]:
+    """A bridge with a small model attached."""
+    with VLLMWeightBridge(config_for(url, **more), store=store) as bridge:
+        attached(bridge)
+        yield bridge
+
+
+def write_mapping(directory: Path, entries: dict[str, Any]) -> Path:
+    path = directory / MAPPING_FILE
+    path.write_text(json.dumps({"model": "m", "tp_degree": 1, "param_mappings": entries}))
+    return path
+
+
+def to(name: str, **more: Any) -> dict[str, Any]:
+    return {"vllm_name": name, "shape": [1], "dtype": "torch.float32", **more}
+
+
+RENAMED = {"0.weight": to("first.w")}
+
+
+def assert_published(store: Path, model: nn.Module) -> None:
+    found = stored(store)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter), name
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +187,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_initialize_warns_of_a_server_that_is_not_healthy(tmp_path, caplog, health):
     with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
         url = server.url if health else "http://127.0.0.1:9"
-        with VLLMWeightBridge(config_for(url), store=tmp_path / "store"):
+        with opened(tmp_path / "store", url):
             asked = [path for _, path, _ in server.http.health]
             assert asked.count("/health") == bool(health)
     told = [message for message in caplog.messages if f"the server at {url}" in message]
@@ -150,37 +199,24 @@ def test_initialize_warns_of_a_server_that_is_not_healthy(tmp_path, caplog, heal
 # Settings
 
 
-def test_mode_is_local_without_inference_nodes():
-    assert BridgeConfig().is_local_mode
-    assert not BridgeConfig(num_inference_nodes=1).is_local_mode
-
-
 def test_settings_come_from_a_training_config(monkeypatch):
-    given = SimpleNamespace(
-        model_name="m",
-        device="cpu",
-        trainer_rank=1,
-        world_size=2,
-        init_method="tcp://a:1",
-        num_inference_nodes=3,
-        vllm_port=9007,
-        lr=1e-5,
-    )
+    shared = {
+        "model_name": "m",
+        "device": "cpu",
+        "trainer_rank": 1,
+        "world_size": 2,
+        "init_method": "tcp://a:1",
+        "num_inference_nodes": 3,
+    }
+    given = SimpleNamespace(**shared, vllm_port=9007, lr=1e-5)
     monkeypatch.setenv("LOGDIR", "/logs")
-    assert BridgeConfig.from_training_config(given) == BridgeConfig(
-        trainer_rank=1,
-        world_size=2,
-        init_method="tcp://a:1",
-        num_inference_nodes=3,
-        model_name="m",
-        device="cpu",
-        log_dir="/logs",
-        vllm_api_url="http://localhost:9007",
-    )
+    config = BridgeConfig.from_training_config(given)
+    assert config == BridgeConfig(**shared, log_dir="/logs", vllm_api_url="http://localhost:9007")
+    assert not config.is_local_mode
     least = SimpleNamespace(model_name="m", device="cpu", single_copy=False)
-    assert BridgeConfig.from_training_config(least) == BridgeConfig(
-        model_name="m", device="cpu", log_dir="/logs"
-    )
+    config = BridgeConfig.from_training_config(least)
+    assert config == BridgeConfig(model_name="m", device="cpu", log_dir="/logs")
+    assert config.is_local_mode
 
 
 @pytest.mark.parametrize("name", ["single_copy", "use_cuda_ipc"])
@@ -197,83 +233,40 @@ def test_rank_outside_of_the_world_is_refused():
         BridgeConfig(trainer_rank=1)
 
 
-def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch):
+def test_default_stores(monkeypatch):
+    """In shared memory, by user, job and port; of several nodes, where all of them see it."""
     name = f"dbuffer-atropos-{os.getuid()}"
-    assert VLLMWeightBridge(config_for("http://localhost:9001")).store == Path(
-        f"/dev/shm/{name}-9001"
-    )
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert VLLMWeightBridge(config_for("http://h")).store == Path(f"/dev/shm/{name}-job77-80")
-
-
-def test_store_of_several_nodes_is_in_the_directory_that_all_see():
     several = config_for(num_inference_nodes=1, log_dir="/shared/logs")
-    assert VLLMWeightBridge(several).store == Path("/shared/logs/dbuffer-atropos")
+    monkeypatch.setenv("LOGDIR", "/logs")
+    for config, job, store in (
+        (config_for("http://localhost:9001"), None, f"/dev/shm/{name}-9001"),
+        (several, None, "/shared/logs/dbuffer-atropos"),
+        (config_for(num_inference_nodes=1), None, "/logs/dbuffer-atropos"),
+        (config_for("http://h"), "77", f"/dev/shm/{name}-job77-80"),
+    ):
+        if job is not None:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert VLLMWeightBridge(config).store == Path(store)
+    monkeypatch.delenv("LOGDIR")
     with pytest.raises(dbuffer.OptionError, match="log_dir"):
         VLLMWeightBridge(config_for(num_inference_nodes=1))
-
-
-def test_directory_of_the_environment_counts_however_the_configuration_was_made(
-    monkeypatch, tmp_path
-):
-    monkeypatch.setenv("LOGDIR", str(tmp_path))
-    assert config_for().log_dir is None
-    assert config_for(log_dir="/other").directory == "/other"
-    assert VLLMWeightBridge(config_for(num_inference_nodes=1)).store == tmp_path / "dbuffer-atropos"
-    write_mapping(tmp_path, {"0.weight": to("first.w")})
-    with VLLMWeightBridge(config_for(), store=tmp_path / "store") as bridge:
-        attached(bridge)
-        bridge.broadcast_weights_to_inference()
-    assert "first.w" in stored(tmp_path / "store")
-
-
-def test_mapping_in_the_working_directory_is_the_default(store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_mapping(tmp_path, {"0.weight": to("first.w")})
-    with VLLMWeightBridge(config_for(), store=store) as bridge:
-        attached(bridge)
-        bridge.broadcast_weights_to_inference()
-    assert "first.w" in stored(store)
 
 
 # What is published
 
 
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-
-
-def attached(bridge: VLLMWeightBridge, model: nn.Module | None = None) -> nn.Module:
-    model = model or small()
-    bridge.attach_to_vllm_weights(dict(model.named_parameters()))
-    return model
-
-
-def test_tensors_of_the_trainer_are_published_as_they_are_then(store):
-    with VLLMWeightBridge(config_for(), store=store) as bridge:
-        model = attached(bridge)
+@pytest.mark.parametrize("delta", [False, True])
+def test_tensors_of_the_trainer_are_published_as_they_are_then(store, delta):
+    trained = nn.ParameterDict({"a": torch.zeros(10_000)})
+    with VLLMWeightBridge(config_for(), store=store, delta=delta) as bridge:
+        attached(bridge, trained)
         bridge.broadcast_weights_to_inference()
         with torch.no_grad():
-            model[0].weight.fill_(5)
-        assert not torch.equal(stored(store)["0.weight"], model[0].weight)
+            trained["a"][7] = 5
+        assert not torch.equal(stored(store)["a"], trained["a"])
         bridge.broadcast_weights_to_inference()
-        found = stored(store)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
-        name: tensor.tolist() for name, tensor in model.named_parameters()
-    }
-
-
-def test_bridge_publishes_what_changed(store):
-    trained = {"a": torch.zeros(10_000)}
-    with VLLMWeightBridge(config_for(), store=store, delta=True) as bridge:
-        bridge.attach_to_vllm_weights(trained)
-        for version in (1, 2):
-            trained["a"][version] = version
-            bridge.broadcast_weights_to_inference()
-        assert len(list((store / "deltas").iterdir())) == 1
-    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert torch.equal(snapshot.tensors["a"], trained["a"])
+        assert_published(store, trained)
+        assert len(list(store.glob("deltas/*"))) == delta
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -291,8 +284,7 @@ def test_model_that_is_made_lives_in_the_store(store, checkpoint, caplog, tmp_pa
             model(torch.arange(4)[None]).logits.sum().backward()
             optimizer.step()
             bridge.broadcast_weights_to_inference()
-            found = stored(store)
-            assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+            assert_published(store, model)
         with pytest.raises(dbuffer.OptionError, match="get_trainable_model"):
             attached(bridge)
         # As Atropos' trainer does now and then.
@@ -300,7 +292,7 @@ def test_model_that_is_made_lives_in_the_store(store, checkpoint, caplog, tmp_pa
         saved = type(model).from_pretrained(tmp_path)
         assert all(torch.equal(p, saved.get_parameter(n)) for n, p in model.named_parameters())
         assert saved.lm_head.weight is saved.model.embed_tokens.weight
-    assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+    assert_published(store, model)
     assert "ordinary model" not in caplog.text
 
 
@@ -332,8 +324,7 @@ def test_model_of_a_trainer_that_goes_on_is_what_it_attached(store, checkpoint, 
         model(torch.arange(4)[None]).logits.sum().backward()
         torch.optim.SGD(model.parameters(), 0.5).step()
         bridge.broadcast_weights_to_inference()
-        found = stored(store)
-    assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
+    assert_published(store, resumed)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +360,7 @@ def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
         assert "ordinary model, copied at each update: " in caplog.text
         assert "mount" in caplog.text
         bridge.broadcast_weights_to_inference()
-        found = stored(store)
-        assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+        assert_published(store, model)
 
 
 def test_bridge_that_is_not_open_says_so(store):
@@ -429,53 +419,36 @@ def test_bridge_is_made_and_opened_from_a_training_config(tmp_path, monkeypatch)
 
 
 def test_server_with_bridge_routes_is_notified_and_waited_for(store):
-    with running(store, WITH_ROUTES) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
-            model = attached(bridge)
-            for count in (1, 2, 3):
-                with torch.no_grad():
-                    model[0].weight.fill_(count)
-                began = time.time()
-                bridge.notify_update()
-                assert server.follower.tensors["0.weight"].unique().tolist() == [count]
-                method, path, body = server.http.calls[-1]
-                assert (method, path) == ("POST", "/bridge/notify_update")
-                assert began - 1 < body.pop("timestamp") < time.time() + 1
-                assert body == {"update_count": count, "trainer_rank": 0}
-            bridge.barrier()
-        assert len(server.http.calls) == 3
-
-
-def test_broadcast_and_barrier_are_an_update_too(store):
-    """Also the first one, before any notify_update()."""
-    with running(store, WITH_ROUTES) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
-            attached(bridge)
-            for version in (1, 2):
+    with running(store, WITH_ROUTES) as server, opened(store, server.url) as bridge:
+        for count in range(1, 5):
+            began = time.time()
+            if count % 2:  # also the first one, before any notify_update()
                 bridge.broadcast_weights_to_inference()
                 bridge.barrier()
-                assert server.follower.versions[-1] == version
-                assert [body["update_count"] for _, _, body in server.http.calls][-1] == version
-                bridge.barrier()  # which finds that it is served already
-            assert len(server.http.calls) == 2
+            else:
+                bridge.notify_update()
+            assert server.follower.versions[-1] == count
+            method, path, body = server.http.calls[-1]
+            assert (method, path) == ("POST", "/bridge/notify_update")
+            assert began - 1 < body.pop("timestamp") < time.time() + 1
+            assert body == {"update_count": count, "trainer_rank": 0}
+            bridge.barrier()  # which finds that it is served already
+        assert len(server.http.calls) == 4
 
 
 @pytest.mark.parametrize("code", [404, 405])
 def test_server_without_routes_that_follows_by_itself_is_waited_for(store, code):
-    with running(store, {"POST /bridge/notify_update": code}) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
-            attached(bridge)
-            for version in (1, 2):
-                bridge.notify_update()
-                assert server.follower.versions[-1] == version
+    routes = {"POST /bridge/notify_update": code}
+    with running(store, routes) as server, opened(store, server.url) as bridge:
+        for version in (1, 2):
+            bridge.notify_update()
+            assert server.follower.versions[-1] == version
 
 
 @pytest.mark.parametrize("routes", [WITH_ROUTES, {}], ids=["with routes", "without"])
 def test_server_that_follows_nothing_is_not_waited_for_ever(store, routes):
     with running(store, routes, follows=False) as server:
-        config = config_for(server.url, timeout_seconds=SOON_S)
-        with VLLMWeightBridge(config, store=store) as bridge:
-            attached(bridge)
+        with opened(store, server.url, timeout_seconds=SOON_S) as bridge:
             with pytest.raises(TimeoutError, match="FollowStore") as caught:
                 bridge.notify_update()
             assert str(store) in str(caught.value)
@@ -491,37 +464,32 @@ def test_server_that_cannot_load_from_a_store_is_told_at_once(store):
     said = {"instance_id": "a", "parallel_config": parallel, "weight_transfer_config": None}
     said["additional_config"] = {}
     routes = {"GET /server_info": {"vllm_config": said}, "GET /is_paused": {"is_paused": False}}
-    with running(store, routes, follows=False) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
-            attached(bridge)
-            began = time.monotonic()
-            for _ in range(2):
-                with pytest.raises(NotImplementedError, match="worker-extension-cls"):
-                    bridge.notify_update()
-            assert time.monotonic() - began < bridge.config.timeout_seconds
+    with running(store, routes, follows=False) as server, opened(store, server.url) as bridge:
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="worker-extension-cls"):
+                bridge.notify_update()
+        assert time.monotonic() - began < bridge.config.timeout_seconds
 
 
 def test_server_that_is_paused_and_cannot_be_driven_is_logged(store, caplog):
     """It was somebody else who paused it, for a bridge cannot."""
     routes = {"GET /is_paused": {"is_paused": True}, "GET /server_info": 404}
-    with running(store, routes, follows=False) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store):
-            pass
+    with running(store, routes, follows=False) as server, opened(store, server.url):
+        pass
     assert f"the server at {server.url} is paused, and stays so" in caplog.text
 
 
 def test_error_of_the_server_is_raised(store):
-    with running(store, {"POST /bridge/notify_update": 500}) as server:
-        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
-            attached(bridge)
-            with pytest.raises(dbuffer.EngineUpdateError, match=r"/bridge/notify_update: 500"):
-                bridge.notify_update()
+    routes = {"POST /bridge/notify_update": 500}
+    with running(store, routes) as server, opened(store, server.url) as bridge:
+        with pytest.raises(dbuffer.EngineUpdateError, match=r"/bridge/notify_update: 500"):
+            bridge.notify_update()
 
 
 def test_server_that_is_not_there_is_told_in_time(store):
     url = f"http://127.0.0.1:{free_port()}"
-    with VLLMWeightBridge(config_for(url, timeout_seconds=SOON_S), store=store) as bridge:
-        attached(bridge)
+    with opened(store, url, timeout_seconds=SOON_S) as bridge:
         began = time.monotonic()
         with pytest.raises(ConnectionError, match=url):
             bridge.notify_update()
@@ -536,15 +504,8 @@ def test_server_that_comes_late_is_waited_for(store):
             stack.enter_context(contextlib.closing(BridgeHTTP(WITH_ROUTES, port)))
             stack.enter_context(contextlib.closing(Follower(store)))
 
-        config = config_for(f"http://127.0.0.1:{port}")
-        with VLLMWeightBridge(config, store=store) as bridge:
-            attached(bridge)
-            timer = threading.Timer(SOON_S, come)
-            timer.start()
-            try:
-                bridge.notify_update()
-            finally:
-                timer.join()
+        with opened(store, f"http://127.0.0.1:{port}") as bridge, soon(come):
+            bridge.notify_update()
 
 
 # Several nodes
@@ -687,45 +648,24 @@ def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
 # The parameter mapping
 
 
-def write_mapping(directory: Path, entries: dict[str, Any]) -> Path:
-    path = directory / MAPPING_FILE
-    path.write_text(json.dumps({"model": "m", "tp_degree": 1, "param_mappings": entries}))
-    return path
-
-
-def to(name: str, **more: Any) -> dict[str, Any]:
-    return {"vllm_name": name, "shape": [1], "dtype": "torch.float32", **more}
-
-
-@pytest.fixture
-def publish_with(store: Path, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor]]:
-    """What is in the store after a publish with such entries in the mapping."""
-
-    def publish(entries: dict[str, Any], model: nn.Module | None = None) -> Any:
-        write_mapping(tmp_path, entries)
-        config = config_for(log_dir=str(tmp_path))
-        with VLLMWeightBridge(config, store=store) as bridge:
-            attached(bridge, model)
-            bridge.broadcast_weights_to_inference()
-        return stored(store)
-
-    return publish
-
-
-def test_names_are_those_of_the_mapping(publish_with):
-    found = publish_with({"0.weight": to("first.w"), "1.bias": to("1.bias")})
-    assert sorted(found) == ["0.bias", "1.bias", "1.weight", "first.w"]
-
-
-def test_what_the_servers_call_their_own_is_passed_over(publish_with):
-    """Atropos' patched server writes its own names, fused ones among them, each to itself."""
-    found = publish_with({"model.qkv_proj.weight": to("model.qkv_proj.weight")})
-    assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-
-
-def test_parts_of_a_fused_projection_keep_their_names(publish_with):
-    found = publish_with({"0.weight": to("qkv"), "1.weight": to("qkv"), "0.bias": to("b")})
-    assert sorted(found) == ["0.weight", "1.bias", "1.weight", "b"]
+@pytest.mark.parametrize(
+    ("entries", "names"),
+    [
+        ({"0.weight": to("first.w"), "1.bias": to("1.bias")}, "0.bias 1.bias 1.weight first.w"),
+        # Atropos' patched server writes its own names, fused ones among them, each to itself.
+        ({"qkv_proj.weight": to("qkv_proj.weight")}, "0.bias 0.weight 1.bias 1.weight"),
+        # Parts of a fused projection keep their names.
+        (
+            {"0.weight": to("qkv"), "1.weight": to("qkv"), "0.bias": to("b")},
+            "0.weight 1.bias 1.weight b",
+        ),
+    ],
+)
+def test_names_are_those_of_the_mapping(store, tmp_path, entries, names):
+    write_mapping(tmp_path, entries)
+    with opened(store, log_dir=str(tmp_path)) as bridge:
+        bridge.broadcast_weights_to_inference()
+    assert sorted(stored(store)) == names.split()
 
 
 @pytest.mark.parametrize(
@@ -739,45 +679,54 @@ def test_parts_of_a_fused_projection_keep_their_names(publish_with):
 )
 @pytest.mark.timing(mapping_settle_s=0.1)
 def test_mapping_for_another_model_is_refused_before_anything_is_written(
-    publish_with, store, entries, problem
+    tmp_path, store, entries, problem
 ):
+    write_mapping(tmp_path, entries)
     with pytest.raises(dbuffer.OptionError, match=problem) as caught:
-        publish_with(entries)
+        with opened(store, log_dir=str(tmp_path)):
+            pass
     assert MAPPING_FILE in str(caught.value)
     with dbuffer.WeightReceiver(store) as receiver:
         assert receiver.wait_for_version(timeout_s=0) is None
 
 
 def test_mapping_is_waited_for_while_it_is_written(tmp_path):
-    path = write_mapping(tmp_path, {"0.weight": to("w")})
+    path = write_mapping(tmp_path, RENAMED)
     whole = path.read_text()
     path.write_text(whole[:40])
-    timer = threading.Timer(0.3, path.write_text, [whole])
-    timer.start()
-    mapping = ParameterMapping.find(str(tmp_path))
-    timer.join()
-    assert mapping.names("0.weight") == "w"
+    with soon(path.write_text, whole):
+        mapping = ParameterMapping.find(str(tmp_path))
+    assert mapping.names("0.weight") == "first.w"
 
 
-@contextlib.contextmanager
-def written_soon(directory: Path, entries: dict[str, Any]) -> Iterator[None]:
-    timer = threading.Timer(SOON_S, write_mapping, [directory, entries])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
+@pytest.mark.parametrize("where", ["LOGDIR", "log_dir", "working directory", "named"])
+def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, where):
+    assert ParameterMapping.find(None) is None
+    assert ParameterMapping.find(str(tmp_path)) is None
+    path = write_mapping(tmp_path, RENAMED)
+    more = {}
+    if where == "LOGDIR":
+        monkeypatch.setenv("LOGDIR", str(tmp_path))
+        assert config_for().log_dir is None
+        assert config_for(log_dir="/other").directory == "/other"
+    elif where == "log_dir":
+        more = {"log_dir": str(tmp_path)}
+    elif where == "working directory":
+        monkeypatch.chdir(tmp_path)
+    else:
+        monkeypatch.setenv(PATH_VARIABLE, str(path))
+    with opened(store, **more) as bridge:
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
 
 
 @pytest.mark.parametrize("nodes", [0, 1])
 def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypatch):
     be_in_job(monkeypatch, tmp_path)
-    config = config_for(log_dir=str(tmp_path), num_inference_nodes=nodes)
-    with written_soon(tmp_path, {"0.weight": to("first.w")}):
-        with VLLMWeightBridge(config, store=store) as bridge:
+    with soon(write_mapping, tmp_path, RENAMED):
+        with opened(store, log_dir=str(tmp_path), num_inference_nodes=nodes) as bridge:
             assert bridge.param_mappings.keys() == {"0.weight"}
             assert bridge.name_conversions == {"first.w": ["0.weight"]}
-            attached(bridge)
             bridge.broadcast_weights_to_inference()
     assert "first.w" in stored(store)
 
@@ -800,16 +749,14 @@ def test_mapping_that_is_named_and_does_not_come_is_named(store, tmp_path, monke
 
 
 def test_local_mode_goes_on_without_a_mapping_and_says_so(store, tmp_path, caplog):
-    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
-    with VLLMWeightBridge(config, store=store) as bridge:
+    with opened(store, log_dir=str(tmp_path), timeout_seconds=SOON_S) as bridge:
         _, waiting, without = (record.getMessage() for record in caplog.records)
         assert waiting.startswith("waiting up to 0.5 s for ")
         assert str(tmp_path / MAPPING_FILE) in waiting
         assert str(tmp_path / MAPPING_FILE) in without
-        attached(bridge)
         bridge.broadcast_weights_to_inference()
         # One that comes now, and would have changed something, stops the next update.
-        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        write_mapping(tmp_path, RENAMED)
         with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
             bridge.broadcast_weights_to_inference()
         assert bridge._update_count == 1
@@ -820,9 +767,7 @@ def test_local_mode_goes_on_without_a_mapping_and_says_so(store, tmp_path, caplo
 
 
 def test_late_mapping_that_changes_nothing_hinders_nobody(store, tmp_path):
-    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
-    with VLLMWeightBridge(config, store=store) as bridge:
-        attached(bridge)
+    with opened(store, log_dir=str(tmp_path), timeout_seconds=SOON_S) as bridge:
         write_mapping(tmp_path, {"0.weight": to("0.weight"), "theirs": to("theirs")})
         bridge.broadcast_weights_to_inference()
     assert len(stored(store)) == 4
@@ -831,15 +776,14 @@ def test_late_mapping_that_changes_nothing_hinders_nobody(store, tmp_path):
 def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(store, tmp_path):
     """Atropos' server writes an empty one first, also when it starts again."""
     write_mapping(tmp_path, {})
-    with VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store) as bridge:
-        attached(bridge)
+    with opened(store, log_dir=str(tmp_path)) as bridge:
         bridge.broadcast_weights_to_inference()
-        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        write_mapping(tmp_path, RENAMED)
         with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
             bridge.broadcast_weights_to_inference()
         bridge.cleanup()
         bridge.initialize()
-        for entries in ({}, {"0.weight": to("first.w")}):
+        for entries in ({}, RENAMED):
             bridge.broadcast_weights_to_inference()
             write_mapping(tmp_path, entries)
         bridge.broadcast_weights_to_inference()
@@ -848,9 +792,8 @@ def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(store, t
 
 def test_nobody_waits_for_the_mapping_of_a_stock_server(store, tmp_path):
     with running(store, {"GET /version": {"version": "0.32.0"}}) as server:
-        config = config_for(server.url, log_dir=str(tmp_path), timeout_seconds=TIMEOUT_S)
         began = time.monotonic()
-        with VLLMWeightBridge(config, store=store):
+        with opened(store, server.url, log_dir=str(tmp_path), timeout_seconds=TIMEOUT_S):
             assert time.monotonic() - began < TIMEOUT_S / 2
 
 
@@ -861,16 +804,6 @@ def test_mapping_is_checked_against_what_was_attached_before(store, tmp_path):
     with pytest.raises(dbuffer.OptionError, match=r"2\.weight"):
         bridge.initialize()
     assert not store.exists()
-
-
-def test_mapping_is_found_where_atropos_puts_it(tmp_path, monkeypatch):
-    assert ParameterMapping.find(None) is None
-    assert ParameterMapping.find(str(tmp_path)) is None
-    (tmp_path / "other").mkdir()
-    path = write_mapping(tmp_path / "other", {"a": to("b")})
-    monkeypatch.setenv(PATH_VARIABLE, str(path))
-    found = ParameterMapping.find(str(tmp_path))
-    assert found.names("a") == "b"
 
 
 def test_rotary_layouts_are_changed_where_the_mapping_says_so(store, tmp_path, checkpoint, caplog):

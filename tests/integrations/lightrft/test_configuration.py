@@ -59,16 +59,15 @@ def test_names_for_sglang(name, of_sglang):
 
 def test_names_of_a_real_vision_language_model_become_sglangs():
     names = [name for name, _ in tiny_vision_language_model().named_parameters()]
-    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {
-        "visual",
-        "language_model",
+    assert {".".join(name.split(".")[:2]) for name in names} == {
+        "model.visual",
+        "model.language_model",
+        "lm_head.weight",
     }
-    mapped = [SGLANG_NAMES(name) for name in names]
-    assert len(set(mapped)) == len(names)
-    first = {name.split(".")[0] for name in mapped}
-    assert first == {"visual", "model", "lm_head"}
-    below_model = {name.split(".")[1] for name in mapped if name.startswith("model.")}
-    assert below_model == {"embed_tokens", "layers", "norm"}
+    mapped = {SGLANG_NAMES(name) for name in names}
+    assert len(mapped) == len(names)
+    firsts = {".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in mapped}
+    assert firsts == {"visual", "model.embed_tokens", "model.layers", "model.norm", "lm_head"}
 
 
 def tiny_vision_language_model() -> nn.Module:
@@ -109,17 +108,13 @@ def test_dtype_is_lightrfts(trainer, dtype):
     assert Configuration.of(strategy_for(trainer)).dtype is dtype
 
 
-def test_only_sglang_has_other_names():
+def test_only_sglang_has_other_names_and_not_for_a_trainer_of_text_only():
     assert Configuration.of(strategy_for("fsdp2")).rename is None
-    assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
-
-
-def test_names_of_a_trainer_of_text_only_stay():
     strategy = strategy_for("fsdp2", "sglang")
-    strategy.args.text_only = True
-    assert Configuration.of(strategy).rename is None
-    strategy.args.text_only = False
-    assert Configuration.of(strategy).rename is SGLANG_NAMES
+    for text_only, rename in ((None, SGLANG_NAMES), (True, None), (False, SGLANG_NAMES)):
+        if text_only is not None:
+            strategy.args.text_only = text_only
+        assert Configuration.of(strategy).rename is rename
 
 
 def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default():
@@ -129,8 +124,7 @@ def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default():
     strategy.config = SimpleNamespace(bf16=False)
     assert Configuration.of(strategy).dtype is torch.float16
     silent = SimpleNamespace(engine_type="vllm", args=None)
-    expected = Configuration.of(strategy_for("zero-2 bf16"))
-    assert Configuration.of(silent) == expected
+    assert Configuration.of(silent) == Configuration.of(strategy_for("zero-2 bf16"))
 
 
 def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
@@ -147,11 +141,11 @@ def plain() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def sharded() -> nn.Module:
+def sharded(module: nn.Module | None = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    module: nn.Module = fully_shard(plain())
-    return module
+    whole: nn.Module = fully_shard(module or plain())
+    return whole
 
 
 def flattened() -> nn.Module:
@@ -161,9 +155,9 @@ def flattened() -> nn.Module:
     return FullyShardedDataParallel(plain(), device_id=torch.device("cpu"))
 
 
-def wrapped() -> nn.Module:
+def wrapped(module: nn.Module | None = None) -> nn.Module:
     """As DeepSpeed's engine has its module; a data-parallel one too."""
-    return nn.parallel.DistributedDataParallel(plain())
+    return nn.parallel.DistributedDataParallel(module or plain())
 
 
 def pipeline() -> nn.Module:
@@ -175,15 +169,7 @@ def pipeline() -> nn.Module:
 def adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(target_modules=["0"])
-    return nn.parallel.DistributedDataParallel(get_peft_model(nn.Sequential(plain()), config))
-
-
-def adapted_and_sharded() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    module: nn.Module = fully_shard(adapted().module)
-    return module
+    return get_peft_model(nn.Sequential(plain()), LoraConfig(target_modules=["0"]))
 
 
 MODELS = {
@@ -192,8 +178,8 @@ MODELS = {
     "flattened": flattened,
     "wrapped": wrapped,
     "pipeline": pipeline,
-    "adapted": adapted,
-    "adapted, sharded": adapted_and_sharded,
+    "adapted": lambda: wrapped(adapted()),
+    "adapted, sharded": lambda: sharded(adapted()),
 }
 
 

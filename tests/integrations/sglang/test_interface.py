@@ -147,14 +147,18 @@ def test_record_has_all_that_was_looked_for():
 
 
 def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path):
+    """Every rank is told, and no weights travel. Nothing is loaded before caches were flushed."""
     assert engine.facts().num_ranks == 2
     assert not engine.is_paused()
     options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
     engine.do(RankRequest("begin", options=options))
     server.asked.clear()
     engine.pause("keep")
-    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
+    request = RankRequest("update", update=UpdateRequest(at_least=1))
+    engine.do(request)
     engine.set_weight_version(WeightLabel("1"))
+    # The label is changed without ending requests.
+    assert server.asked[-1][1] == {"new_version": "1", "abort_all_requests": False}
     engine.resume()
     assert engine.weight_version() == "1"
     assert [path for path, _ in server.asked] == [
@@ -165,33 +169,14 @@ def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path
         "/continue_generation",
         "/model_info",
     ]
-
-
-def test_nothing_is_loaded_before_the_caches_were_flushed(server, engine):
-    engine.pause("keep")
-    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in updates] == [True, False]
-    assert [request_in(body) for body in updates] == [
-        None,
-        RankRequest("update", update=UpdateRequest(at_least=1)),
-    ]
-
-
-def test_every_rank_is_told_and_no_weights_travel(server, engine):
-    engine.facts()
-    engine.do(RankRequest("update", update=UpdateRequest(at_least=7)))
-    [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
-    assert len(body["serialized_named_tensors"]) == 2
-    assert len(body["serialized_named_tensors"][0]) < 2000
-    assert request_in(body) == RankRequest("update", update=UpdateRequest(at_least=7))
-    _, there = command_in(body)
+    assert [command_in(body)[0] for body in updates] == [None, request]
+    for body in updates:
+        assert len(body["serialized_named_tensors"]) == 2
+        assert len(body["serialized_named_tensors"][0]) < 2000
+    _, there = command_in(updates[-1])
     assert there("a.x") == "b.x"
-
-
-def test_label_is_changed_without_ending_requests(server, engine):
-    engine.set_weight_version(WeightLabel("3"))
-    assert server.asked[-1][1] == {"new_version": "3", "abort_all_requests": False}
 
 
 def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
@@ -219,16 +204,14 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
     ],
 )
 def test_engine_that_cannot_follow_is_refused(server, engine, changed, says):
-    server.info.update(changed)
-    with pytest.raises(dbuffer.UnsupportedError, match=re.escape(says)):
-        engine.facts()
-
-
-def test_engine_that_was_started_again_is_another_one(server, engine):
+    """One that was started again is another one."""
     before = engine.facts().instance_id
     assert engine.facts().instance_id == before
     server.info["startup_time"] = {"load_weight": 0.2}
     assert engine.facts().instance_id != before
+    server.info.update(changed)
+    with pytest.raises(dbuffer.UnsupportedError, match=re.escape(says)):
+        engine.facts()
 
 
 def test_rules_reach_the_ranks_as_they_are():
@@ -252,10 +235,6 @@ def test_options_are_refused_before_anything_is_asked(tmp_path):
         follow("http://engine", tmp_path, rename=tmp_path / "none")
     with pytest.raises(dbuffer.UnsupportedError, match="object"):
         follow(object(), tmp_path)
-
-
-def request_in(body: dict[str, Any]) -> RankRequest | None:
-    return command_in(body)[0]
 
 
 def command_in(body: dict[str, Any]) -> tuple[RankRequest | None, NameMap | None]:
