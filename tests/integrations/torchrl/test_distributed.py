@@ -189,8 +189,9 @@ def _update_policy(
 
 @pytest.mark.soak
 @in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
-@pytest.mark.parametrize("with_factory", [False, pytest.param(True, marks=IN_SOAKS_ALONE)])
-@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=IN_SOAKS_ALONE)])
+@pytest.mark.parametrize(
+    ("sync", "with_factory"), [(True, False), pytest.param(False, True, marks=IN_SOAKS_ALONE)]
+)
 def test_distributed_collector_updatepolicy(address, kind, node, sync, with_factory):
     """Down to the last worker: trainer, node, and the node's own workers.
 
