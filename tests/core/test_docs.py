@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fnmatch
+import functools
 import importlib
 import inspect
 import json
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -454,26 +457,25 @@ def test_every_option_of_an_engine_is_documented():
     assert {name: json.loads(default) for name, default in shown.items()} == options
 
 
-@pytest.mark.parametrize("made", [dbuffer.WeightSender, dbuffer.WeightReceiver])
-def test_every_argument_of_senders_and_receivers_is_documented(made):
-    text = (DOCS / "python.md").read_text(encoding="utf-8")
-    section = text.split(f"### `{made.__name__}`")[1].split("\n#")[0]
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, flags=re.MULTILINE)
-    arguments = list(inspect.signature(made).parameters.values())[1:]  # after the store
-    assert {name: ast.literal_eval(default) for name, default in rows} == {
-        each.name: each.default for each in arguments
-    }
-
-
-def test_every_option_of_trls_trainers_is_documented():
+@pytest.mark.parametrize(
+    ("page", "name", "num_before"),
+    [
+        ("python.md", "WeightSender", 1),
+        ("python.md", "WeightReceiver", 1),
+        ("integrations/trl.md", "over_store", 2),
+    ],
+)
+def test_every_argument_is_documented(page, name, num_before):
+    """Of its arguments, those behind the first ones, which have no default."""
     from dbuffer.integrations.trl import over_store
 
-    text = (DOCS / "integrations" / "trl.md").read_text(encoding="utf-8")
-    section = text.split("### Options of `over_store`")[1].split("\n#")[0]
+    heading = rf"\n### .*`{name}`\n"
+    section = re.split(heading, (DOCS / page).read_text(encoding="utf-8"))[1].split("\n#")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, flags=re.MULTILINE)
-    options = list(inspect.signature(over_store).parameters.values())[2:]
+    made = over_store if name == "over_store" else getattr(dbuffer, name)
+    arguments = list(inspect.signature(made).parameters.values())[num_before:]
     assert {name: ast.literal_eval(default) for name, default in rows} == {
-        option.name: option.default for option in options
+        each.name: each.default for each in arguments
     }
 
 
@@ -525,6 +527,17 @@ def result(name: str) -> str:
     return (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
 
 
+def between(text: str, since: str, until: str | None = None) -> str:
+    """Return the part of a text after ``since``, up to ``until``."""
+    return text.partition(until or "\0")[0].partition(since)[2]
+
+
+def cell(results: str, name: str, column: int, since: str = "\n") -> str:
+    """Return a cell of the first row with figures, after ``since``, of a name or a pattern."""
+    rows = rows_of(between(result(results), since))
+    return next(r for r in rows if fnmatch.fnmatchcase(r[0], name) and len(r) > 2)[column]
+
+
 @pytest.mark.parametrize(
     ("page", "results", "since", "until"),
     [
@@ -537,258 +550,189 @@ def result(name: str) -> str:
         ("benchmarks.md", "gpu.txt", "## GPUs", "## Deltas"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),
         ("object-storage.md", "objects.txt", "## Speed", "## Troubleshooting"),
+        ("across-nodes.md", "fleet.txt", "## A fleet", "¹ If"),
     ],
 )
 def test_figures_are_those_of_the_results(page, results, since, until):
-    text = (DOCS / page).read_text(encoding="utf-8").partition(until or "\0")[0]
-    text = text.partition(since)[2]
+    text = between((DOCS / page).read_text(encoding="utf-8"), since, until)
     shown = [row for row in rows_of(text) if re.search(r"\d\.\d", "".join(row))]
-    measured = rows_of(result(results))
+    rows = rows_of(result(results))
+    if results == "fleet.txt":  # whose way and fleet are two columns, and on the page one
+        shown, rows = [row[1:] for row in shown], [row[2:] for row in rows]
     assert shown
     for row in shown:
-        assert [re.sub(r"missed.", "FAIL", cell.replace("`", "")) for cell in row] in measured
+        assert [re.sub(r"missed.", "FAIL", cell.replace("`", "")) for cell in row] in rows
 
 
 def test_torchrls_figures_are_those_of_the_results():
-    measured = []
+    rows = []
     for table in result("torchrl.txt").split("\n\n"):
-        rows = {name: cells for name, *cells in rows_of(table)}
-        if (ratios := rows.get("TorchRL / dbuffer")) is not None:
-            found = zip(rows["dbuffer"], rows["TorchRL"], ratios, strict=True)
-            measured += [[f"{float(a):.0f} ms", f"{float(b):.0f} ms", c] for a, b, c in found if c]
+        by_name = {name: cells for name, *cells in rows_of(table)}
+        if (ratios := by_name.get("TorchRL / dbuffer")) is not None:
+            found = zip(by_name["dbuffer"], by_name["TorchRL"], ratios, strict=True)
+            rows += [[f"{float(a):.0f} ms", f"{float(b):.0f} ms", c] for a, b, c in found if c]
     text = (DOCS / "integrations" / "torchrl.md").read_text(encoding="utf-8")
-    section = text.partition("## Performance")[2].partition("\n## ")[0]
+    section = between(text, "## Performance").partition("\n## ")[0]
     shown = [row[1:] for row in rows_of(section) if row[1].endswith(" ms")]
     assert len(shown) == 6
     for row in shown:
-        assert row in measured
-
-    def counts(since: str, until: str) -> dict[str, list[str]]:
-        """Columns of a table of the result, of both ways."""
-        titles, _, *rows = rows_of(result("torchrl.txt").partition(since)[2].partition(until)[0])
-        return {title: list(cells) for title, *cells in zip(titles, *rows, strict=True)}
-
-    reads = counts("One process writes", "A writer is killed")
-    kills = counts("A writer is killed", "\nTargets")
-    whole = [
-        str(int(old) + int(new))
-        for old, new in zip(kills["the version before"], kills["the new version"], strict=True)
-    ]
+        assert row in rows
+    reads, kills = torn_reads(), killed_writers()
     torn = [", ".join(each) for each in zip(reads["torn"], reads["failed"], strict=True)]
-    expected = [reads["reads"], torn, kills["killed"], whole, kills["a mix"], kills["unreadable"]]
-    assert [row[1:3] for row in rows_of(section)[-6:]] == expected
+    counts = [reads["reads"], torn, kills["killed"], whole_after(kills), kills["a mix"]]
+    assert [row[1:3] for row in rows_of(section)[-6:]] == [*counts, kills["unreadable"]]
 
 
-def test_costs_are_computed_with_the_prices_that_are_shown():
-    text = " ".join((DOCS / "object-storage.md").read_text(encoding="utf-8").split())
-    results = (ROOT / "benchmarks" / "results" / "objects.txt").read_text(encoding="utf-8")
-    assert PRICES in text
-    assert PRICES in results
-
-
-def test_the_fleets_figures_are_those_of_the_results():
-    page = (DOCS / "across-nodes.md").read_text(encoding="utf-8")
-    results = result("fleet.txt")
-    shown = rows_of(page.partition("## A fleet")[2].partition("¹ If")[0])[2:]
-    measured = [row[2:] for row in rows_of(results)]
-    assert shown
-    for row in shown:
-        assert row[1:] in measured
-    speed = re.search(r"found at ([\d.]+) GB/s", results)
-    assert speed is not None
-    tree = "tree of mirrors, 32 each, a delta"
-    (delta,) = (row for row in rows_of(results) if row[0].endswith(tree))
-    assert f"encodes for {delta[1]} ({speed[1]} GB/s" in " ".join(page.split())
-    assert f"Of the {delta[2]}, one trainer process" in " ".join(page.split())
-    real = results.rpartition("a mirror read ")[2]
-    least, most, seconds = re.findall(r"\d+\.\d+", real)
-    assert f"read {least} to {most} times its bytes" in page
-    assert f"the last mirror had 21 MB {seconds} s after" in page
-
-
-def first_screen() -> list[list[str]]:
-    """Rows of the README's table of figures."""
-    lead = README.read_text(encoding="utf-8").partition("## Quickstart")[0]
-    return rows_of(lead)[2:]
-
-
-def live_pauses() -> dict[str, dict[str, str]]:
-    """Rows of the pauses of an engine with live parameters, by what it is done with."""
-    (engine,) = (e for e in result("pause.txt").split("\n\nQwen") if "live parameters\n" in e)
-    titles, _, *rows = rows_of(engine.partition("| median ms")[0])
-    return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
-
-
-def test_the_first_screen_has_the_measured_pause():
-    ways = live_pauses()
-    ours, memcpy, floor = (
-        ways[way]["pause ms"]
-        for way in ("dbuffer", "memcpy of the same bytes", "vLLM, from memory (the floor)")
-    )
-    _, shown, beside = next(row for row in first_screen() if "pause" in row[0])
-    assert shown == f"{ours} ms"
-    assert f"memcpy of the same bytes {memcpy} ms" in beside
-    assert f"reload from memory {floor} ms" in beside
-    total_ms = float(ways["dbuffer"]["total ms"])
-    lead = " ".join(README.read_text("utf-8").split())
-    assert f"to the end of the switch it took {total_ms:.0f} ms" in lead
-
-    def tokens_of(name: str, columns: int, way: str) -> float:
-        rows = (row for row in rows_of(result(name)) if row[0] == way and len(row) == columns)
-        return float(next(rows)[2])
-
-    for name, columns, when in (
-        ("latency.txt", 8, "with a version 2 s after each switch"),
-        ("served.txt", 4, "with one every second"),
-    ):
-        without, ours = (tokens_of(name, columns, way) for way in ("no new weights", "dbuffer"))
-        assert f"[{1 - ours / without:.0%} {when}]".replace("%", " %") in lead
-    columns = ("latency.txt", 8)
-    without, theirs = (
-        tokens_of(*columns, way) for way in ("no new weights", "vLLM, from safetensors")
-    )
-    assert f"vLLM's own reload cost {1 - theirs / without:.0%}".replace("%", " %") in lead
-
-
-def test_the_page_on_transports_has_the_measured_figures():
-    ways = live_pauses()
-    ours, memcpy, disk = (
-        float(ways[way]["pause ms"])
-        for way in ("dbuffer", "memcpy of the same bytes", "vLLM, from safetensors")
-    )
-
-    def first(name: str, results: str) -> list[str]:
-        rows = (row for row in rows_of(result(results)) if len(row) > 2)  # not the machine's
-        return next(row for row in rows if row[0] == name)
-
-    _, _, speed, share, *_ = first("dbuffer", "cpu.txt")
-    of_torchrl = [first("TorchRL", name)[2] for name in ("cpu.txt", "torchrl.txt")]
-    large = result("gpu.txt").partition("9.72 GB")[2]
-    gpu, stage, commit = (
-        next(row for row in rows_of(large) if row[0] == name)
-        for name in ("publish", "stage", "commit")
-    )
-    text = " ".join((DOCS / "which-transport.md").read_text(encoding="utf-8").split())
-    for phrase in (
-        f"{disk / ours:.1f} times dbuffer's for 1 GB",
-        f"with live layers takes {ours / memcpy:.2f} times as long as a memcpy",
-        f"{of_torchrl[0]} and {of_torchrl[1]} GB/s on two machines",
-        f"safetensors at {first('safetensors', 'cpu.txt')[2]} GB/s in memory",
-        f"{speed} GB/s, {share} of memcpy on 2 cores",
-        f"{gpu[3]} of a GPU's link, {float(gpu[2]):.0f} GB/s",
-        f"staged at {stage[3]} of a host's memcpy, {float(stage[2]):.0f} GB/s",
-        f"at {commit[3]} of the link, {float(commit[2]):.0f} GB/s",
-    ):
-        assert phrase in text, phrase
-
-
-def test_the_first_screen_has_the_counted_kills():
-    text = result("torchrl.txt").partition("killed in mid-write")[2].partition("\nTargets")[0]
+def columns_of(text: str) -> dict[str, list[str]]:
+    """Return the columns of a table, by title."""
     titles, _, *rows = rows_of(text)
-    ours, peer = (dict(zip(titles, row, strict=True)) for row in rows)
-    whole = [int(way["the version before"]) + int(way["the new version"]) for way in (ours, peer)]
-    what, shown, beside = next(row for row in first_screen() if "killed" in row[0])
-    assert what == f"trainer killed {ours['killed']} times in mid-write"
-    assert shown.startswith(f"{whole[0]} times")
-    assert f"{whole[1]} times; {peer['a mix']} times it loads a mix" in beside
+    return {title: list(cells) for title, *cells in zip(titles, *rows, strict=True)}
 
 
-def test_the_first_screen_has_the_counted_bytes_of_a_delta():
-    share, mean = (
-        next(row[2] for row in rows_of(result("delta.txt")) if row[0].startswith(name))
-        for name in (
-            "bytes of a publish on a network mount, 1 % changed",
-            "mean over 60 such publishes, anchors included",
-        )
-    )
-    _, shown, _ = next(row for row in first_screen() if "bytes" in row[0])
-    assert shown == f"{share} of the model; {mean} on average, with anchors".replace("%", " %")
+def torn_reads() -> dict[str, list[str]]:
+    """Return columns with a cell of dbuffer, and one of TorchRL."""
+    return columns_of(between(result("torchrl.txt"), "One process writes", "A writer is killed"))
 
 
-def test_the_bytes_of_deltas_are_those_of_the_results():
-    measured = [
-        row[2] for row in rows_of(result("delta.txt")) if row[0].startswith("bytes a changed")
-    ]
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
-    assert next(row for row in rows_of(text) if not row[0])[1:] == measured
+def killed_writers() -> dict[str, list[str]]:
+    return columns_of(between(result("torchrl.txt"), "A writer is killed", "\nTargets"))
 
 
-def test_the_times_of_deltas_are_those_of_the_results():
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("## Deltas")[2]
-    results = result("delta.txt")
-    tables = [part for part in results.split("\n\n") if "| of memcpy's time |" in part]
-    shares = [[row[2] for row in rows_of(table)[3:]] for table in tables]  # below memcpy's own row
-    assert [row[1:] for row in rows_of(text) if row[0][:4] in ("0.61", "1.09")] == shares
-
-    measured = {row[0].partition(",")[0]: row[2] for row in rows_of(results) if len(row) > 3}
-    targets = [row for row in rows_of(text) if len(row) == 4]
-    shown = {row[0]: row[2] for row in targets}
-    limits = {row[0]: row[3] for row in targets}
-    for kind, place in (("dense", 0), ("experts", 1)):
-        for name, of in (
-            ("find + encode", "find and encode, 290 / 18,867 tensors"),
-            ("decode + apply", "decode and apply"),
-        ):
-            (row,) = (r for r in rows_of(results) if r[0].startswith(f"{name}, {kind}"))
-            assert shown[of].removesuffix(", missed").split(" / ")[place] == row[2]
-            assert row[3] in limits[of].split(" / ")
-    for name, cell in shown.items():
-        if (figure := measured.get(name.partition(",")[0])) and "bytes of a delta" not in name:
-            assert cell.startswith(figure.replace("%", " %")), name
-    pauses = re.search(
-        r": ([\d.]+) ms for a whole version, ([\d.]+) ms .*, ([\d.]+) ms for", results
-    )
-    whole, delta, memcpy = pauses.groups()
-    assert f"{delta} ms and {whole} ms; memcpy {memcpy} ms" in text
-    alone = re.search(r"known places, and no more: ([\d.]+)", results)
-    assert f"writing them alone takes {alone[1]} of it" in " ".join(text.split())
+def whole_after(kills: dict[str, list[str]]) -> list[str]:
+    """Return after how many kills each had a whole version."""
+    either = zip(kills["the version before"], kills["the new version"], strict=True)
+    return [str(int(old) + int(new)) for old, new in either]
 
 
-def test_the_memory_of_engines_is_that_of_the_results():
-    rows = [row for row in rows_of(result("pause.txt")) if row[0] == "memory to stage a version"]
-    packed, live, experts = (float(row[2]) for row in rows)
-    guide = " ".join((DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8").split())
-    assert f"was {packed / 1000:.1f} GB beside a model of 0.99 GB" in guide
-    assert f"{experts / 1000:.1f} GB beside 1.09 GB of experts" in guide
-    tuning = (DOCS / "tuning.md").read_text(encoding="utf-8")
-    assert f"[{live:.0f} MB measured](benchmarks.md#the-pause)" in tuning
-    (sender,) = (r for r in rows_of(result("cpu.txt")) if r[0] == "extra memory in the sender")
-    assert f"[{float(sender[2]):.1f} MB measured](benchmarks.md#targets)" in tuning
+def lost_tokens(results: str, way: str) -> str:
+    """Return the share of tokens per second that an engine's updates cost."""
+    title = "| tokens/s |"
+    ours, without = (float(cell(results, name, 2, title)) for name in (way, "no new weights"))
+    return f"{1 - ours / without:.0%}"
 
 
-def test_figures_in_the_text_of_pages_are_those_of_the_results():
-    def cells(name: str, row: str, since: str = "") -> list[str]:
-        """The first such row with figures, after ``since``."""
-        rows = rows_of(result(name).partition(since)[2] if since else result(name))
-        return next(each for each in rows if each[0] == row and len(each) > 2)
+def stated_figures() -> Iterator[tuple[str, str]]:
+    """Yield phrases with figures of the results, each with its page."""
+    (live,) = (e for e in result("pause.txt").split("\n\nQwen") if "live parameters\n" in e)
+    columns = columns_of(live.partition("| median ms")[0])
+    pauses = dict(zip(columns[""], columns["pause ms"], strict=True))
+    ours, memcpy = pauses["dbuffer"], pauses["memcpy of the same bytes"]
+    total_ms = float(dict(zip(columns[""], columns["total ms"], strict=True))["dbuffer"])
+    disk, kills = pauses["vLLM, from safetensors"], killed_writers()
+    whole = whole_after(kills)
+    for phrase in (
+        f"live layers¹ | {ours} ms | memcpy of the same bytes {memcpy} ms, vLLM's own reload from "
+        f"memory {pauses['vLLM, from memory (the floor)']} ms",
+        f"to the end of the switch it took {total_ms:.0f} ms",
+        f"[{lost_tokens('latency.txt', 'dbuffer')} with a version 2 s after each switch]",
+        f"[{lost_tokens('served.txt', 'dbuffer')} with one every second]",
+        f"vLLM's own reload cost {lost_tokens('latency.txt', 'vLLM, from safetensors')}",
+        f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "
+        f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
+        "times it loads a mix",
+        f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model; "
+        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with anchors",
+    ):
+        yield "README.md", phrase
 
-    plain, checked = (cells("cpu.txt", row)[3] for row in ("dbuffer", "dbuffer, checksums"))
-    publish, delta, commit, commit_delta = (
-        float(cells("gpu.txt", row, "9.72 GB in 290")[1])
-        for row in ("publish", "publish, 1 % changed", "commit", "commit, 1 % changed")
-    )
-    assert (round(delta / publish), round(commit / commit_delta)) == (9, 11)  # nine; below a tenth
-    most = cells("sharded.txt", "extra memory of the rank that takes most")[2]
+    def gpu(name: str, column: int) -> str:
+        return cell("gpu.txt", name, column, "9.72 GB in 290")
+
+    cpu = functools.partial(cell, "cpu.txt")
+    torchrl = functools.partial(cell, "torchrl.txt")
+    for phrase in (
+        f"{float(disk) / float(ours):.1f} times dbuffer's for 1 GB",
+        f"with live layers takes {float(ours) / float(memcpy):.2f} times as long as a memcpy",
+        f"{cpu('TorchRL', 2)} and {torchrl('TorchRL', 2)} GB/s on two machines",
+        f"safetensors at {cpu('safetensors', 2)} GB/s in memory",
+        f"{cpu('dbuffer', 2)} GB/s, {cpu('dbuffer', 3)} of memcpy on 2 cores",
+        f"{gpu('publish', 3)} of a GPU's link, {float(gpu('publish', 2)):.0f} GB/s",
+        f"staged at {gpu('stage', 3)} of a host's memcpy, {float(gpu('stage', 2)):.0f} GB/s",
+        f"at {gpu('commit', 3)} of the link, {float(gpu('commit', 2)):.0f} GB/s",
+    ):
+        yield "which-transport.md", phrase
+    of_changes = {name: float(gpu(f"{name}, 1 % changed", 1)) for name in ("publish", "commit")}
+    assert round(of_changes["publish"] / float(gpu("publish", 1))) == 9
+    assert round(float(gpu("commit", 1)) / of_changes["commit"]) == 11
+    memory = [row for row in rows_of(result("pause.txt")) if row[0] == "memory to stage a version"]
+    packed, live_mb, experts = (float(row[2]) for row in memory)
     few, half = (
-        float(cells("delta.txt", f"bytes a changed element, {share} changed")[2])
+        float(cell("delta.txt", f"bytes a changed element, {share} changed", 2))
         for share in ("0.5%", "47.1%")
     )
-    ours, theirs = (float(cells("torchrl.txt", way)[1]) for way in ("dbuffer", "TorchRL"))
     (newest,) = (row[2] for row in rows_of(result("cpu.txt")) if "15 x TorchRL" in row[1])
-    for page, phrase in (
-        ("tuning.md", f"[{plain} of memcpy's speed, with checksums {checked}]"),
+    sender_mb = float(cpu("extra memory in the sender", 2))
+    extra_mb = cell("sharded.txt", "extra memory of the rank that takes most", 2)
+    slower = float(torchrl("TorchRL", 1)) / float(torchrl("dbuffer", 1))
+    yield from (
+        (
+            "tuning.md",
+            f"[{cpu('dbuffer', 3)} of memcpy's speed, with checksums "
+            f"{cpu('dbuffer, checksums', 3)}]",
+        ),
         ("tuning.md", "[nine times](benchmarks.md#gpus) a publish"),
         ("tuning.md", "a tenth of the pause [with a GPU]"),
-        ("sharded-trainers.md", f"took more than {most} MB of memory"),
+        ("tuning.md", f"[{live_mb:.0f} MB measured](benchmarks.md#the-pause)"),
+        ("tuning.md", f"[{sender_mb:.1f} MB measured](benchmarks.md#targets)"),
+        ("integrations/vllm.md", f"was {packed / 1000:.1f} GB beside a model of 0.99 GB"),
+        ("integrations/vllm.md", f"{experts / 1000:.1f} GB beside 1.09 GB of experts"),
+        ("sharded-trainers.md", f"took more than {extra_mb} MB of memory"),
         (
             "deltas.md",
             f"{few:.1f} bytes per element where 0.5 % changed, {half:.1f} where half did",
         ),
-        ("integrations/torchrl.md", f"{theirs / ours:.2f} here"),
+        ("integrations/torchrl.md", f"{slower:.2f} here"),
         ("integrations/torchrl.md", f"and {newest} in [two other"),
+        ("object-storage.md", PRICES),
+    )
+    fleet, deltas = result("fleet.txt"), result("delta.txt")
+    (speed,) = re.findall(r"found at ([\d.]+) GB/s", fleet)
+    tree = "*tree of mirrors, 32 each, a delta"
+    encode, all_have = (cell("fleet.txt", tree, column) for column in (1, 2))
+    least, most, seconds = re.findall(r"\d+\.\d+", fleet.rpartition("a mirror read ")[2])
+    yield "across-nodes.md", f"encodes for {encode} ({speed} GB/s"
+    yield "across-nodes.md", f"Of the {all_have}, one trainer process"
+    yield "across-nodes.md", f"read {least} to {most} times its bytes"
+    yield "across-nodes.md", f"the last mirror had 21 MB {seconds} s after"
+    ((full, changed, copy),) = re.findall(
+        r": ([\d.]+) ms for a whole version, ([\d.]+) ms .*, ([\d.]+) ms for", deltas
+    )
+    (alone,) = re.findall(r"known places, and no more: ([\d.]+)", deltas)
+    yield "benchmarks.md", f"{changed} ms and {full} ms; memcpy {copy} ms"
+    yield "benchmarks.md", f"writing them alone takes {alone} of it"
+
+
+def test_figures_in_the_text_of_pages_are_those_of_the_results():
+    assert PRICES in result("objects.txt")
+    for page, phrase in stated_figures():
+        path = README if page == README.name else DOCS / page
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        # Pages have a space before the percent sign.
+        assert re.sub(r"(?<=\d)%", " %", phrase) in text, (page, phrase)
+
+
+def test_figures_of_deltas_are_those_of_the_results():
+    text = between((DOCS / "benchmarks.md").read_text(encoding="utf-8"), "## Deltas")
+    results = result("delta.txt")
+    rows = rows_of(results)
+    of_bytes = [row[2] for row in rows if row[0].startswith("bytes a changed")]
+    assert next(row for row in rows_of(text) if not row[0])[1:] == of_bytes
+    tables = [part for part in results.split("\n\n") if "| of memcpy's time |" in part]
+    shares = [[row[2] for row in rows_of(table)[3:]] for table in tables]  # below memcpy's own row
+    assert [row[1:] for row in rows_of(text) if row[0][:4] in ("0.61", "1.09")] == shares
+    targets = {row[0]: (row[2], row[3]) for row in rows_of(text) if len(row) == 4}
+    for name, of in (
+        ("find + encode", "find and encode, 290 / 18,867 tensors"),
+        ("decode + apply", "decode and apply"),
     ):
-        text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
-        assert phrase in text, phrase
+        shown, limits = targets[of]
+        for column, figures in ((2, shown.removesuffix(", missed")), (3, limits)):
+            kinds = [cell("delta.txt", f"{name}, {k}*", column) for k in ("dense", "experts")]
+            assert list(dict.fromkeys(kinds)) == figures.split(" / ")
+    of_target = {row[0].partition(",")[0]: row[2] for row in rows if len(row) > 3}
+    for name, (shown, _) in targets.items():
+        if (figure := of_target.get(name.partition(",")[0])) and "bytes of a delta" not in name:
+            assert shown.startswith(figure.replace("%", " %")), name
 
 
 def test_outputs_of_figures_are_kept() -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -28,7 +28,6 @@ from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
 from tests.support.object_store import FAULTS, Hold, Request, lose_answer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
-from tests.support.soak import is_soak, numbers
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing(
@@ -61,10 +60,41 @@ def mirror(source: Path | str, target: Path | str, **options: Any) -> Mirror:
     return Mirror(source, target, **options).start()
 
 
-@contextlib.contextmanager
-def both_ways(remote: Path, url: str, local: Path) -> Iterator[tuple[Mirror, Mirror]]:
-    with mirror(remote, url) as up, mirror(url, local) as down:
-        yield up, down
+class Way:
+    """Way of a sender's versions: into a bucket by one mirror, and out of it by another."""
+
+    def __init__(self, remote: Path, url: str, local: Path, **options: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            self.local = local
+            options = {"checksum": True, **options}
+            self.sender = stack.enter_context(dbuffer.WeightSender(remote, **options))
+            self.up = stack.enter_context(mirror(remote, url))
+            self.down = stack.enter_context(mirror(url, local))
+            self._opened = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._opened.close()
+
+    def carry(self, version: int, pattern: Pattern = SMALL, **options: Any) -> None:
+        """Send a version, and see it arrive whole."""
+        self.sender.send(pattern.weights(version), version=version, **options)
+        for each in (self.up, self.down):
+            each.wait_until_current(20)
+        assert_copied(self.local, pattern, version)
+
+    @property
+    def failures(self) -> list[float]:
+        return [each.stats["failures"] for each in (self.up, self.down)]
+
+
+def send(sender: dbuffer.WeightSender, up: Mirror, *versions: int, pattern: Pattern = LONG) -> None:
+    """Send versions, of which the mirror into the bucket copies each."""
+    for version in versions:
+        sender.send(pattern.weights(version))
+        up.wait_until_current(20)
 
 
 def assert_copied(local: Path, pattern: Pattern, version: int) -> None:
@@ -77,42 +107,41 @@ def assert_copied(local: Path, pattern: Pattern, version: int) -> None:
 
 def manifest_of(store: Path) -> Any:
     buffers = DoubleBuffer(store)
-    return buffers.manifest(buffers.pointer().buffer)
+    return buffers.manifest_of(buffers.pointer().version, buffers.pointer().history)
 
 
 def record_of(bucket: Bucket) -> BucketVersion:
-    """The record of the newest version in a bucket."""
+    """Read the record of the newest version in a bucket."""
     record, _ = bucket.read(BucketVersion, newest_pointer(bucket).version_name)
     return record
-
-
-def is_pointer_put(request: Request) -> bool:
-    return request.method == "PUT" and request.path.endswith(f"/{POINTER_OBJECT}")
 
 
 # What is copied
 
 
-@pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
-@pytest.mark.parametrize("delta", [True, False], ids=["deltas", "full"])
-def test_a_version_is_the_same_at_the_far_end(remote, local, bucket_url, checksum, delta):
-    with (
-        dbuffer.WeightSender(remote, checksum=checksum, delta=delta) as sender,
-        both_ways(remote, bucket_url, local) as mirrors,
-    ):
+@pytest.mark.parametrize(
+    ("mount", "checksum", "delta"),
+    [
+        ("local", True, True),
+        ("local", True, False),
+        ("local", False, True),
+        ("local", False, False),
+        ("network", True, True),
+    ],
+    indirect=["mount"],
+)
+def test_a_version_is_the_same_at_the_far_end(remote, local, bucket, mount, checksum, delta):
+    """Also of stores on a network mount, where versions stand on anchors, and none is mapped."""
+    with Way(remote, bucket.url, local, checksum=checksum, delta=delta) as way:
         for version in (1, 2, 3, 7):
-            sender.send(LONG.weights(version), version=version, metadata={"step": 10 * version})
-            for each in mirrors:
-                each.wait_until_current(20)
-            assert_copied(local, LONG, version)
+            way.carry(version, LONG, metadata={"step": 10 * version})
             there, here = manifest_of(remote), manifest_of(local)
             for field in ("version", "metadata", "num_bytes", "published_at", "history"):
                 assert getattr(there, field) == getattr(here, field)
             assert there.identity == here.identity == here.origin
             assert (here.checksums_xxh3 is not None) is checksum
-        assert [each.stats["failures"] for each in mirrors] == [0, 0]
-        with Bucket(bucket_url) as bucket:
-            anchors = {name.split("/")[2] for name in bucket.list("") if "/weights/" in name}
+        assert way.failures == [0, 0]
+    anchors = {name.split("/")[2] for name in bucket.list("") if "/weights/" in name}
     assert len(anchors) == (1 if delta else 4)
 
 
@@ -136,14 +165,10 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
 
 
 def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
-    with (
-        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
-        both_ways(remote, bucket_url, local),
-    ):
-        sender.send(LONG.weights(1))
-        assert_copied(local, LONG, 1)
+    with Way(remote, bucket_url, local, delta=True) as way:
+        way.carry(1, LONG)
         num_before = len(proxy.requests)
-        sent = sender.send(LONG.weights(2))
+        sent = way.sender.send(LONG.weights(2))
         assert_copied(local, LONG, 2)
         requests = proxy.requests[num_before:]
     num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
@@ -153,44 +178,15 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
 LONG_BYTES = 9 * 8 * (1 << 14)
 
 
-def test_a_store_on_a_network_mount_is_mirrored(remote, local, bucket_url, network):
-    """Its versions stand on anchors; and the far store's files are read, not mapped."""
-    with (
-        dbuffer.WeightSender(remote, delta=True) as sender,
-        both_ways(remote, bucket_url, local),
-    ):
-        for version in (1, 2, 3):
-            sender.send(LONG.weights(version))
-            assert_copied(local, LONG, version)
-
-
-def test_a_late_reader_takes_the_anchor_and_the_deltas(remote, local, bucket_url):
-    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        with mirror(remote, bucket_url) as up:
-            for version in (1, 2, 3, 4):
-                sender.send(LONG.weights(version))
-                up.wait_until_current(20)
-        with mirror(bucket_url, local):
-            assert_copied(local, LONG, 4)
-
-
 def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
-    with (
-        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
-        both_ways(remote, bucket_url, local),
-    ):
-        for version, pattern in enumerate((SMALL, OTHER, SMALL), start=1):
-            sender.send(pattern.weights(version))
-            assert_copied(local, pattern, version)
-
-
-def test_a_tensor_without_elements_is_copied(remote, local, bucket_url):
+    """Also one of tensors without elements."""
     weights = {"none": torch.empty(0, 3), "one": torch.ones(1), "also none": torch.empty(0)}
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        sender.send(weights)
-        with both_ways(remote, bucket_url, local) as mirrors:
-            for each in mirrors:
-                each.wait_until_current(20)
+    with Way(remote, bucket_url, local, delta=True) as way:
+        for version, pattern in enumerate((SMALL, OTHER, SMALL), start=1):
+            way.carry(version, pattern)
+        way.sender.send(weights)
+        for each in (way.up, way.down):
+            each.wait_until_current(20)
     with dbuffer.WeightReceiver(local) as receiver, receiver.open(timeout_s=5) as snapshot:
         assert {name: tensor.tolist() for name, tensor in snapshot.tensors.items()} == {
             name: tensor.tolist() for name, tensor in weights.items()
@@ -200,14 +196,9 @@ def test_a_tensor_without_elements_is_copied(remote, local, bucket_url):
 def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch):
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 3)
     anchors = []
-    with (
-        dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
-        both_ways(remote, bucket.url, local) as (up, _),
-    ):
+    with Way(remote, bucket.url, local, delta=True) as way:
         for version in range(1, 9):
-            sender.send(LONG.weights(version))
-            up.wait_until_current(20)
-            assert_copied(local, LONG, version)
+            way.carry(version, LONG)
             anchors.append(record_of(bucket).anchor_version)
     assert anchors == [1, 1, 1, 4, 4, 4, 7, 7]
 
@@ -215,19 +206,19 @@ def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch)
 # Readers
 
 
-def test_a_reader_that_fell_behind_starts_at_the_newest_anchor(remote, local, bucket, timing):
-    timing.bucket_grace_s = 0.0
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
+def test_late_readers(remote, local, bucket, timing):
+    """One takes the anchor and the deltas; one that fell behind begins at the newest anchor."""
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         with mirror(remote, bucket.url) as up:
-            sender.send(SMALL.weights(1))
-            up.wait_until_current(20)
-            with mirror(bucket.url, local):
-                assert_copied(local, SMALL, 1)
-            for version in range(2, KEEP_VERSIONS + 3):
-                sender.send(SMALL.weights(version))
-                up.wait_until_current(20)
+            send(sender, up, 1, 2, 3, 4)
         with mirror(bucket.url, local):
-            assert_copied(local, SMALL, KEEP_VERSIONS + 2)
+            assert_copied(local, LONG, 4)
+    timing.bucket_grace_s = 0.0
+    last = KEEP_VERSIONS + 6
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, *range(5, last + 1))
+    with mirror(bucket.url, local):
+        assert_copied(local, LONG, last)
 
 
 def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
@@ -236,16 +227,13 @@ def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
     timing.bucket_grace_s = 0.0
     held = Hold()
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
-        sender.send(LONG.weights(1))
-        up.wait_until_current(20)
+        send(sender, up, 1)
         proxy.inject(
             held, nth=2, when=lambda each: each.method == "GET" and "/weights/" in each.path
         )
         with mirror(bucket_url, local) as down:
             held.wait()
-            for version in range(2, KEEP_ANCHORS + 3):
-                sender.send(LONG.weights(version))
-                up.wait_until_current(20)
+            send(sender, up, *range(2, KEEP_ANCHORS + 3))
             held.release()
             assert_copied(local, LONG, KEEP_ANCHORS + 2)
             assert down.stats["failures"] == 0
@@ -253,21 +241,17 @@ def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
 
 def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
     """Of several mirrors each that is stuck says so in its record, which is relayed."""
+
+    def is_known() -> bool:
+        return any(each.unreadable_version == 2 for each in DoubleBuffer(remote).receivers())
+
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         with mirror(remote, bucket.url) as up:
-            for version in (1, 2):
-                sender.send(LONG.weights(version))
-                up.wait_until_current(20)
+            send(sender, up, 1, 2)
             [delta] = [name for name in bucket.list("") if "/deltas/" in name]
             bucket.put(delta, b"damaged")
             with mirror(bucket.url, local):
-                until(
-                    "the sender's store knows",
-                    lambda: any(
-                        record.unreadable_version == 2
-                        for record in DoubleBuffer(remote).receivers()
-                    ),
-                )
+                until("the sender's store knows", is_known)
                 sender.send(LONG.weights(3))
                 assert_copied(local, LONG, 3)
     assert record_of(bucket).anchor_version == 3
@@ -275,17 +259,15 @@ def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
 
 def test_a_store_that_is_started_over_is_followed(shm_path, local, bucket):
     """By one mirror that runs meanwhile: another store is refused by one that starts."""
-    remote = shm_path / "remote"
-    with both_ways(remote, bucket.url, local):
-        with dbuffer.WeightSender(remote, checksum=True) as sender:
-            for version in (1, 2):
-                sender.send(SMALL.weights(version))
-            assert_copied(local, SMALL, 2)
+    remote, other = shm_path / "remote", shm_path / "other"
+    with Way(remote, bucket.url, local) as way:
+        for version in (1, 2):
+            way.carry(version)
+        way.sender.close()
         remote.rename(shm_path / "away")
         with dbuffer.WeightSender(remote, checksum=True) as sender:
             sender.send(OTHER.weights(1))
             assert_copied(local, OTHER, 1)
-    other = shm_path / "other"
     with dbuffer.WeightSender(other) as sender:
         sender.send(SMALL.weights(1))
     with pytest.raises(dbuffer.OptionError, match=r"holds version 1 of another store.* swap"):
@@ -294,8 +276,7 @@ def test_a_store_that_is_started_over_is_followed(shm_path, local, bucket):
 
 def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket):
     with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
-        sender.send(SMALL.weights(1))
-        up.wait_until_current(20)
+        send(sender, up, 1)
     pointer = newest_pointer(bucket)
     ahead = BucketPointer.to(record_of(bucket), pointer.writer)
     fields = ahead.version + 5, ahead.identity, ahead.history, ahead.writer, ahead.version_xxh3
@@ -310,20 +291,16 @@ def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket
 
 
 def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        sender.send(SMALL.weights(1))
-        with mirror(remote, bucket.url) as first:
-            first.wait_until_current(20)
-            writer = newest_pointer(bucket).writer
-            with mirror(remote, bucket.url) as second:
-                until("it has taken over", lambda: newest_pointer(bucket).writer != writer)
-                sender.send(SMALL.weights(2))
-                second.wait_until_current(20)
-                until("the first one has ended", lambda: first._error is not None)
-                assert isinstance(first._error, dbuffer.WriterSupersededError)
-                sender.send(SMALL.weights(3))
-                second.wait_until_current(20)
-                assert newest_pointer(bucket).version == 3
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as first:
+        send(sender, first, 1)
+        writer = newest_pointer(bucket).writer
+        with mirror(remote, bucket.url) as second:
+            until("it has taken over", lambda: newest_pointer(bucket).writer != writer)
+            send(sender, second, 2)
+            until("the first one has ended", lambda: first._error is not None)
+            assert isinstance(first._error, dbuffer.WriterSupersededError)
+            send(sender, second, 3)
+            assert newest_pointer(bucket).version == 3
     assert "has ended" in caplog.text
 
 
@@ -331,72 +308,15 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
 def test_a_lost_answer_to_a_put_of_the_pointer_is_no_other_writer(
     remote, local, proxy, bucket_url, version
 ):
+    def is_pointer_put(request: Request) -> bool:
+        return request.method == "PUT" and request.path.endswith(f"/{POINTER_OBJECT}")
+
     proxy.inject(lose_answer, nth=version, when=is_pointer_put)
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        both_ways(remote, bucket_url, local) as mirrors,
-    ):
+    with Way(remote, bucket_url, local) as way:
         for number in (1, 2, 3):
-            sender.send(SMALL.weights(number))
-            assert_copied(local, SMALL, number)
-        assert [each.stats["failures"] for each in mirrors] == [0, 0]
+            way.carry(number)
+        assert way.failures == [0, 0]
     assert [each.is_faulty for each in proxy.requests].count(True) == 1
-
-
-def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:
-    upload.PART_BYTES = PART_BYTES
-    with mirror(source, target):
-        connection.send("started")
-        connection.recv()
-
-
-@pytest.mark.parametrize(("which", "every"), [("up", 2), ("down", 6)])
-def test_a_mirror_that_is_killed_at_any_request_is_started_again(
-    remote, local, proxy, bucket, which, every
-):
-    """The child is killed while its request is held, which comes through when all is done."""
-    bucket_url = bucket.url
-    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        for version, nth in enumerate(numbers(every=every), start=1):
-            sender.send(LONG.weights(version))
-            if which == "down":
-                with mirror(remote, bucket_url) as up:
-                    up.wait_until_current(20)
-            ends = (remote, bucket_url) if which == "up" else (bucket_url, local)
-            held = Hold()
-            proxy.inject(held, nth=nth)
-            with Child(mirror_for_ever, *ends) as child:
-                held.wait()
-                child.kill()
-            with both_ways(remote, bucket_url, local):
-                assert_copied(local, LONG, version)
-                pointer = newest_pointer(bucket)
-                held.release()
-                until("it has come", lambda: all(r.status for r in proxy.requests if r.is_faulty))
-                assert newest_pointer(bucket) == pointer
-            if nth > 20:  # the rest are polls
-                break
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_requests_that_fail_are_made_again(remote, local, proxy, bucket_url, name):
-    """Every third request in one round, every fourth in the next, and so on: each in turn.
-
-    Outside of soaks, each fault has one of the rounds.
-    """
-    rounds = (3, 4, 5)
-    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
-        version = 0
-        for every in rounds if is_soak() else rounds[list(FAULTS).index(name) % 3 :][:1]:
-            for nth in range(1, 300, every):
-                proxy.inject(FAULTS[name], nth=nth)
-            with both_ways(remote, bucket_url, local):
-                for _ in range(2):
-                    version += 1
-                    sender.send(LONG.weights(version))
-                    assert_copied(local, LONG, version)
-            proxy.heal()
-    assert any(each.is_faulty for each in proxy.requests)
 
 
 def test_a_part_that_the_network_damages_is_got_again(remote, local, proxy, bucket_url):
@@ -406,22 +326,17 @@ def test_a_part_that_the_network_damages_is_got_again(remote, local, proxy, buck
         nth=3,  # a part, after its record and its layout
         when=lambda request: request.method == "GET" and "/000" in request.path,
     )
-    with dbuffer.WeightSender(remote) as sender, both_ways(remote, bucket_url, local):
-        sender.send(LONG.weights(1))
-        assert_copied(local, LONG, 1)
+    with Way(remote, bucket_url, local, checksum=False) as way:
+        way.carry(1, LONG)
     assert any(each.is_faulty for each in proxy.requests)
 
 
 def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, caplog):
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        both_ways(remote, bucket_url, local) as mirrors,
-    ):
-        sender.send(SMALL.weights(1))
-        assert_copied(local, SMALL, 1)
+    with Way(remote, bucket_url, local) as way:
+        way.carry(1)
         proxy.inject(FAULTS["503"], times=1 << 30)
-        sender.send(SMALL.weights(2))
-        until("both have failed", lambda: all(each.stats["failures"] for each in mirrors))
+        way.sender.send(SMALL.weights(2))
+        until("both have failed", lambda: all(way.failures))
         proxy.heal()
         assert_copied(local, SMALL, 2)
     assert "503" in caplog.text
@@ -431,6 +346,7 @@ def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, c
 
 
 def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, timing):
+    """Neither below the prefix nor beside it."""
     timing.bucket_grace_s = 0.0
     history = "0" * 16
     others = [
@@ -439,125 +355,118 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
         f"{history}/weights/{history}-1/000000-{history}",
         f"{history}/versions/0000000000000000001-{history}-1-{history}.json",
         "receivers/other.json",
+        "receivers/notes",
     ]
     for name in others:
         bucket.put(name, b"mine")
-    with dbuffer.WeightSender(remote, checksum=True) as sender:
-        sender.send(SMALL.weights(1))
-        with mirror(remote, bucket.url) as up:
-            up.wait_until_current(20)
-            history = newest_pointer(bucket).history
-            others += [f"{history}/notes.txt", f"{history}/weights/mine"]
-            for name in others[-2:]:
-                bucket.put(name, b"mine")
-            for version in range(2, 6):
-                sender.send(SMALL.weights(version))
-                up.wait_until_current(20)
+    beside = [Bucket(f"{bucket.url}{end}") for end in ("-2", ".txt")]
+    for each in beside:
+        each.put("CURRENT", b"mine")
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, 1, pattern=SMALL)
+        history = newest_pointer(bucket).history
+        others += [f"{history}/notes.txt", f"{history}/weights/mine"]
+        for name in others[-2:]:
+            bucket.put(name, b"mine")
+        send(sender, up, *range(2, 6), pattern=SMALL)
     names = bucket.list("")
     assert names.keys() >= set(others)
     ours = [name for name in names.keys() - set(others) if is_of_version(name)]
-    assert len([name for name in ours if "/versions/" in name]) == KEEP_ANCHORS
-    assert len([name for name in ours if "/weights/" in name]) == KEEP_ANCHORS
+    for kind in ("versions", "weights"):
+        assert len([name for name in ours if f"/{kind}/" in name]) == KEEP_ANCHORS
+    for each in beside:
+        assert each.list("").keys() == {"CURRENT"}
+        each.close()
 
 
 def test_versions_of_an_anchor_are_kept_with_their_deltas(remote, bucket, timing):
-    timing.bucket_grace_s = 0.0
+    """And objects that are not needed for a while."""
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         for version in range(1, 2 * KEEP_VERSIONS):
-            sender.send(SPARSE.weights(version))
             # Each is another mirror, which learns from the bucket what is there.
             with mirror(remote, bucket.url) as up:
-                up.wait_until_current(20)
+                send(sender, up, version, pattern=SPARSE)
+                if version == KEEP_VERSIONS + 2:
+                    kept = [name for name in bucket.list("") if "/versions/" in name]
+                    assert len(kept) == version
+                    timing.bucket_grace_s = 0.0
     names = [name for name in bucket.list("") if is_of_version(name)]
     assert len([name for name in names if "/versions/" in name]) == KEEP_VERSIONS
     assert set(names) >= record_of(bucket).objects
 
 
-def test_objects_stay_for_a_while(remote, bucket):
-    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
-        for version in range(1, KEEP_VERSIONS + 3):
-            sender.send(SMALL.weights(version))
-            up.wait_until_current(20)
-    names = [name for name in bucket.list("") if "/versions/" in name]
-    assert len(names) == KEEP_VERSIONS + 2
-
-
 # Acknowledgements
 
 
-def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url):
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        both_ways(remote, bucket_url, local),
-        dbuffer.WeightReceiver(local, receiver_id="far", poll_interval_s=POLL_S) as receiver,
-    ):
+@pytest.fixture
+def far(local: Path) -> Iterator[dbuffer.WeightReceiver]:
+    """A receiver of the far store."""
+    with dbuffer.WeightReceiver(local, receiver_id="far", poll_interval_s=POLL_S) as receiver:
+        yield receiver
+
+
+def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, far):
+    with Way(remote, bucket_url, local) as way:
         for version in (1, 2, 3):
-            sender.send(SMALL.weights(version), metadata={"step": version})
-            with receiver.open(version - 1, timeout_s=20) as snapshot:
+            way.sender.send(SMALL.weights(version), metadata={"step": version})
+            with far.open(version - 1, timeout_s=20) as snapshot:
                 assert snapshot.version == version
                 with pytest.raises(dbuffer.WaitTimeoutError):
-                    sender.wait_applied(version, receivers=["far"], timeout_s=0)
-            receiver.acknowledge(version)
-            sender.wait_applied(version, receivers=["far"], timeout_s=20)
+                    way.sender.wait_applied(version, receivers=["far"], timeout_s=0)
+            far.acknowledge(version)
+            way.sender.wait_applied(version, receivers=["far"], timeout_s=20)
         record = DoubleBuffer(remote).receiver("far")
         assert (record.is_relayed, record.metadata) == (True, {"step": 3})
-        receiver.close()
+        far.close()
         until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
 @pytest.mark.timing(bucket_list_s=60.0, bucket_expect_s=0.05)
-def test_after_a_version_acknowledgements_are_looked_for_soon(remote, local, bucket_url):
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        both_ways(remote, bucket_url, local),
-        dbuffer.WeightReceiver(local, receiver_id="far", poll_interval_s=POLL_S) as receiver,
-    ):
+def test_after_a_version_acknowledgements_are_looked_for_soon(remote, local, bucket_url, far):
+    with Way(remote, bucket_url, local) as way:
         for version in (1, 2):
-            sender.send(SMALL.weights(version))
-            with receiver.open(version - 1, timeout_s=20):
+            way.sender.send(SMALL.weights(version))
+            with far.open(version - 1, timeout_s=20):
                 pass
-            sender.wait_applied(version, receivers=["far"], timeout_s=20)
+            way.sender.wait_applied(version, receivers=["far"], timeout_s=20)
+
+
+def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:
+    with mirror(source, target):
+        connection.send("started")
+        connection.recv()
 
 
 @pytest.mark.timing(bucket_presumed_dead_after_s=0.5, bucket_heartbeat_s=0.1)
-def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url):
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        mirror(remote, bucket_url),
-        dbuffer.WeightReceiver(local, receiver_id="far") as receiver,
-    ):
+def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far):
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url):
         sender.send(SMALL.weights(1))
         with Child(mirror_for_ever, bucket_url, local) as child:
             child.receive()
-            with receiver.open(timeout_s=20):
+            with far.open(timeout_s=20):
                 pass
-            receiver.acknowledge(1)
+            far.acknowledge(1)
             sender.wait_applied(1, receivers=["far"], timeout_s=20)
             child.kill()
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
-def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url, timing):
+def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url):
     """Besides polls and listings, whose intervals are set, none."""
-    with (
-        dbuffer.WeightSender(remote, checksum=True) as sender,
-        both_ways(remote, bucket_url, local),
-    ):
-        sender.send(SMALL.weights(1))
-        assert_copied(local, SMALL, 1)
 
-        def made_since(before: int) -> list[Request]:
-            return [
-                each
-                for each in proxy.requests[before:]
-                if each.method != "GET"
-                or not (each.path.endswith(POINTER_OBJECT) or "list-type" in each.query)
-            ]
+    def is_poll(request: Request) -> bool:
+        is_look = request.path.endswith(POINTER_OBJECT) or "list-type" in request.query
+        return request.method == "GET" and is_look
 
-        until("records are put", lambda: not made_since(max(0, len(proxy.requests) - 20)))
+    def are_polls(first: int) -> bool:
+        return all(map(is_poll, proxy.requests[first:]))
+
+    with Way(remote, bucket_url, local) as way:
+        way.carry(1)
+        until("records are put", lambda: are_polls(max(0, len(proxy.requests) - 20)))
         before = len(proxy.requests)
         until("time passes", lambda: len(proxy.requests) > before + 20)
-        assert not made_since(before)
+        assert are_polls(before)
         polls = [each for each in proxy.requests[before:] if each.path.endswith(POINTER_OBJECT)]
         assert {each.status for each in polls} <= {304, None}  # the last one is in flight
 
@@ -565,9 +474,8 @@ def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url, timing
 def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
     proxy.inject(FAULTS["503"], nth=3)  # and is made again
     with dbuffer.WeightSender(remote, checksum=True) as sender:
-        sender.send(LONG.weights(1))
         with mirror(remote, bucket_url) as up:
-            up.wait_until_current(20)
+            send(sender, up, 1)
         with mirror(bucket_url, local) as down:
             down.wait_until_current(20)
         with mirror(remote, local.with_name("other")) as beside:
@@ -583,59 +491,52 @@ def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
     assert puts == up.requests["put"]
 
 
-# Options
-
-
-def test_a_url_is_for_mirrors(tmp_path, bucket_url):
-    for make in (dbuffer.WeightReceiver, dbuffer.WeightSender):
-        for url in (bucket_url, Path(bucket_url)):
-            with pytest.raises(dbuffer.OptionError, match="a mirror between it and the bucket"):
-                make(url)
-    with pytest.raises(dbuffer.OptionError, match="a mirror between it and the bucket"):
-        EngineOptions(store=bucket_url)
-    with pytest.raises(dbuffer.OptionError, match="both buckets"):
-        Mirror(bucket_url, bucket_url)
-    with pytest.raises(dbuffer.OptionError, match="s3://bucket/policy"):
-        Mirror("s3:///policy", tmp_path)
-    with pytest.raises(dbuffer.OptionError, match="outlives the mirror"):
-        Mirror(tmp_path, "memory://")
-
-
 @pytest.mark.timing(forget_receivers_after_s=0.0)
-def test_records_of_mirrors_that_have_gone_are_deleted(remote, bucket):
-    own = OwnRecord("mirror-of-a-node")
-    BucketRecords(bucket, own).write([])
+def test_records_of_mirrors_that_have_gone_are_deleted(bucket):
+    BucketRecords(bucket, OwnRecord("mirror-of-a-node")).write([])
     bucket.put("receivers/mine.json", b"mine")
     reader = ReceiversOfBucket(bucket)
     until("they have gone", lambda: not reader.receivers())
     assert list(bucket.list("receivers")) == ["receivers/mine.json"]
 
 
-def test_a_file_url_is_a_directory(remote, local):
-    with dbuffer.WeightSender(remote) as sender:
-        sender.send(SMALL.weights(1))
+# Options
+
+
+def test_a_url_is_for_mirrors(tmp_path, bucket_url):
+    between = "a mirror between it and the bucket"
+    for make in (dbuffer.WeightReceiver, dbuffer.WeightSender):
+        for url in (bucket_url, Path(bucket_url)):
+            with pytest.raises(dbuffer.OptionError, match=between):
+                make(url)
+    with pytest.raises(dbuffer.OptionError, match=between):
+        EngineOptions(store=bucket_url)
+    for source, target, message in (
+        (bucket_url, bucket_url, "both buckets"),
+        ("s3:///policy", tmp_path, "s3://bucket/policy"),
+        (tmp_path, "memory://", "outlives the mirror"),
+    ):
+        with pytest.raises(dbuffer.OptionError, match=message):
+            Mirror(source, target)
+
+
+def test_other_ways_to_a_mirror(remote, local, bucket_url):
+    """The URL of a directory; and receivers of a node, which start a mirror of a bucket."""
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
+        send(sender, up, 1, pattern=SMALL)
     with mirror(remote.as_uri(), local.as_uri()) as copying:
         copying.wait_until_current(20)
     assert newest(local) == 1
-
-
-def test_receivers_of_a_node_start_a_mirror_of_a_bucket(remote, local, bucket_url):
-    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
-        sender.send(SMALL.weights(1))
-        up.wait_until_current(20)
-    with start_mirror(bucket_url, local, poll_interval_s=POLL_S) as down:
+    other = local.with_name("other")
+    with start_mirror(bucket_url, other, poll_interval_s=POLL_S) as down:
         down.wait_until_current(20)
-    assert newest(local) == 1
-
-
-def test_a_bucket_that_is_not_there_is_said(bucket_url):
-    with pytest.raises(dbuffer.StoreAccessError, match="cannot list s3://no-such-bucket/policy"):
-        Bucket("s3://no-such-bucket/policy").list("")
+    assert newest(other) == 1
 
 
 def test_a_refusal_is_not_retried_and_its_reason_is_said(bucket_url, monkeypatch):
     with Bucket("s3://no-such-bucket/policy") as bucket:
-        with pytest.raises(dbuffer.StoreAccessError, match="NoSuchBucket: The specified bucket"):
+        reason = "cannot list s3://no-such-bucket/policy.*: 404 NoSuchBucket: The specified bucket"
+        with pytest.raises(dbuffer.StoreAccessError, match=reason):
             bucket.list("")
         with pytest.raises(dbuffer.StoreAccessError, match="NoSuchBucket"):
             newest_pointer(bucket)

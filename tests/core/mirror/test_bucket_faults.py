@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import obstore
 import pytest
 
 import dbuffer
@@ -64,12 +63,6 @@ def copy_at_last(remote: object, local: object) -> None:
             copy_newest(remote, local)
             return
     copy_newest(remote, local)
-
-
-def objects_in(bucket_url: str) -> dict[str, bytes]:
-    store = obstore.store.from_url(bucket_url)
-    names = [entry["path"] for page in store.list() for entry in page]
-    return {name: bytes(store.get(name).bytes()) for name in sorted(names)}
 
 
 @dataclasses.dataclass
@@ -256,24 +249,3 @@ def test_a_writer_is_overtaken_at_each_request(route, part_bytes):
             hold.release()
             first.wait()
         assert route.bucket_version() == version
-
-
-@pytest.mark.timing(bucket_grace_s=0.0)
-def test_objects_of_others_stay(route):
-    """Beside the prefix, and below it: what old versions have left is deleted, and nothing else."""
-    parent, _, name = route.bucket.rpartition("/")
-    objects = obstore.store.from_url(parent)
-    [history] = {path.split("/")[1] for path in objects_in(parent) if "/weights/" in path}
-    beside = [f"{name}-2/CURRENT", f"{name}.txt"]
-    below = [f"{name}/{each}" for each in ("notes", "receivers/notes", f"{history}/notes")]
-    for each in (*beside, *below):
-        objects.put(each, each.encode())
-    num_versions = 20
-    with quick(route.store, route.bucket).start() as mirror:
-        for version in range(2, num_versions + 1):
-            route.publish(version)
-            mirror.wait_until_current(TIMEOUT_S)
-    assert route.bucket_version() == num_versions
-    there = objects_in(parent)
-    assert all(there.get(each) == each.encode() for each in (*beside, *below))
-    assert len([path for path in there if "/versions/" in path]) < num_versions

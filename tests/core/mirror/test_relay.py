@@ -30,18 +30,30 @@ POLL_S = 0.05
 
 
 @pytest.fixture
-def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
-    """Between two stores that are there."""
+def stores(remote: Path, local: Path) -> tuple[DoubleBuffer, DoubleBuffer]:
+    """The local store and the remote one, which have a version."""
     for store in (remote, local):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
-    relay = AcknowledgementRelay(DoubleBuffer(local), StoreRecords(DoubleBuffer(remote)))
+    return DoubleBuffer(local), DoubleBuffer(remote)
+
+
+@pytest.fixture
+def relay(stores: tuple[DoubleBuffer, DoubleBuffer]) -> Iterator[AcknowledgementRelay]:
+    """Between the two."""
+    relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1]))
     yield relay
     relay.close()
 
 
-def record_of(store: Path, name: str) -> ReceiverRecord | None:
+def record_of(store: Path, name: str = "rank") -> ReceiverRecord | None:
     return DoubleBuffer(store).receiver(name)
+
+
+def relayed(store: Path) -> ReceiverRecord:
+    """Wait for the record of the rank."""
+    record: ReceiverRecord = until("it is relayed", lambda: record_of(store))
+    return record
 
 
 def mirrored(remote: Path, local: Path) -> Mirror:
@@ -59,6 +71,7 @@ def load_each(connection: Connection, store: Path, name: str) -> None:
 
 
 def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
+    """And of the death of one."""
     stores = [shm_path / name for name in ("first", "second", "third", "fourth")]
     with contextlib.ExitStack() as stack:
         sender = stack.enter_context(dbuffer.WeightSender(stores[0], checksum=True))
@@ -69,7 +82,6 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
             name: stack.enter_context(Child(load_each, store, name))
             for name, store in (("near", stores[1]), ("far", stores[3]))
         }
-        identities = set()
         for version in (1, 2, 3):
             if version > 1:
                 sender.send(SMALL.weights(version), metadata={"step": version})
@@ -79,30 +91,19 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
                 reader.send(version)
             for reader in readers.values():
                 assert reader.receive() == version
-            sender.wait_applied(version, receivers=["near", "far"], timeout_s=5)
-            sender.wait_applied(version, receivers=2, timeout_s=5)
+            for receivers in (["near", "far"], 2):
+                sender.wait_applied(version, receivers=receivers, timeout_s=5)
             metadata = {"step": version} if version > 1 else {}
             assert record_of(stores[0], "far").metadata == metadata
             assert newest(stores[3], verify=True) == version
             with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=["near", "far", "nobody"], timeout_s=0)
-            identities = {
-                DoubleBuffer(s).manifest(DoubleBuffer(s).pointer().buffer).identity for s in stores
-            }
-            assert len(identities) == 1
-
-
-def test_a_reader_that_died_is_told_of(remote, local):
-    with dbuffer.WeightSender(remote) as sender, mirrored(remote, local):
-        sender.send(SMALL.weights(1))
-        with Child(load_each, local, "rank") as reader:
-            reader.send(1)
-            assert reader.receive() == 1
-            sender.wait_applied(1, receivers=["rank"], timeout_s=5)
-            reader.kill()
-        sender.send(SMALL.weights(2))
-        with pytest.raises(dbuffer.ReceiverFailedError, match=r"rank .*\b1\b"):
-            sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+            views = map(DoubleBuffer, stores)
+            assert len({view.manifest(view.pointer().buffer).identity for view in views}) == 1
+        readers["near"].kill()
+        sender.send(SMALL.weights(4))
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"near .*\b3\b"):
+            sender.wait_applied(4, receivers=["near"], timeout_s=5)
 
 
 def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
@@ -122,9 +123,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
         Child(acknowledge_and_end, local, history) as reader,
     ):
         assert reader.receive() == "come"
-        until("it is carried", lambda: record_of(remote, "rank"))
-        assert record_of(remote, "rank").is_relayed
-        assert not record_of(remote, "rank").has_ended
+        assert (relayed(remote).is_relayed, relayed(remote).has_ended) == (True, False)
         read = threading.Event()
         may_go_on = threading.Event()
         receivers = relay._reader.receivers
@@ -144,29 +143,29 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
         may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=5)
-        until("its end is told", lambda: record_of(remote, "rank").has_ended)
-        assert record_of(remote, "rank").applied_version == 2
+        until("its end is told", lambda: record_of(remote).has_ended)
+        assert record_of(remote).applied_version == 2
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"\b2\b"):
             sender.wait_applied(3, receivers=["rank"], timeout_s=5)
 
 
-def test_a_problem_is_carried(relay, remote, local):
-    with dbuffer.WeightSender(remote) as sender:
-        RecordFile(local, "rank").write(problem="out of memory", problem_version=1)
-        until("it is carried", lambda: record_of(remote, "rank"))
-        with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
-            sender.wait_applied(1, receivers=["rank"], timeout_s=5)
-
-
-def test_what_does_not_concern_the_sender_is_not_carried(relay, remote, local):
+def test_what_concerns_the_sender_is_relayed(relay, remote, local):
     """A version that is held in the mirror keeps no file of the remote store."""
+    (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")  # holds up no other
     record = RecordFile(local, "rank")
     record.write(applied_version=1, held_version=1, stats={"loads": 1.0}, part_of="engine")
-    until("it is carried", lambda: record_of(remote, "rank"))
-    carried = record_of(remote, "rank")
-    assert (carried.held_version, carried.stats) == (None, {})
-    assert (carried.applied_version, carried.part_of) == (1, "engine")
-    assert (carried.host, carried.pid) == (record.current.host, record.current.pid)
+    there = relayed(remote)
+    assert (there.held_version, there.stats) == (None, {})
+    assert (there.applied_version, there.part_of) == (1, "engine")
+    assert (there.host, there.pid) == (record.current.host, record.current.pid)
+    with dbuffer.WeightSender(remote) as sender:
+        sender.send(SMALL.weights(2))
+        record.write(part_of=None, problem="out of memory", problem_version=2)
+        until("its problem is relayed", lambda: record_of(remote).problem)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
+            sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+    record.remove()
+    until("it has gone", lambda: record_of(remote) is None)
 
 
 def test_what_has_not_changed_is_not_written_again(relay, remote, local):
@@ -174,56 +173,36 @@ def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
     path = DoubleBuffer(remote).record_path("rank", record.current.token)
-    until("it is carried", path.exists)
+    until("it is relayed", path.exists)
     before = path.stat().st_ino, path.stat().st_mtime_ns
     for held in (1, None, 1, None):
         record.write(held_version=held, stats={"loads": float(held or 0)})
         time.sleep(2 * TIMING.relay_s)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
     record.write(applied_version=2)
-    until("it is carried", lambda: record_of(remote, "rank").applied_version == 2)
+    until("it is relayed", lambda: record_of(remote).applied_version == 2)
 
 
 @pytest.mark.timing(bucket_expect_s=0.2)
-def test_versions_that_come_fast_do_not_put_off_the_next_look(remote, local):
-    for store in (remote, local):
-        with dbuffer.WeightSender(store) as sender:
-            sender.send(SMALL.weights(1))
-    writer = StoreRecords(DoubleBuffer(remote))
-    relay = AcknowledgementRelay(DoubleBuffer(local), writer, interval_s=60.0)
+def test_versions_that_come_fast_do_not_put_off_the_next_look(stores, remote, local):
+    relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1]), interval_s=60.0)
     RecordFile(local, "rank").write(applied_version=1)
 
-    def is_carried() -> bool:
+    def is_relayed() -> bool:
         relay.expect()
-        return record_of(remote, "rank") is not None
+        return record_of(remote) is not None
 
-    until("it is carried", is_carried)
+    until("it is relayed", is_relayed)
     relay.close()
 
 
-def test_a_reader_that_goes_goes_there_too(relay, remote, local):
-    record = RecordFile(local, "rank")
-    record.write(applied_version=1)
-    until("it is carried", lambda: record_of(remote, "rank"))
-    record.remove()
-    until("it has gone", lambda: record_of(remote, "rank") is None)
-
-
-def test_the_last_word_is_carried_when_it_is_closed(remote, local):
-    for store in (remote, local):
-        with dbuffer.WeightSender(store) as sender:
-            sender.send(SMALL.weights(1))
-    relay = AcknowledgementRelay(DoubleBuffer(local), StoreRecords(DoubleBuffer(remote)))
+def test_the_last_word_is_relayed_when_it_is_closed(relay, remote, local):
     record = RecordFile(local, "rank")
     for version in range(1, 20):
         record.write(applied_version=version)
     relay.close()
-    assert record_of(remote, "rank").applied_version == 19
-    assert not [thread for thread in _threads() if "relay" in thread]
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
+    assert record_of(remote).applied_version == 19
+    assert not [thread for thread in threading.enumerate() if "relay" in thread.name]
 
 
 def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remote, local, caplog):
@@ -233,11 +212,11 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     record.write(applied_version=1)
     time.sleep(3 * TIMING.relay_s)
     (remote / "away").rename(receivers)
-    until("it is carried", lambda: record_of(remote, "rank"))
+    relayed(remote)
     assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
     # A directory where the record should be: what cannot be replaced.
     record.remove()
-    until("it has gone", lambda: record_of(remote, "rank") is None)
+    until("it has gone", lambda: record_of(remote) is None)
     (receivers / record.path.name).mkdir()
     record.write(applied_version=2)
     until("it is told", lambda: caplog.records)
@@ -245,14 +224,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     assert len(caplog.records) == 1
     assert "cannot relay acknowledgements to" in caplog.text
     (receivers / record.path.name).rmdir()
-    until("it is carried", lambda: record_of(remote, "rank"))
-
-
-def test_a_damaged_record_holds_up_no_other(relay, remote, local):
-    (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")
-    RecordFile(local, "rank").write(applied_version=1)
-    until("it is carried", lambda: record_of(remote, "rank"))
-    assert record_of(remote, "rank").applied_version == 1
+    relayed(remote)
 
 
 def test_a_mirror_that_is_killed_and_started_again_carries_on(remote, local):
@@ -264,7 +236,7 @@ def test_a_mirror_that_is_killed_and_started_again_carries_on(remote, local):
         with Child(load_each, local, "rank") as reader:
             reader.send(1)
             assert reader.receive() == 1
-            assert record_of(remote, "rank") is None
+            assert record_of(remote) is None
             with mirrored(remote, local):  # there is nothing new to copy
                 sender.wait_applied(1, receivers=["rank"], timeout_s=5)
 
