@@ -11,15 +11,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.support import ROOT
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 60), pytest.mark.slow, *IN_SOAKS_ALONE]
 
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -58,23 +57,21 @@ BroadcastManager.broadcast_to_engine = broadcast_once
 """Code that runs before an example, and keeps its new weights from the engines."""
 
 
-class Run(NamedTuple):
-    """How an example ended, and what it printed."""
-
-    code: int
-    text: str
+class Printed(str):
+    """Output of an example."""
 
     def numbers(self, pattern: str) -> list[float]:
         """What the pattern's group found, in each line that it stands in."""
-        return [float(found) for found in re.findall(pattern, self.text, re.MULTILINE)]
+        return [float(found) for found in re.findall(pattern, self, re.MULTILINE)]
 
 
 def run(
     name: str, shm_path: Path, launcher: list[str] | None = None, *, held_back: bool = False
-) -> Run:
+) -> Printed:
     """Run an example with its temporary files below ``shm_path``; it must leave nothing there.
 
-    vLLM has a socket there, whose path must be short.
+    It must succeed, unless its weights are held back. vLLM has a socket there, whose path must be
+    short.
     """
     program = EXAMPLES / name
     if held_back:
@@ -96,107 +93,71 @@ def run(
         kill_group(process)
     print(text)
     assert list(shm_path.glob("dbuffer-*")) == []
-    return Run(process.returncode, text)
+    assert process.returncode == held_back, text
+    return Printed(text)
 
 
-@in_soaks_alone
-@pytest.mark.slow
 def test_cartpole_is_solved_over_the_scheme(shm_path):
     done = run("torchrl_cartpole.py", shm_path)
-    assert done.code == 0, done.text
     assert done.numbers(r"return +([\d.]+)")[-1] >= 150
     # A synchronous collector never acts by any policy but the newest.
     assert done.numbers(r"policy lag (\d+)") == [0] * 15
 
 
-@in_soaks_alone
-@pytest.mark.slow
 def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path):
     done = run("torchrl_cartpole.py", shm_path, held_back=True)
-    assert done.code == 1, done.text
     # In the same number of batches, and not by a hair.
     assert max(done.numbers(r"return +([\d.]+)")) < 75
     assert done.numbers(r"policy lag (\d+)") == list(range(15))
 
 
-@in_soaks_alone
-@pytest.mark.slow
 def test_an_adapter_learns_with_its_sampler(shm_path):
     done = run("peft_lora.py", shm_path)
-    assert done.code == 0, done.text
-    assert "the sampler and the adapter: equal" in done.text
+    assert "the sampler and the adapter: equal" in done
 
 
-class TestAsynchronousRL:
+class TestWithVLLM:
     pytestmark = NEEDS_VLLM
 
-    @in_soaks_alone
     def test_engine_learns_while_stale_tokens_are_masked(self, shm_path):
         done = run("async_rl.py", shm_path)
-        assert done.code == 0, done.text
         dropped = done.numbers(r"(\d+) of 16 samples dropped")
         masked = done.numbers(r"(\d+) of \d+ tokens masked")
         assert (len(dropped), len(masked)) == (50, 50)
         assert done.numbers(r"^(\d+) samples dropped") == [sum(dropped)]
         assert done.numbers(r"(\d+) tokens masked$") == [sum(masked)]
 
-    @in_soaks_alone
     def test_samples_of_an_engine_without_new_weights_are_dropped(self, shm_path):
         done = run("async_rl.py", shm_path, held_back=True)
-        assert done.code == 1, done.text
         # All are of version 1, and up to three versions behind they are used.
         assert done.numbers(r"(\d+) of 16 samples dropped") == [0] * 4 + [16] * 46
-        assert "WaitTimeoutError" in done.text
+        assert "WaitTimeoutError" in done
 
-
-class TestGRPO:
-    pytestmark = NEEDS_VLLM
-
-    @in_soaks_alone
     def test_engine_learns_with_torchrls_loss(self, shm_path):
         done = run("torchrl_grpo.py", shm_path)
-        assert done.code == 0, done.text
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
 
-    @in_soaks_alone
     def test_engine_learns_with_trls_trainer(self, shm_path):
-        done = run("trl_grpo.py", shm_path)
-        assert done.code == 0, done.text
+        run("trl_grpo.py", shm_path)
 
-    @in_soaks_alone
     def test_trls_engine_without_new_weights_is_seen(self, shm_path):
         done = run("trl_grpo.py", shm_path, held_back=True)
-        assert done.code == 1, done.text
         first, *_, last = done.numbers(r"reward ([\d.]+)")
         assert last - first < 0.1
-        assert "the engine and of a fresh one: differ" in done.text
+        assert "the engine and of a fresh one: differ" in done
 
-
-class TestLightRFT:
-    pytestmark = NEEDS_VLLM
-
-    @in_soaks_alone
     def test_engines_of_all_ranks_follow_the_actor(self, shm_path):
         done = run("lightrft_ranks.py", shm_path, TORCHRUN)
-        assert done.code == 0, done.text
-        assert done.text.count("its engine and of a fresh one: equal") == 2
+        assert done.count("its engine and of a fresh one: equal") == 2
         assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
-    @in_soaks_alone
     def test_engines_without_new_weights_are_seen(self, shm_path):
         done = run("lightrft_ranks.py", shm_path, TORCHRUN, held_back=True)
-        assert done.code == 1, done.text
-        assert done.text.count("its engine and of a fresh one: differ") == 2
+        assert done.count("its engine and of a fresh one: differ") == 2
         assert done.numbers(r"version (\d)") == [1] * 12
 
-
-class TestAtropos:
-    pytestmark = NEEDS_VLLM
-
-    @in_soaks_alone
     def test_server_answers_with_what_was_trained(self, shm_path):
         done = run("atropos_bridge.py", shm_path)
-        assert done.code == 0, done.text
-        assert "the server and of a fresh one: equal" in done.text
+        assert "the server and of a fresh one: equal" in done
         assert len(done.numbers(r"update (\d+) ms")) == 4

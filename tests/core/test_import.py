@@ -109,15 +109,8 @@ def probe(tmp_path_factory):
 
 
 def test_imports_no_optional_package(probe):
-    assert not OPTIONAL_PACKAGES & set(probe["modules"])
-
-
-def test_leaves_to_their_users_what_takes_as_long_as_torch(probe):
-    """TensorDicts, and torch's DTensor, which imports sympy."""
-    assert not {"tensordict", "sympy"} & set(probe["modules"])
-
-
-def test_imports_neither_command_line_nor_integrations(probe):
+    """Nor TensorDicts, and torch's DTensor, which imports sympy; each takes as long as torch."""
+    assert not (OPTIONAL_PACKAGES | {"tensordict", "sympy"}) & set(probe["modules"])
     outer = {name.split(".")[1] for name in probe["submodules"]}
     assert not outer & {"tools", "integrations", "__main__"}
 
@@ -211,11 +204,8 @@ def test_type_checkers_see_the_same_names():
         assert getattr(importlib.import_module(module), name) is getattr(dbuffer, name)
 
 
-def test_the_version_is_that_of_the_package():
+def test_the_package_has_its_version_and_is_typed():
     assert dbuffer.__version__ == importlib.metadata.version("dbuffer")
-
-
-def test_is_typed():
     assert (ROOT / "py.typed").is_file()
 
 

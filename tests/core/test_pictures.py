@@ -47,19 +47,14 @@ def test_the_pictures_are_current():
 
 
 @pytest.mark.parametrize("name", [*NAMES, RECORDING])
-def test_a_picture_is_shown_by_a_page(name):
+def test_a_picture_is_shown_by_a_page_and_explains_itself(name):
     shown = re.compile(rf"!\[[^\]]{{20,}}\]\([\w/.]*pictures/{re.escape(name)}\)")
     assert any(shown.search(page.read_text(encoding="utf-8")) for page in PAGES)
-
-
-@pytest.mark.parametrize("name", [*NAMES, RECORDING])
-def test_a_picture_explains_itself(name):
     root = ElementTree.parse(PICTURES / name).getroot()
     named = root.get("aria-labelledby", "").split()
     said = {each.get("id"): each.text or "" for each in root}
     assert all(len(said[each].split()) >= 2 for each in named)
-    assert len(named) == 2
-    assert root.get("role") == "img"
+    assert (len(named), root.get("role")) == (2, "img")
 
 
 @pytest.mark.parametrize("name", NAMES)

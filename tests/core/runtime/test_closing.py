@@ -129,9 +129,8 @@ def close_in_the_middle(
 
 
 @pytest.mark.parametrize("make", [gated, stream])
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_close_waits_for_a_send_in_another_thread(monkeypatch, tmp_path, store, make, mount):
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+@pytest.mark.usefixtures("mount")
+def test_close_waits_for_a_send_in_another_thread(tmp_path, store, make):
     gate = Gate()
     sender = WeightSender(store, checksum=True)
     published = close_in_the_middle(lambda: sender.send(make(gate)), sender.close, gate, tmp_path)
@@ -156,16 +155,13 @@ def test_close_waits_for_a_publish_of_a_resident_model(monkeypatch, tmp_path, st
 def send_and_close(rank: int, store: Path, directory: Path) -> int:
     gate = Gate()
     sender = ShardedWeightSender(store)
-    here = directory / f"rank-{rank}"
-    here.mkdir()
-    publication = close_in_the_middle(lambda: sender.send(gated(gate)), sender.close, gate, here)
-    version: int = publication.version
-    return version
+    return int(
+        close_in_the_middle(lambda: sender.send(gated(gate)), sender.close, gate, directory).version
+    )
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_close_waits_for_a_sharded_send(monkeypatch, tmp_path, store, mount):
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+@pytest.mark.usefixtures("mount")
+def test_close_waits_for_a_sharded_send(tmp_path, store):
     with World(tmp_path, 1) as world:
         assert world.run(send_and_close, store, tmp_path) == [1]
 
@@ -195,10 +191,9 @@ def test_a_send_inside_a_send_is_refused(store):
     assert len(outcomes) == 1
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_a_closed_writer_commits_nothing(monkeypatch, tmp_path, store, mount):
+@pytest.mark.usefixtures("mount")
+def test_a_closed_writer_commits_nothing(tmp_path, store):
     """The second line: whoever closed it, the claim's file is not written by its number."""
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
     sender = WeightSender(store)
 
     def make() -> torch.Tensor:
@@ -211,13 +206,6 @@ def test_a_closed_writer_commits_nothing(monkeypatch, tmp_path, store, mount):
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * len(files)
     sender.close()
     assert newest(store) is None
-
-
-def test_work_for_closed_threads_is_refused():
-    copier = Copier(2)
-    copier.close()
-    with pytest.raises(ClosedError):
-        copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
 
 
 def test_closing_threads_waits_for_what_they_do():
@@ -240,81 +228,64 @@ def test_closing_threads_waits_for_what_they_do():
     assert closing.outcome() is None
     assert working.outcome() is None
     assert sorted(done) == [0, 1]
+    with pytest.raises(ClosedError):
+        copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
 
 
 # Forks
 
 
-def fork_during_a_send(connection: Connection, store: Path) -> None:
-    gate = Gate()
-    sender = WeightSender(store)
-    publishing = InThread(lambda: sender.send(gated(gate)))
+def fork_in_the_middle(
+    connection: Connection, gate: Gate, publish: Callable[[], Any], close: Callable[[], None]
+) -> None:
+    """Send how the fork ended, and the version that is published meanwhile."""
+    publishing = InThread(publish)
     assert gate.has_come.wait(TIMEOUT_S)
 
     def use_in_child() -> None:
         with pytest.raises(ClosedError):
-            sender.send({"a": torch.ones(1)})
-        sender.close()
+            publish()
+        close()
 
     connection.send(in_a_fork(use_in_child))
     gate.open()
     connection.send(publishing.outcome().version)
-    connection.send(sender.send({"a": torch.ones(1)}).version)
-    sender.close()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_forked_during_a_send_neither_sends_nor_hangs(store):
-    with Child(fork_during_a_send, store) as child:
-        assert [child.receive() for _ in range(3)] == [0, 1, 2]
+def fork_during_a_send(connection: Connection, store: Path) -> None:
+    gate = Gate()
+    with WeightSender(store) as sender:
+        fork_in_the_middle(connection, gate, lambda: sender.send(gated(gate)), sender.close)
+        assert sender.send({"a": torch.ones(1)}).version == 2
+
+
+def fork_during_a_publish(connection: Connection, store: Path) -> None:
+    gate = hold_up(pytest.MonkeyPatch(), BufferWriter, "commit")
+    with ResidentModel(torch.nn.Linear(4, 4), store) as resident:
+        fork_in_the_middle(connection, gate, resident.publish, resident.close)
 
 
 def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
     gate = hold_up(pytest.MonkeyPatch(), Draft, "fill")
-    sender = WeightSender(store)
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    sender.guard(optimizer)
-    pending = sender.send({"a": torch.ones(1)}, wait=False)
-    assert gate.has_come.wait(TIMEOUT_S)
+    with WeightSender(store) as sender:
+        sender.guard(optimizer)
 
-    def use_in_child() -> None:
-        optimizer.step()
-        with pytest.raises(ClosedError):
-            sender.send({"a": torch.ones(1)})
-        sender.close()
+        def publish() -> Any:
+            optimizer.step()
+            return sender.send({"a": torch.ones(1)}, wait=False).wait(TIMEOUT_S)
 
-    connection.send(in_a_fork(use_in_child))
-    gate.open()
-    connection.send(pending.wait(TIMEOUT_S).version)
-    sender.close()
+        fork_in_the_middle(connection, gate, publish, sender.close)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_forked_while_a_version_is_pending_neither_sends_nor_hangs(store):
-    with Child(fork_while_one_is_pending, store) as child:
-        assert [child.receive() for _ in range(2)] == [0, 1]
-
-
-def fork_during_a_publish(connection: Connection, store: Path) -> None:
-    resident = ResidentModel(torch.nn.Linear(4, 4), store)
-    gate = hold_up(pytest.MonkeyPatch(), BufferWriter, "commit")
-    publishing = InThread(resident.publish)
-    assert gate.has_come.wait(TIMEOUT_S)
-
-    def use_in_child() -> None:
-        with pytest.raises(ClosedError):
-            resident.publish()
-        resident.close()
-
-    connection.send(in_a_fork(use_in_child))
-    gate.open()
-    connection.send(publishing.outcome().version)
-    resident.close()
-
-
-def test_a_child_forked_during_a_publish_of_a_resident_model(store):
-    with Child(fork_during_a_publish, store) as child:
-        assert [child.receive() for _ in range(2)] == [0, 1]
+@pytest.mark.parametrize(
+    "fork", [fork_during_a_send, fork_during_a_publish, fork_while_one_is_pending]
+)
+def test_a_child_forked_during_a_publish_neither_publishes_nor_hangs(store, fork):
+    with Child(fork, store) as child:
+        assert [child.receive(), child.receive()] == [0, 1]
+        assert child.wait() == 0
 
 
 def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:

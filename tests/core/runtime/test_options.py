@@ -49,12 +49,9 @@ def test_a_time_is_a_number():
     for value in (1, 0.001, threading.TIMEOUT_MAX, numpy.float64(0.5)):
         assert options.positive_seconds("wait_s", value) == value
         assert type(options.positive_seconds("wait_s", value)) is float
-
-
-def test_what_passes_for_a_time_can_be_waited_for():
     event = threading.Event()
     event.set()
-    assert event.wait(options.seconds("wait_s", options.MAX_SECONDS))
+    assert event.wait(options.seconds("wait_s", options.MAX_SECONDS)), "it can be waited for"
 
 
 @pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=repr)
@@ -227,12 +224,8 @@ def test_an_engines_stores_are_paths_or_texts(tmp_path, monkeypatch, name):
     for place in (tmp_path / "there", Path("there"), "there"):
         options = EngineOptions(**{"store": "/other", name: place})
         assert getattr(options, name) == str(tmp_path / "there")
-
-
-def test_the_working_directory_can_be_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     with dbuffer.WeightSender(".") as sender:
-        assert sender.store == tmp_path
+        assert sender.store == tmp_path, "the working directory can be named"
 
 
 def test_times_of_methods_are_checked_as_they_are_called(tmp_path):

@@ -21,7 +21,6 @@ from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
     BucketVersion,
-    is_of_receivers,
     is_of_version,
     part_object,
 )
@@ -171,27 +170,20 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
 
 
 def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
+    """Except for a mirror that was stopped."""
     with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
         down.start().wait_until_current(TIMEOUT_S)
         with dbuffer.WeightReceiver(local, receiver_id="engine-1") as receiver:
             receiver.load_into(LONG.empty())
-            with Bucket(bucket_url) as bucket:
-                until("records are put", lambda: any(map(is_of_receivers, bucket.list(""))))
-            until("it is relayed", lambda: len(status_of(capsys, bucket_url)["receivers"]) == 2)
+            until("both are there", lambda: len(status_of(capsys, bucket_url)["receivers"]) == 2)
             assert all(each["is_alive"] for each in status_of(capsys, bucket_url)["receivers"])
             timing.bucket_presumed_dead_after_s = -1.0
             seen = status_of(capsys, bucket_url)
             lines = call(capsys, "status", bucket_url)[1].splitlines()
-    assert not any(each["is_alive"] for each in seen["receivers"])
-    assert lines[1].startswith("mirrors look dead, and with them their receivers: mirror-")
-
-
-def test_a_mirror_that_was_stopped_is_not_dead(capsys, remote, local, bucket_url, timing):
-    with mirrored(remote, bucket_url), dbuffer.Mirror(bucket_url, local) as down:
-        down.start().wait_until_current(TIMEOUT_S)
-    timing.bucket_presumed_dead_after_s = -1.0
+        assert not any(each["is_alive"] for each in seen["receivers"])
+        assert lines[1].startswith("mirrors look dead, and with them their receivers: mirror-")
     seen = status_of(capsys, bucket_url)
-    assert [each["is_alive"] for each in seen["receivers"]] == [False]
+    assert {each["is_alive"] for each in seen["receivers"]} == {False}
     assert seen["problems"] == []
 
 
@@ -220,8 +212,14 @@ def test_status_without_a_versions_record(capsys, bucket, url, is_there):
     assert name in problem
 
 
-def test_unusable_records_are_a_problem(capsys, bucket, url):
-    bucket.put("receivers/mine.json", b"{}")
+def test_unusable_records_are_a_problem(capsys, proxy, url):
+    """Of which a status costs one more request."""
+    before = len(proxy.requests)
+    status_of(capsys, url)
+    made = [(each.method, "list-type" in each.query) for each in proxy.requests[before:]]
+    assert made == [("GET", False), ("GET", False), ("GET", True)]
+    with Bucket(url) as bucket:
+        bucket.put("receivers/mine.json", b"{}")
     seen = status_of(capsys, url)
     assert seen["receivers"] == []
     [problem] = seen["problems"]
@@ -235,13 +233,6 @@ def test_a_watched_bucket_is_listed_again_and_nothing_else(proxy, remote, bucket
         shown.wait_for(lambda lines: lines and " (bucket): version 4;" in lines[0])
         shown.signal(signal.SIGTERM)
         assert shown.wait_for_end() == (-signal.SIGTERM, [])
-
-
-def test_what_a_status_costs(capsys, proxy, url):
-    before = len(proxy.requests)
-    status_of(capsys, url)
-    made = [(each.method, "list-type" in each.query) for each in proxy.requests[before:]]
-    assert made == [("GET", False), ("GET", False), ("GET", True)]
 
 
 # ls
@@ -388,12 +379,11 @@ def test_progress_of_what_takes_long_is_on_the_terminal(proxy, bucket, url):
 # doctor
 
 
-def verdicts(url: str) -> dict[str, str]:
-    return {each.probe: each.verdict for each in examine_bucket(url).findings}
-
-
-def test_a_good_bucket(capsys, bucket_url):
-    code, out, _ = call(capsys, "doctor", bucket_url, "--json")
+def test_a_good_bucket(capsys, bucket, url):
+    """Objects in it are not touched."""
+    bucket.put("notes/mine.txt", b"mine")
+    before = bucket.list("")
+    code, out, _ = call(capsys, "doctor", url, "--json")
     examination = json.loads(out)
     assert (code, examination["is_sound"]) == (0, True)
     assert {each["verdict"] for each in examination["findings"]} == {"good"}
@@ -401,19 +391,8 @@ def test_a_good_bucket(capsys, bucket_url):
         *("get", "list", "put", "delete", "get after put", "list after put", "put if absent"),
         *("put if unchanged", "get if changed", "ranges", "latency", "throughput"),
     ]
-    with Bucket(bucket_url) as bucket:
-        assert bucket.list("") == {}
-
-
-def test_a_bucket_with_versions_is_not_touched(bucket, url):
-    bucket.put("notes/mine.txt", b"mine")
-    before = bucket.list("")
-    assert set(verdicts(url).values()) == {"good"}
     assert bucket.list("") == before
-
-
-def test_memory_is_a_bucket_too():
-    assert set(verdicts("memory://").values()) == {"good"}
+    assert {each.verdict for each in examine_bucket("memory://").findings} == {"good"}
 
 
 @pytest.mark.timing(doctor_stale_s=-10.0)
@@ -481,12 +460,20 @@ class Forgetful(Bucket):
         return super().read(kind, name)
 
 
+class Corrupt(Bucket):
+    """As a network that damages ranges."""
+
+    def get_range(self, name: str, start: int, end: int) -> memoryview:
+        return memoryview(bytes(end - start))
+
+
 @pytest.mark.parametrize(
     ("service", "broken", "adapted"),
     [
         (Lax, {"put if absent": 2, "put if unchanged": 2}, set()),
         (Slow, {"get after put": 2}, set()),
         (Forgetful, {}, {"get if changed"}),
+        (Corrupt, {"ranges": 1}, set()),
     ],
 )
 def test_what_a_service_lacks(bucket_url, service, broken, adapted):
@@ -495,19 +482,6 @@ def test_what_a_service_lacks(bucket_url, service, broken, adapted):
         assert {each.probe: each.guarantee for each in findings if each.guarantee} == broken
         assert {each.probe for each in findings if each.verdict == "adapted"} == adapted
         assert bucket.list("") == {}
-
-
-def test_ranges_that_are_damaged_on_the_way(proxy, bucket_url):
-    def corrupt_ranges(exchange: Any) -> None:
-        answer = exchange.forward()
-        if answer.status == 206:
-            answer = type(answer)(answer.status, answer.headers, bytes(len(answer.body)))
-        exchange.answer(answer)
-
-    proxy.inject(corrupt_ranges, times=10**6)
-    with Bucket(bucket_url) as bucket:
-        findings = doctor.findings(bucket, lambda _: None)
-    assert {each.probe: each.guarantee for each in findings if each.guarantee} == {"ranges": 1}
 
 
 def test_a_doctor_that_is_stopped_leaves_nothing(bucket_url):
@@ -538,14 +512,12 @@ def test_a_doctor_that_is_stopped_leaves_nothing(bucket_url):
 def test_a_bucket_that_cannot_be_reached(
     capsys, monkeypatch, proxy, bucket_url, command, trouble, reason
 ):
-    url = bucket_url
-    if trouble == "no bucket":
-        url = "s3://no-such-bucket/policy"
-    elif trouble == "credentials":
+    url = "s3://no-such-bucket/policy" if trouble == "no bucket" else bucket_url
+    if trouble == "credentials":
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     elif trouble == "no answer":
         proxy.close()
-    else:
+    elif trouble == "cut":
         proxy.inject(drop, times=10**6)
     code, out, err = call(capsys, command, url)
     assert code == 1
@@ -577,10 +549,9 @@ def test_a_bucket_without_credentials(capsys, monkeypatch, remote, local, comman
 
 
 @pytest.mark.usefixtures("bucket_url")
-def test_a_mirror_into_a_bucket_that_is_not_there(capsys, remote):
-    with dbuffer.WeightSender(remote) as sender:
-        sender.send({"a": torch.ones(3)})
-    code, _, err = call(capsys, "mirror", remote, "s3://no-such-bucket/policy", "--count", 1)
+def test_a_mirror_into_a_bucket_that_is_not_there(capsys, sender):
+    sender.send({"a": torch.ones(3)})
+    code, _, err = call(capsys, "mirror", sender.store, "s3://no-such-bucket/policy", "--count", 1)
     assert code == 1
     assert err.startswith(
         "dbuffer: cannot get s3://no-such-bucket/policy/CURRENT: 404 NoSuchBucket"
@@ -603,59 +574,61 @@ def test_nothing_was_published(capsys, bucket_url, has_others):
         assert "of its 2 objects" in call(capsys, "status", bucket_url)[2]
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        *((command, ("--allow-shared-store",)) for command in (*COMMANDS, "doctor")),
-        ("doctor", ("--peer",)),
-        ("doctor", ("--timeout-s", "1")),
-        ("doctor", ("--timeout-s", "0")),
-    ],
+FOLLOWING = (("follow", "URL"), ("exec", "URL", "true"), ("follow-server", "URL", "http://h:1"))
+KEEPING = (("pin", "URL", "1"), ("unpin", "URL", "1"), ("rollback", "URL", "1"))
+LOOKING = tuple((command, "URL") for command in (*COMMANDS, "doctor"))
+MIRRORS = (("mirror", "URL", "y"), ("mirror", "x", "URL"))
+BOTH = (
+    "`dbuffer mirror s3://bucket/policy /dev/shm/policy` where versions are read",
+    "`dbuffer mirror /dev/shm/policy s3://bucket/policy` where they are published",
 )
-def test_an_option_without_effect_on_a_bucket_is_refused(capsys, command, option):
-    code, _, err = call(capsys, command, "s3://bucket/policy", *option)
-    assert (code, err) == (2, f"dbuffer: {option[0]} has no effect on a bucket\n")
-
-
-@pytest.mark.soak
-@in_turn(("command", "url"), [*COMMANDS, "doctor"], ["s3:///policy", "gs://"])
-def test_a_url_that_names_no_bucket(capsys, command, url):
-    code, _, err = call(capsys, command, url)
-    assert code == 2
-    assert "s3://bucket/policy" in err
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, "doctor", "mirror"])
-@pytest.mark.parametrize("url", ["s3:/bucket/policy", "S3://bucket/policy", "S3:/bucket/policy"])
-def test_a_url_that_is_mistyped_is_mended(capsys, tmp_path, command, url):
-    more = [tmp_path / "local"] if command == "mirror" else []
-    code, _, err = call(capsys, command, url, *more)
-    assert code == 2
-    assert "did you mean s3://bucket/policy?" in err
-
-
-EVERYWHERE = [
-    *((command, "URL") for command in (*COMMANDS, "doctor", "follow")),
-    ("mirror", "URL", "y"),
-    ("mirror", "x", "URL"),
-    ("exec", "URL", "true"),
-    ("follow-server", "URL", "http://localhost:1"),
-    ("pin", "URL", "1"),
+NO_EFFECT = "has no effect on a bucket"
+WRONG: list[tuple[str, tuple[tuple[str, ...], ...], tuple[str, ...]]] = [
+    ("s3:///policy", LOOKING, ("s3://bucket/policy",)),
+    ("gs://", LOOKING, ("s3://bucket/policy",)),
+    *(
+        (url, (*LOOKING, MIRRORS[0]), ("did you mean s3://bucket/policy?",))
+        for url in ("s3:/bucket/policy", "S3://bucket/policy", "S3:/bucket/policy")
+    ),
+    (
+        "foo://bucket/policy",
+        (*LOOKING, *MIRRORS, *FOLLOWING, KEEPING[0]),
+        ("no object storage has URLs with foo:",),
+    ),
+    (
+        "http://localhost:8000",
+        (*LOOKING, *MIRRORS, *FOLLOWING, KEEPING[0]),
+        ("the address of a server (are two arguments swapped?)",),
+    ),
+    ("s3://bucket/policy", (("publish", "CHECKPOINT", "URL"), *FOLLOWING, *KEEPING), BOTH),
+    (
+        "s3://bucket/policy",
+        tuple((*command, "--allow-shared-store") for command in LOOKING),
+        (f"--allow-shared-store {NO_EFFECT}",),
+    ),
+    ("s3://bucket/policy", (("doctor", "URL", "--peer"),), (f"--peer {NO_EFFECT}",)),
+    *(
+        (
+            "s3://bucket/policy",
+            (("doctor", "URL", "--timeout-s", at),),
+            (f"--timeout-s {NO_EFFECT}",),
+        )
+        for at in ("0", "1")
+    ),
 ]
+"""URLs, commands that do not take them, and texts of their refusals."""
 
 
-@pytest.mark.parametrize("arguments", EVERYWHERE)
 @pytest.mark.parametrize(
-    ("url", "text"),
-    [
-        ("foo://bucket/policy", "no object storage has URLs with foo:"),
-        ("http://localhost:8000", "the address of a server (are two arguments swapped?)"),
-    ],
+    ("url", "arguments", "texts"),
+    [(url, arguments, texts) for url, commands, texts in WRONG for arguments in commands],
 )
-def test_a_url_of_something_else_is_refused(capsys, arguments, url, text):
-    code, _, err = call(capsys, *(url if each == "URL" else each for each in arguments))
+def test_a_url_that_a_command_does_not_take(capsys, tmp_path, url, arguments, texts):
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    places = {"URL": url, "CHECKPOINT": tmp_path}
+    code, _, err = call(capsys, *(places.get(each, each) for each in arguments))
     assert code == 2
-    assert text in " ".join(err.split())
+    assert all(text in " ".join(err.split()) for text in texts)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
@@ -665,25 +638,3 @@ def test_a_file_url_is_a_store(capsys, remote, command):
     code, out, err = call(capsys, command, remote.as_uri())
     assert (code, err) == (0, "")
     assert "bucket" not in out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("follow", "URL"),
-        ("exec", "URL", "true"),
-        ("follow-server", "URL", "http://localhost:1"),
-        ("publish", "CHECKPOINT", "URL"),
-        ("pin", "URL", "1"),
-        ("unpin", "URL", "1"),
-        ("rollback", "URL", "1"),
-    ],
-)
-def test_commands_that_need_a_store_name_the_mirrors(capsys, tmp_path, arguments):
-    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
-    url = "s3://bucket/runs/policy"
-    places = {"URL": url, "CHECKPOINT": tmp_path}
-    code, _, err = call(capsys, *(places.get(each, each) for each in arguments))
-    assert code == 2
-    assert f"`dbuffer mirror {url} /dev/shm/policy` where versions are read" in err
-    assert f"`dbuffer mirror /dev/shm/policy {url}` where they are published" in err

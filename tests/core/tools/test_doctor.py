@@ -23,14 +23,14 @@ from dbuffer.runtime.timing import TIMING, Timing
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import doctor
-from dbuffer.tools.doctor import peer, probes, scratch
+from dbuffer.tools.doctor import peer, scratch
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.render import doctor_parts, terminal_lines
 from tests.support.children import Child, Command, preload
 from tests.support.commands import call
 from tests.support.forked_program import fork_programs
 from tests.support.patterns import SMALL, newest
-from tests.support.stores import without_flock
+from tests.support.stores import fill, small_disk, without_flock
 from tests.support.waiting import TIMEOUT_S, until
 
 MEGABYTE = 1 << 20
@@ -77,15 +77,9 @@ def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small filesystem of its own, with a directory in it that is the user's own."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MEGABYTE}", "dbuffer-test", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-    (path / "place").mkdir(mode=0o700)
-    yield path / "place"
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    with small_disk(tmp_path / "disk", 8 * MEGABYTE) as path:
+        (path / "place").mkdir(mode=0o700)
+        yield path / "place"
 
 
 def found_by(examination: doctor.Examination, probe: str) -> doctor.Finding:
@@ -120,17 +114,13 @@ def test_a_good_place(any_place: Path, timing: Timing) -> None:
 
 
 def test_where_a_mount_comes_from(disk):
-    examination = doctor.examine(disk)
+    """Of a directory that is not there, which is not made."""
+    examination = doctor.examine(disk / "on the way" / "store")
+    assert (examination.probed_in, examination.broken) == (str(disk), ())
     assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
     assert f"size={8 * MEGABYTE // 1024}k" in examination.options
     assert "8.39 MB" in found_by(examination, "room").result
-
-
-def test_a_place_that_is_not_there_is_not_made(place):
-    examination = doctor.examine(place / "on the way" / "store")
-    assert examination.probed_in == str(place)
-    assert examination.broken == ()
-    assert list(place.iterdir()) == []
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("peer", [(), ("--peer", "--timeout-s", "0")])
@@ -190,19 +180,21 @@ def test_read_only(disk):
 
 @pytest.mark.parametrize("leave_bytes", [0, MEGABYTE // 2])
 def test_no_room(disk, leave_bytes):
-    stats = os.statvfs(disk)
-    with (disk / "filler").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    fill(disk, leave_bytes)
     examination = doctor.examine(disk)
     assert broken_guarantees(examination) == {"room": 3, "write and flush": 3}
     assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
+def assert_refused_unless_shared(place: Path) -> None:
+    assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
+    assert doctor.examine(place, allow_shared_store=True).broken == ()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
 def test_a_directory_that_others_can_write_to(place, mode):
     place.chmod(mode)
-    assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
-    assert doctor.examine(place, allow_shared_store=True).broken == ()
+    assert_refused_unless_shared(place)
 
 
 def test_a_directory_for_everybody_may_hold_stores_and_be_none(place):
@@ -210,14 +202,13 @@ def test_a_directory_for_everybody_may_hold_stores_and_be_none(place):
     assert found_by(doctor.examine(place), "owner and mode").verdict == "adapted"
     with dbuffer.WeightSender(place, allow_shared_store=True) as sender:
         sender.send(SMALL.weights(1))
-    assert broken_guarantees(doctor.examine(place)) == {"owner and mode": 6}
+    assert_refused_unless_shared(place)
 
 
 @needs_root
 def test_a_store_of_somebody_else(damaged):
     os.chown(damaged, NOBODY, -1)
-    assert broken_guarantees(doctor.examine(damaged)) == {"owner and mode": 6}
-    assert doctor.examine(damaged, allow_shared_store=True).broken == ()
+    assert_refused_unless_shared(damaged)
 
 
 def fail(number: int) -> Callable[..., Any]:
@@ -271,22 +262,32 @@ def test_what_does_not_work(place, monkeypatch, function, behaviour, broken, tim
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [mmap.MAP_PRIVATE, mmap.MAP_SHARED])
-def test_mappings_of_the_other_kind(place, monkeypatch, kind):
+class DeafProcess(OtherProcess):
+    """Process that writes nothing into mappings."""
+
+    def ask(self, task: str, *arguments: Any) -> Any:
+        return None if task == "write_mapped" else super().ask(task, *arguments)
+
+
+def mapping_of(kind: int) -> type[mmap.mmap]:
     class Mapping(mmap.mmap):
         def __new__(cls, file: int, num_bytes: int, *_: int) -> Any:
             return super().__new__(cls, file, num_bytes, kind)
 
-    monkeypatch.setattr(probes.mmap, "mmap", Mapping)
-    assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
+    return Mapping
 
 
-def test_mappings_that_do_not_see_what_others_write(place, monkeypatch):
-    class Deaf(OtherProcess):
-        def ask(self, task: str, *arguments: Any) -> Any:
-            return None if task == "write_mapped" else super().ask(task, *arguments)
-
-    monkeypatch.setattr(probes, "OtherProcess", Deaf)
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("mmap.mmap", mapping_of(mmap.MAP_PRIVATE)),
+        ("mmap.mmap", mapping_of(mmap.MAP_SHARED)),
+        ("OtherProcess", DeafProcess),
+    ],
+    ids=["all private", "all shared", "nothing seen"],
+)
+def test_mappings_that_do_not_work(place, monkeypatch, name, instead):
+    monkeypatch.setattr(f"dbuffer.tools.doctor.probes.{name}", instead)
     assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
 
 
@@ -528,43 +529,28 @@ def test_what_killed_doctors_left_goes_after_a_while(place):
 
 @pytest.mark.usefixtures("as_users_have_it")
 def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    code, out, _ = call(capsys, "doctor", place)
-    assert code == 0
-    assert "BROKEN" not in out
-    for finding in doctor.examine(place).findings:
+    """It names the guarantee that cannot hold, if there is one."""
+    path, before = place / "[bold]a store", signal.getsignal(signal.SIGTERM)
+    path.mkdir(mode=0o700)
+    code, out, _ = call(capsys, "doctor", path)
+    assert (code, "BROKEN" in out) == (0, False)
+    for finding in doctor.examine(path).findings:
         assert finding.probe in out
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.usefixtures("as_users_have_it")
-def test_command_names_the_guarantee_that_cannot_hold(
-    capsys: pytest.CaptureFixture[str], place: Path
-) -> None:
-    path = place / "[bold]a store"
-    path.mkdir()
     path.chmod(0o777)
     code, out, _ = call(capsys, "doctor", path)
-    assert code == 1
-    assert "BROKEN" in out
+    assert (code, "BROKEN" in out) == (1, True)
     assert "guarantee 6 (Bad input is rejected) cannot hold here" in out
     shown = "\n".join(terminal_lines(doctor_parts(doctor.examine(path)), 400))
     assert shown.count("[bold]a store") == 3, "not taken for markup"
-    assert call(capsys, "doctor", path, "--allow-shared-store")[0] == 0
-
-
-@pytest.mark.usefixtures("as_users_have_it")
-def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    code, out, _ = call(capsys, "doctor", place, "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["is_sound"] is True
+    found = {}
+    for option, is_sound in ((), False), (("--allow-shared-store",), True):
+        code, out, _ = call(capsys, "doctor", path, "--json", *option)
+        found = json.loads(out)
+        assert (code, found["is_sound"]) == (int(not is_sound), is_sound)
+        broken = [f["guarantee"] for f in found["findings"] if f["verdict"] == "broken"]
+        assert broken == ([] if is_sound else [6])
     assert {finding["verdict"] for finding in found["findings"]} <= {"good", "adapted"}
-    place.chmod(0o777)
-    code, out, _ = call(capsys, "doctor", place, "--json")
-    found = json.loads(out)
-    assert (code, found["is_sound"]) == (1, False)
-    assert [f["guarantee"] for f in found["findings"] if f["verdict"] == "broken"] == [6]
 
 
 @pytest.mark.usefixtures("as_users_have_it")
