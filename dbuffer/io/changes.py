@@ -434,12 +434,10 @@ def _compare_run(
     mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
     if np.count_nonzero(mask) * 4 <= len(mask):
         eights = _true_in(mask)
-        each = 8 // words.itemsize
         some_old, some_new = (side.take(eights).view(words) for side in (old_eights, new_eights))
         (hits,) = (some_old != some_new).nonzero()
         values, replaced = some_new.take(hits), some_old.take(hits)
-        shift = each.bit_length() - 1  # a division takes several times as long
-        positions = (eights.take(hits >> shift) << shift) + (hits & (each - 1))
+        positions = _positions_in(eights, hits, 8 // words.itemsize)
         if end == len(old):
             return _run_diff(layout, run, positions, values, replaced)
         first = end // words.itemsize
@@ -470,8 +468,21 @@ def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     eights = mask[:end].view(np.uint64)
     (some,) = (eights != 0).nonzero()
     (hits,) = eights.take(some).view(np.bool_).nonzero()
+    positions = _positions_in(some, hits, 8)
+    if end == len(mask):
+        return positions
     (rest,) = mask[end:].nonzero()
-    return np.concatenate([(some.take(hits >> 3) << 3) + (hits & 7), rest + end])
+    return np.concatenate([positions, rest + end])
+
+
+def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
+    """Return the positions of hits, which count in some groups of ``size``, side by side."""
+    shift = size.bit_length() - 1  # a division takes several times as long
+    positions = groups.take(hits >> shift)
+    positions <<= shift
+    hits &= size - 1
+    positions += hits
+    return positions
 
 
 def _changes_of(
