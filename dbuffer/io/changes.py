@@ -63,8 +63,7 @@ _SHARES_A_THREAD = 8
 """Threads take pieces of work one by one; more of them, and the last one is waited for less."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorDiff:
+class TensorDiff(NamedTuple):
     """Words that differ in one tensor."""
 
     tensor: int

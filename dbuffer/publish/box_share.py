@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -224,10 +223,10 @@ class BoxShare(Share):
             positions = change.positions
             if positions is None:
                 positions = np.arange(len(change.values))
-            return replace(change, tensor=box.tensor, positions=_in_tensor(positions, box, spec))
+            return change._replace(tensor=box.tensor, positions=_in_tensor(positions, box, spec))
         # A whole tensor is sent to rank 0 without its old words, in half the bytes.
         replaced = None if change.positions is None else change.replaced
-        return replace(change, tensor=box.tensor, replaced=replaced)
+        return change._replace(tensor=box.tensor, replaced=replaced)
 
     def _write_changes(self, info: ClaimInfo) -> None:
         if self._last_diff is None or not info.is_patched:
@@ -270,7 +269,7 @@ class BoxShare(Share):
 def _moved(change: TensorDiff, first: int) -> TensorDiff:
     """Return a change with the number of its box, and in memory of its own."""
     values = change.values.copy() if change.positions is None else change.values
-    return replace(change, tensor=first + change.tensor, values=values)
+    return change._replace(tensor=first + change.tensor, values=values)
 
 
 def _layout_of(boxes: Iterable[Box], specs: Sequence[TensorSpec]) -> Layout:

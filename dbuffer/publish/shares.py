@@ -171,7 +171,7 @@ class WholeShare(Share):
         """
         contents = self.contents
         changes = [
-            replace(change, replaced=words_of(contents, change.tensor)[change.positions])
+            change._replace(replaced=words_of(contents, change.tensor)[change.positions])
             for change in changes
         ]
         checksums = self._checksums_of(changes) if self._chain.hashed else None
@@ -262,7 +262,7 @@ class WholeShare(Share):
             alone = FileTensors(data, Layout.of([spec]))
             if self._copier.checksums(alone) != [published[change.tensor]]:
                 raise StoreCorruptError(self._damaged(spec.name))
-            write_changes([replace(change, tensor=0)], alone, self._copier)
+            write_changes([change._replace(tensor=0)], alone, self._copier)
             [checksums[change.tensor]] = self._copier.checksums(alone)
         return checksums
 
@@ -294,7 +294,7 @@ class ResidentShare(WholeShare):
 def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[TensorDiff]:
     """Return the changes with the values of whole tensors in ``contents``, not in the trainer's."""
     return [
-        replace(change, values=words_of(contents, change.tensor))
+        change._replace(values=words_of(contents, change.tensor))
         if change.positions is None
         else change
         for change in changes
@@ -309,7 +309,7 @@ def apply_detached(
     Old values of whole tensors, which lay in the copy, are copied before.
     """
     kept = [
-        replace(change, replaced=change.replaced.copy())
+        change._replace(replaced=change.replaced.copy())
         if change.positions is None and change.replaced is not None
         else change
         for change in changes
@@ -323,4 +323,4 @@ def _without_replaced(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
 
     These lie in a mapping, which keeps an unlinked file's room.
     """
-    return [replace(one, replaced=None) if one.positions is None else one for one in changes]
+    return [one._replace(replaced=None) if one.positions is None else one for one in changes]

@@ -115,7 +115,7 @@ def make_step(
     found = find_changes(contents, after, copier, hashed=hashed)
     layout_xxh3 = digest(layout.encode())
     if absolute:
-        found = replace(found, changes=[replace(one, replaced=None) for one in found.changes])
+        found = replace(found, changes=[one._replace(replaced=None) for one in found.changes])
     encoded = encode_delta(
         found, copier, base=BASE, identity=IDENTITY, version=8, layout_xxh3=layout_xxh3
     )
