@@ -295,17 +295,14 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, s
 
 
 def test_forced_sync_brings_the_version_again(scene):
+    with scene.follower() as follower:
+        assert follower.sync(force=True) is None  # there is no version
+        assert scene.engine.label == "default"
     with scene.serving() as follower:
         scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
         assert follower.sync() is None
         assert follower.sync(force=True).version == 1
         assert scene.engine.serves == (1, "1")
-
-
-def test_forced_sync_with_an_empty_store_does_nothing(scene):
-    with scene.follower() as follower:
-        assert follower.sync(force=True) is None
-        assert scene.engine.label == "default"
 
 
 def test_sleeping_engine_is_busy_and_untouched(scene):
@@ -629,15 +626,11 @@ def test_pause_for_another_store_is_ended_by_the_next_sync(scene, other_store):
         assert not scene.engine.paused
 
 
-def test_other_store_that_is_empty_changes_nothing(scene, shm_path):
+def test_version_of_another_store_is_none_of_this_one(scene, other_store, shm_path):
     with scene.serving() as follower:
         follower.apply_once(str(shm_path / "empty"))
         assert (scene.engine.serves, follower.applied) == ((1, "1"), 1)
         assert follower.sync() is None
-
-
-def test_version_of_another_store_is_none_of_this_one(scene, other_store):
-    with scene.serving() as follower:
         follower.apply_once(other_store)
         assert (scene.engine.serves, scene.recorded) == ((7, UNKNOWN_VERSION), (None, {}))
         assert (follower.applied, follower.applied_metadata) == (None, {})
@@ -707,16 +700,6 @@ def test_follow_command_names_what_is_wrong_from_the_start(scene, tmp_path):
         code, _, errors = follower.communicate(WAIT_S)
     assert code == 1
     assert "others can write to" in " ".join(errors.split())
-
-
-def test_follow_command_waits_for_a_server_in_one_line(store, tmp_path):
-    pytest.importorskip("httpx")
-    url = ["http://127.0.0.1:9", "--timeout-s", "2"]
-    with Command(tmp_path, "follow-server", store, *url) as follower:
-        code, _, errors = follower.communicate(WAIT_S)
-    assert code == 3
-    assert errors.count("trying again") == 1
-    assert "ERROR" not in errors
 
 
 # The middleware: what it answers a server that starts, or ends
@@ -847,10 +830,14 @@ def test_following_ends_before_the_server_does_and_raises_nothing(scene, client,
 
 def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers):
     async def run() -> None:
-        first, second = Lifespan(two_servers), Lifespan(two_servers)
-        for lifespan in (first, second):
-            assert await lifespan.do("startup") == STARTED
+        first = Lifespan(two_servers)
+        assert await first.do("startup") == STARTED
         assert scene.engine.label == "1"
+        calls = scene.engine.calls
+        second = Lifespan(two_servers)
+        assert await second.do("startup") == STARTED
+        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
+        assert scene.engine.calls == calls, "one that stands by asks the engine nothing"
         await first.do("shutdown")
         scene.publish(2)
         await asyncio.to_thread(until, "it is followed", lambda: scene.engine.label == "2")
@@ -862,21 +849,6 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
         assert not third.is_led()
         assert third.try_lead()
         await third.aclose()
-
-    scene.publish(1)
-    asyncio.run(run())
-
-
-def test_api_server_that_stands_by_asks_the_engine_nothing(scene, two_servers):
-    async def run() -> None:
-        first, second = Lifespan(two_servers), Lifespan(two_servers)
-        await first.do("startup")
-        calls = scene.engine.calls
-        await second.do("startup")
-        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
-        assert scene.engine.calls == calls
-        await second.shut_down()
-        await first.shut_down()
 
     scene.publish(1)
     asyncio.run(run())

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import dbuffer
@@ -34,10 +34,10 @@ from tests.support.engines.tiny_models import (
     revealing_weights,
     save_revealing,
     version_of,
+    wrong_tokens,
 )
-from tests.support.engines.vllm_engines import engine_arguments, leave
+from tests.support.engines.vllm_engines import engine_arguments, judge
 from tests.support.soak import is_soak
-from tests.support.waiting import error_of
 
 NUM_STREAMS = 6
 PUBLISHES = 200 if is_soak() else 40
@@ -61,6 +61,29 @@ BIG_LAYER = 65536
 
 def versions_seen(responses: list[dict[str, Any]]) -> set[str]:
     return {version for response in responses for version, _, _ in response["spans"]}
+
+
+def versions_of(response: dict[str, Any]) -> list[int]:
+    return [version_of(version) for version, _, _ in response["spans"]]
+
+
+def require_attributed(*responses: dict[str, Any]) -> None:
+    """Require that every token is of the version reported for it, and versions never go back.
+
+    Between responses only this is sure: what is sent after another response came, or after the
+    follower said that the engine has a version, is not answered by older weights. Two responses
+    that run side by side may reach their readers in any order.
+    """
+    for response in responses:
+        spans = response["spans"]
+        assert wrong_tokens(response) == []
+        # All tokens have a version, and those of a mix are 0, which no version's are.
+        ends = [0] + [end for _, _, end in spans]
+        assert [start for _, start, _ in spans] == ends[:-1]
+        assert ends[-1] == len(response["tokens"])
+        versions = versions_of(response)
+        assert versions == sorted(set(versions))
+        assert all(version >= response["floor"] for version in versions)
 
 
 class Trainer:
@@ -153,6 +176,13 @@ class Program(Asking):
         label: str = await self.engine.get_weight_version()
         return label
 
+    async def require_served(self, version: int) -> None:
+        """Require that the engine says that it has a version, and that its tokens are of it."""
+        assert await self.label() == str(version)
+        response = await self.respond(PROMPTS[0], 4, version)
+        assert versions_of(response) == [version]
+        require_attributed(response)
+
 
 class Load:
     """Request streams that never end, until they are told to."""
@@ -196,34 +226,49 @@ async def switch_under_load(
     *,
     publishes: int = PUBLISHES,
     min_switches: int = MIN_SWITCHES,
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Publish at full speed while requests run, until enough versions have been seen in them."""
-    published = 0
     async with program.following(pause) as follower:
         load = Load(program, follower, num_tokens)
         async with load.running():
             for _ in range(MAX_ROUNDS):
                 last = await program.trainer.publish("reveal", publishes)
-                published += publishes
                 if len(load.versions) > min_switches:
                     break
-            reached = await follower.wait_applied_async(last, STEP_TIMEOUT_S)
+            assert await follower.wait_applied_async(last, STEP_TIMEOUT_S) == last
             await program.trainer.publish("wait", last)
-            label = await program.label()
-            after = await program.respond(PROMPTS[0], 4)
-        return {
-            "published": published,
-            "last": last,
-            "reached": reached,
-            "label": label,
-            "after": after,
-            "responses": load.responses,
-            "error": None if follower.error is None else str(follower.error),
-        }
+            await program.require_served(last)
+        assert follower.error is None
+    assert len(load.versions) >= min_switches
+    require_attributed(*load.responses)
+    return load.responses
 
 
-async def switch_kept_requests(program: Program) -> dict[str, Any]:
-    """Switch between two ordinary models while requests are on their way."""
+async def switch_with_each_pause(program: Program) -> int:
+    """Switch under load; return the number of versions in answers."""
+    wait, keep, abort = [
+        await switch_under_load(program, pause, num_tokens)
+        for pause, num_tokens in NUM_TOKENS.items()
+    ]
+    for response in wait:
+        assert response["reason"] == "length"
+        assert len(response["spans"]) == 1
+    assert sum(len(response["spans"]) > 1 for response in keep) >= NUM_STREAMS
+    assert {response["reason"] for response in keep} == {"length"}
+    for response in abort:
+        is_whole = len(response["tokens"]) == response["wanted"]
+        assert response["reason"] == ("length" if is_whole else "abort")
+        assert len(response["spans"]) <= 1
+    assert {response["reason"] for response in abort} == {"length", "abort"}
+    return sum(len(versions_seen(responses)) for responses in (wait, keep, abort))
+
+
+async def switch_kept_requests(program: Program) -> Callable[[Path], None]:
+    """Switch between two ordinary models while requests are on their way.
+
+    Returns:
+        The comparison with fresh engines, for when this one has ended.
+    """
     seeds = {}
     async with program.following() as follower:
 
@@ -233,51 +278,74 @@ async def switch_kept_requests(program: Program) -> dict[str, Any]:
             seeds[str(version)] = seed
 
         await switch_to(1)
-        repeated = {"before": await program.answers(), "again": await program.answers()}
+        before, again = await program.answers(), await program.answers()
         await switch_to(2)
-        repeated["after"] = await program.answers()
+        after = await program.answers()
         async with program.answering(PROMPTS, KEPT_TOKENS) as tasks:
             await switch_to(1)
             await switch_to(2)
-    return {"seeds": seeds, "repeated": repeated, "responses": [task.result() for task in tasks]}
+    responses = [task.result() for task in tasks]
+
+    def compare(directory: Path) -> None:
+        at_first = [(prompt, 16) for prompt in PROMPTS]
+        fresh = answer_afresh(directory, "qwen3", responses, seeds, at_first)
+        # Each request was switched on its way: what came before is the prompt of what comes after.
+        assert min(fresh["spans a response"]) >= 2
+        assert fresh["tokens"] == fresh["fresh engines"]
+        # Prompts longer than a cache block are right at once after a switch.
+        first, second = fresh["fresh starts"]
+        assert before == again == first
+        assert after == second != first
+
+    return compare
 
 
-async def fail_while_answering(program: Program, follower: Any, what: str) -> dict[str, Any]:
-    """Publish what the engine does not take, while it answers."""
-    label_before = await program.label()
+async def fail_while_answering(
+    program: Program, follower: Any, what: str, problem: str
+) -> tuple[int, list[str]]:
+    """Publish what the engine does not take, while it answers: it goes on, and says so.
+
+    Returns:
+        The version, and the modes of the pauses meanwhile.
+    """
+    before = await program.label()
     program.pauses.clear()
     async with program.answering([PROMPTS[2]], 100) as (request,):
         version = await program.trainer.publish(what)
         await until(lambda: follower.error is not None)
-    return {
-        "error": str(follower.error),
-        "during": request.result(),
-        "pauses": program.pauses.copy(),
-        "label_before": label_before,
-        "label": await program.label(),
-        "version": version,
-    }
+    pauses = program.pauses.copy()
+    assert problem in str(follower.error)
+    assert await program.label() == before
+    response = request.result()
+    assert [span[0] for span in response["spans"]] == [before]
+    assert response["reason"] == "length"
+    require_attributed(response)
+    return version, pauses
 
 
-async def publish_a_misfit(program: Program) -> dict[str, Any]:
+async def publish_a_misfit(program: Program) -> None:
     async with program.following() as follower:
-        seen = await fail_while_answering(program, follower, "misfit")
+        _, pauses = await fail_while_answering(program, follower, "misfit", "lm_head.weight")
+        assert pauses == []
         version = await program.trainer.publish("reveal")
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-        return seen | {"next": version, "after": await program.respond(PROMPTS[0], 4)}
+        await program.require_served(version)
 
 
-async def fail_in_a_pause(program: Program, what: str) -> dict[str, Any]:
+async def fail_in_a_pause(program: Program, what: str) -> None:
     async with program.following() as follower:
         await program.engine.collective_rpc(let_fail, args=(what,))
-        seen = await fail_while_answering(program, follower, "reveal")
+        problem = f"this {what} fails"
+        version, pauses = await fail_while_answering(program, follower, "reveal", problem)
+        assert set(pauses) == {"keep"}
+        # Once nothing fails any more, it is switched without anyone's help.
         await program.engine.collective_rpc(let_work, args=(what,))
-        reached = await follower.wait_applied_async(seen["version"], STEP_TIMEOUT_S)
-        after = await program.respond(PROMPTS[0], 4)
-        return seen | {"reached": reached, "after": after}
+        assert await follower.wait_applied_async(version, STEP_TIMEOUT_S) == version
+        await program.require_served(version)
 
 
-async def close_in_a_switch(program: Program, directory: Path) -> dict[str, Any]:
+async def close_in_a_switch(program: Program, directory: Path) -> None:
+    """A follower that is closed in the middle of a switch ends it first."""
     follower = program.follow()
     await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
     await program.engine.collective_rpc(let_wait, args=("reload", str(directory)))
@@ -285,39 +353,31 @@ async def close_in_a_switch(program: Program, directory: Path) -> dict[str, Any]
     await until((directory / "entered").exists)
     closing = asyncio.create_task(follower.aclose())
     await asyncio.sleep(0)
-    closed_before = closing.done()
+    assert not closing.done()
     (directory / "go on").touch()
     await asyncio.wait_for(closing, STEP_TIMEOUT_S)
-    return {
-        "version": version,
-        "closed_before_the_switch": closed_before,
-        "is_paused": await program.engine.is_paused(),
-        "label": await program.label(),
-        "after": await program.respond(PROMPTS[0], 4),
-    }
+    assert not await program.engine.is_paused()
+    await program.require_served(version)
 
 
-async def pause_as_a_user(program: Program) -> dict[str, Any]:
+async def pause_as_a_user(program: Program) -> None:
+    """A pause that somebody else began is theirs to end."""
     async with program.following() as follower:
-        label_before = await program.label()
+        before = await program.label()
         async with program.answering([PROMPTS[2]], 100) as (request,):
             await program.engine.pause_generation(mode="keep")
             tokens_before = program.tokens_so_far.copy()
             version = await program.trainer.publish("reveal")
             await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-            seen = {
-                "label_before": label_before,
-                "version": version,
-                "is_paused": await program.engine.is_paused(),
-                "tokens_before": tokens_before,
-                "tokens_in_pause": program.tokens_so_far.copy(),
-            }
+            assert await program.engine.is_paused()
+            assert program.tokens_so_far == tokens_before
             await program.engine.resume_generation()
-        return seen | {"response": request.result()}
+        require_attributed(request.result())
+        assert [span[0] for span in request.result()["spans"]] == [before, str(version)]
 
 
-async def switch_noting_calls(program: Program) -> list[str]:
-    """Note when the engine's core is asked for something in a switch, and when it answers."""
+async def wait_for_the_end_of_one_step_only(program: Program) -> None:
+    """The core answers between two steps: asked one after the other, each would wait for a step."""
     calls: list[str] = []
     client = program.engine.engine_core
     call = client._call_utility_async
@@ -334,60 +394,60 @@ async def switch_noting_calls(program: Program) -> list[str]:
         version = await program.trainer.publish("reveal")
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         del client._call_utility_async
-    return calls
+    names = ("is_scheduler_paused asked", "pause_scheduler asked", "is_scheduler_paused answered")
+    assert [call for call in calls if call in names] == list(names)
 
 
-async def stay_on_a_version(program: Program) -> dict[str, Any]:
+async def stay_on_a_version(program: Program) -> None:
     """Wait for a version, and stay on it while others are published."""
     version = await program.trainer.publish("reveal") + 1
     async with program.follow(version=version) as follower:
         await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
-        before = await program.label()
+        assert version_of(await program.label()) < version
         await program.trainer.publish("reveal")
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-        responses = []
         for _ in range(3):
             last = await program.trainer.publish("reveal", 3)
-            responses.append(await program.respond(PROMPTS[0], 4, version))
+            await program.require_served(version)
     async with program.following():
-        responses.append(await program.respond(PROMPTS[0], 4, last))
-    return {"version": version, "last": last, "before": before, "responses": responses}
+        await program.require_served(last)
 
 
-async def lose_the_weights(program: Program) -> dict[str, Any]:
+async def lose_the_weights(program: Program) -> None:
     """Put it to sleep while a version comes, wake it, and load past dbuffer."""
-    seen: dict[str, Any] = {}
     async with program.following() as follower:
         await program.engine.sleep(level=2)
-        seen["label"] = await program.label()
+        assert await program.label() == "unknown"
         version = await program.trainer.publish("reveal")
         await until(lambda: follower.error is not None)
-        seen["error"] = f"{type(follower.error).__name__}: {follower.error}"
-        seen["paused"] = await program.engine.is_paused()
+        assert isinstance(follower.error, dbuffer.EngineBusyError)
+        assert str(follower.error).startswith("the engine's weights are asleep")
+        assert await program.engine.is_paused()
         await program.engine.wake_up()
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-        seen["woken"] = await program.respond(PROMPTS[0], 4, version)
+        await program.require_served(version)
         await program.engine.collective_rpc("reload_weights")
-        seen["reloaded"] = []
         async with asyncio.timeout(STEP_TIMEOUT_S):
             while await program.label() != str(version):
-                seen["reloaded"].append(await program.respond(PROMPTS[0], 4))
-        seen["again"] = await program.respond(PROMPTS[0], 4, version)
-    return seen
+                response = await program.respond(PROMPTS[0], 4)
+                known = [span for span in response["spans"] if span[0] != "unknown"]
+                assert wrong_tokens(response | {"spans": known}) == []
+        await program.require_served(version)
 
 
-async def lose_the_engine(program: Program) -> dict[str, Any]:
-    """Kill the engine's core, while nothing is asked of it."""
+async def lose_the_engine(program: Program) -> None:
+    """Kill the engine's core, while nothing is asked of it: following ends, which is told once."""
     heard: list[logging.LogRecord] = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = heard.append  # type: ignore[method-assign]
     async with program.following() as follower:
         logging.getLogger("dbuffer.integrations.engine").addHandler(handler)
         [core] = program.engine.engine_core.resources.engine_manager.processes
         core.kill()
         await until(lambda: follower.error is not None)
-        error = f"{type(follower.error).__name__}: {follower.error}"
-    return {"error": error, "log": [r.getMessage() for r in heard if r.levelno > logging.INFO]}
+        assert isinstance(follower.error, dbuffer.EngineEndedError)
+    [record] = heard
+    assert "is followed no longer: " in record.getMessage()
 
 
 def memory_of(process_id: int) -> int:
@@ -408,34 +468,40 @@ async def ask(program: Program, request: RankRequest) -> None:
         assert decode_answer(reply) is None
 
 
-async def measure_staging(program: Program) -> dict[str, Any]:
-    """The memory of each worker before and after versions are staged, which nobody applies."""
+async def measure_staging(program: Program) -> None:
+    """Compare the memory of each worker before and after it stages versions that nobody applies."""
+    num_bytes = sum(tensor.nbytes for tensor in revealing_weights(1).values())
     workers = await program.engine.collective_rpc(process_id)
-    seen: dict[str, Any] = {"staged": {}, "version": {}}
-    kinds = {
-        "map": {"staging": "map", "images": False},
-        "copy": {"staging": "copy", "images": False},
-        "images": {"staging": "map"},
-    }
-    for staging, how in kinds.items():
-        options = {"store": str(program.store), "engine_id": staging, **how}
-        ranks = [f"{staging}.rank-{rank}" for rank in (0, 1)]
 
-        def staged(ranks: list[str] = ranks) -> list[int | None]:
+    async def stage(name: str, **options: Any) -> list[list[float]]:
+        """Return the growth of each worker after each version, in versions."""
+        ranks = [f"{name}.rank-{rank}" for rank in (0, 1)]
+
+        def staged() -> list[int | None]:
             records = [DoubleBuffer(program.store).receiver(rank) for rank in ranks]
             return [record and record.staged_version for record in records]
 
         await ask(program, RankRequest("end"))
-        seen[staging] = [[memory_of(worker) for worker in workers]]
-        await ask(program, RankRequest("begin", options=EngineOptions(**options)))
+        before = list(map(memory_of, workers))
+        how = EngineOptions(store=str(program.store), engine_id=name, **options)
+        await ask(program, RankRequest("begin", options=how))
+        growth = []
         for _ in range(3):
             version = await program.trainer.publish("reveal")
-            await until(lambda version=version, staged=staged: staged() == [version] * 2)
-            seen[staging].append([memory_of(worker) for worker in workers])
-        seen["version"][staging] = version
-        seen["staged"][staging] = staged()
-    seen["num_bytes"] = sum(tensor.nbytes for tensor in revealing_weights(1).values())
-    return seen
+            await until(lambda: staged() == [version] * 2)  # noqa: B023
+            after = list(map(memory_of, workers))
+            growth.append([(a - b) / num_bytes for a, b in zip(after, before, strict=True)])
+        return [list(of_worker) for of_worker in zip(*growth, strict=True)]
+
+    for grown in await stage("map", staging="map", images=False):
+        assert max(grown) < 0.1
+    for grown in await stage("copy", staging="copy", images=False):
+        assert all(0.9 < number < 1.1 for number in grown)
+    # Images are of the newest version alone. A version is less than a megabyte here, so that
+    # kernels show beside the weights in them.
+    for first, *later in await stage("images", staging="map"):
+        assert first < 2
+        assert all(number - first < 0.5 for number in later)
 
 
 @contextlib.asynccontextmanager
@@ -454,38 +520,40 @@ async def started(directory: Path, **more: Any) -> AsyncIterator[Program]:
         trainer.end()
 
 
-async def run_one_rank(directory: Path) -> dict[str, Any]:
+async def run_one_rank(directory: Path) -> dict[str, int]:
     async with started(directory) as program:
-        seen = {"start": await program.respond(PROMPTS[0], 8)}
-        for pause, num_tokens in NUM_TOKENS.items():
-            seen[pause] = await switch_under_load(program, pause, num_tokens)
-        seen["misfit"] = await publish_a_misfit(program)
+        response = await program.respond(PROMPTS[0], 8)
+        assert [span[0] for span in response["spans"]] == ["default"]
+        assert wrong_tokens(response) == []
+        num_versions = await switch_with_each_pause(program)
+        await publish_a_misfit(program)
         for what in ("load", "prepare"):
-            seen[f"failing {what}"] = await fail_in_a_pause(program, what)
-        seen["closed"] = await close_in_a_switch(program, directory)
-        seen["paused by the user"] = await pause_as_a_user(program)
-        seen["calls of a switch"] = await switch_noting_calls(program)
-        seen["stays"] = await stay_on_a_version(program)
-        seen["lost weights"] = await lose_the_weights(program)
-        kept = await switch_kept_requests(program)
-        seen["no store"] = error_of(lambda: follow(program.engine))
-        seen["dead"] = await lose_the_engine(program)
-    at_first = [(prompt, 16) for prompt in PROMPTS]
-    fresh = answer_afresh(directory, "qwen3", kept["responses"], kept["seeds"], at_first)
-    return seen | {"caches": fresh, "repeated prompts": kept["repeated"]}
+            await fail_in_a_pause(program, what)
+        await close_in_a_switch(program, directory)
+        await pause_as_a_user(program)
+        await wait_for_the_end_of_one_step_only(program)
+        await stay_on_a_version(program)
+        await lose_the_weights(program)
+        compare = await switch_kept_requests(program)
+        with pytest.raises(dbuffer.OptionError, match="no store given"):
+            follow(program.engine)
+        await lose_the_engine(program)
+    compare(directory)
+    return {"versions in answers that an engine under load gave": num_versions}
 
 
-async def run_two_ranks(directory: Path) -> dict[str, Any]:
+async def run_two_ranks(directory: Path) -> dict[str, int]:
+    tiny_models.SHAPE["intermediate_size"] = BIG_LAYER
     async with started(directory, tp=2, how="extension") as program:
-        keep = await switch_under_load(
+        responses = await switch_under_load(
             program, "keep", (10, 20, 30), publishes=8, min_switches=MIN_SWITCHES_OF_TWO
         )
-        return {"keep": keep, "memory": await measure_staging(program)}
+        assert any(len(response["spans"]) > 1 for response in responses)
+        await measure_staging(program)
+    num_versions = len(versions_seen(responses))
+    return {"versions in answers that an engine of two ranks gave": num_versions}
 
 
 if __name__ == "__main__":
-    target, role = Path(sys.argv[1]), sys.argv[2]
-    if role == "two-ranks":
-        tiny_models.SHAPE["intermediate_size"] = BIG_LAYER
-    run = {"one-rank": run_one_rank, "two-ranks": run_two_ranks}[role]
-    leave(target, asyncio.run(run(target)))
+    run = {"one-rank": run_one_rank, "two-ranks": run_two_ranks}
+    judge(lambda directory, role: asyncio.run(run[role](directory)))

@@ -50,7 +50,7 @@ def run(directory: Path) -> dict[str, Any]:
         try:
             server.wait_ready()
             found: dict[str, Any] = {"quiet": load(server, QUIET_S)}
-            before = server.metrics()["dbuffer_pause_seconds_count"]
+            before = server.metrics()["pause_seconds_count"]
             versions = itertools.count(2)
             samples: list[list[int]] = []
             with (
@@ -59,7 +59,7 @@ def run(directory: Path) -> dict[str, Any]:
             ):
                 found["busy"] = load(server, BUSY_S)
             found["samples"] = samples
-            found["switches"] = server.metrics()["dbuffer_pause_seconds_count"] - before
+            found["switches"] = server.metrics()["pause_seconds_count"] - before
         finally:
             server.kill()
     return found

@@ -35,22 +35,6 @@ class Faults(WorkerExtension):
         """An answer by which a reply is known to be this rank's, and to be this call's."""
         return [self.rank, question]
 
-    def test_mount(self: Any, kind: str) -> None:
-        """Let this rank take each mount that it comes to for one of this kind."""
-        os.environ[filesystem.MOUNT_VARIABLE] = kind
-
-    def test_bytes_read(self: Any) -> int:
-        """Bytes of weights files that this rank has read, and not mapped, since the last call."""
-        if not hasattr(self, "_test_read"):
-            self._test_read = count_reads()
-        total = sum(self._test_read)
-        self._test_read.clear()
-        return total
-
-    def test_rank_timeout(self: Any, seconds: float) -> None:
-        """For so long this rank waits for the others."""
-        receiver_of(self).ranks.timeout_s = seconds
-
     def test_damage_file(self: Any, rank: int, kind: str) -> None:
         """Let this rank find every weights file ``truncated``, or with a bit ``flipped``."""
         if rank != self.rank:
@@ -102,19 +86,6 @@ def receiver_of(worker: Any) -> RankReceiver:
     receiver = RankEndpoint.of(worker.get_model()).receiver
     assert receiver is not None
     return receiver
-
-
-def count_reads() -> list[int]:
-    """Collect the sizes of the pieces of weights files that this process reads."""
-    sizes: list[int] = []
-    really_read = filesystem.read_into
-
-    def read_and_count(number: int, offset: int, memory: memoryview) -> int:
-        sizes.append(memory.nbytes)
-        return really_read(number, offset, memory)
-
-    filesystem.read_into = read_and_count
-    return sizes
 
 
 def damage(path: Path, kind: str) -> None:

@@ -117,33 +117,25 @@ class Server:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_end(self) -> dict[str, Any]:
-        """For a server that must end by itself: how it did."""
+    def wait_end(self) -> int:
+        """Wait for the end of a server that must never be ready, and return its exit code."""
         import psutil
 
         process = psutil.Process(self._process.pid)
         started: set[Any] = set()
-        was_ready = False
 
         def has_ended() -> bool:
-            nonlocal was_ready
             with contextlib.suppress(psutil.NoSuchProcess):
                 started.update(process.children(recursive=True))
-            with contextlib.suppress(AssertionError):
-                was_ready = was_ready or self.is_ready()
-            return was_ready or self._process.poll() is not None
+            is_ready = False
+            with contextlib.suppress(AssertionError):  # it has ended
+                is_ready = self.is_ready()
+            assert not is_ready, "it is ready"
+            return self._process.poll() is not None
 
         until("it ends", has_ended, WAIT_S, START_EVERY_S)
-        if was_ready:
-            self.kill()
-        with contextlib.suppress(AssertionError):
-            until("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
-        return {
-            "exit code": self._process.wait(WAIT_S),
-            "was ready": was_ready,
-            "left over": [str(one) for one in started if is_alive(one)],
-            "log": self.log().splitlines(),
-        }
+        until("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
+        return self._process.wait(WAIT_S)
 
     def is_ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text(errors="replace")[-4000:]
@@ -179,12 +171,12 @@ class Server:
         return {f"{name} of {engine}": float(value) for name, engine, value in found}
 
     def metrics(self) -> dict[str, float]:
-        """Ours, without labels and buckets."""
+        """Ours by name, without ``dbuffer_``, labels and buckets."""
         found = {}
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith("dbuffer_") and "_bucket" not in line and "_created" not in line:
                 name, _, value = line.rpartition(" ")
-                found[name.partition("{")[0]] = float(value)
+                found[name.partition("{")[0].removeprefix("dbuffer_")] = float(value)
         return found
 
     def is_paused(self) -> bool:
@@ -192,12 +184,6 @@ class Server:
 
     def version(self) -> str:
         return str(self.get("/weight_info")["weight_version"])
-
-    def state(self) -> dict[str, Any]:
-        """What matters after a switch; a server that is paused answers nothing."""
-        paused = self.is_paused()
-        tokens = None if paused else self.answer()
-        return {"paused": paused, "version": self.version(), "tokens": tokens}
 
     def processes(self) -> list[Any]:
         """It, its engine and its workers."""
