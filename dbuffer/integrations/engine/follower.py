@@ -299,16 +299,9 @@ class Follower(Closing):
         goal: VersionId | None = None
         switch: Switch | None = None
         try:
-            try:
-                view = self._ensure_started()
-            finally:
-                # Also if starting failed: the weights are whole, or the model refuses to serve.
-                if self._owes_resume:
-                    self._label_and_resume()
-            if force and view.newer_than(None) is not None:
-                with self._translating("forget its weights"):
-                    self._engine.do(RankRequest("forget"))
-                self._refresh_applied(view)
+            view = self._start_and_resume()
+            if force:
+                self._forget_weights(view)
             goal = self._find_goal(view, at_least)
             if goal is not None:
                 wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
@@ -321,6 +314,22 @@ class Follower(Closing):
         self._is_failing, self._failed_version = False, None
         self._report.following()
         return switch
+
+    def _start_and_resume(self) -> StoreView:
+        """Begin, if that is due, and end a pause that the last attempt could not end."""
+        try:
+            return self._ensure_started()
+        finally:
+            # Also if starting failed: the weights are whole, or the model refuses to serve.
+            if self._owes_resume:
+                self._label_and_resume()
+
+    def _forget_weights(self, view: StoreView) -> None:
+        """Let the engine reload all weights, if there is a version that it can get them from."""
+        if view.newer_than(None) is not None:
+            with self._translating("forget its weights"):
+                self._engine.do(RankRequest("forget"))
+            self._refresh_applied(view)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
@@ -399,31 +408,29 @@ class Follower(Closing):
         update = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
         self._is_certain = False  # until the record says what came of the attempt
         started = time.monotonic()
+        error: Exception | None = None
         try:
             self._engine.do(RankRequest("update", update=update))
-        except Exception as error:
-            record = self._outcome_of(view, attempt)
-            if record is None:
-                raise
-            if not view.has_applied(record, goal):
-                if record.is_broken and isinstance(error, errors.EngineUpdateError):
-                    raise errors.EngineBrokenError(str(error)) from error
-                raise
-            logger.warning("%s switched, and its answer was lost: %s", self.engine_id, error)
-        else:
-            record = self._outcome_of(view, attempt)
+        except Exception as raised:  # noqa: BLE001 - the record tells what it means
+            error = raised
         load_s = time.monotonic() - started
+        record = self._outcome_of(view, attempt)
         if record is None:
-            raise errors.EngineUpdateError(
+            raise error or errors.EngineUpdateError(
                 f"{view.engine_id} did not acknowledge version {goal.version} in "
                 f"{view.options.store}: do its workers see the same directory, and may they write "
                 "there?"
             )
-        if record.is_broken or not view.has_applied(record, goal):
-            # On a rank whose errors the engine does not pass on.
+        if view.has_applied(record, goal) and not record.is_broken:
+            if error is not None:
+                logger.warning("%s switched, and its answer was lost: %s", self.engine_id, error)
+            return record, load_s
+        if error is None:  # on a rank whose errors the engine does not pass on
             kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
             raise kind(record.problem or f"{view.engine_id} has not switched, and does not say why")
-        return record, load_s
+        if record.is_broken and isinstance(error, errors.EngineUpdateError):
+            raise errors.EngineBrokenError(str(error)) from error
+        raise error
 
     def _outcome_of(self, view: StoreView, attempt: str) -> ReceiverRecord | None:
         """Believe the engine's record, if it tells how this attempt ended; None: it does not.

@@ -233,16 +233,18 @@ class RankReceiver:
             if len(versions) == len(identities) == 1:
                 self._check_pipeline(staged, offers)
                 return staged
-            # A rank that was half loaded takes again what others have: then all of them must.
-            must_load = len(versions) == 1 and "" in identities
-            # Some rank holds the highest, so it stays in the store until all do; but a store that
-            # was replaced may have two of one number.
-            highest = max(versions)
-            if len(versions) == 1 or mine.version != highest:
+            if len(versions) == 1:
+                # A store that was replaced has two of one number. Or others have it already, and
+                # a rank that was half loaded takes it again: then all of them must.
+                must_load = "" in identities
                 self._stager.release()
-            if len(versions) > 1:
-                history = None if isinstance(request, OptionError) else request.history
-                request = UpdateRequest(version=highest, history=history)
+                continue
+            # Some rank holds the highest, so it stays in the store until all do.
+            must_load, highest = False, max(versions)
+            if mine.version != highest:
+                self._stager.release()
+            history = None if isinstance(request, OptionError) else request.history
+            request = UpdateRequest(version=highest, history=history)
         raise EngineUpdateError(
             f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
             f"{self._serves_on}"
@@ -313,32 +315,32 @@ class RankReceiver:
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest()
-        version, history = (newest.version, newest.history) if newest else (None, None)
-        goal = request.version or request.at_least or version
+        goal = request.version or request.at_least or (newest and newest.version)
         if goal is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
-        if self._is_replaced(request.history or history):
+        has = self._applied
+        if has is None or self._is_replaced(has, request.history or (newest and newest.history)):
             return False
-        if self._version is None or goal > self._version:
+        if has.version < goal:
             return False
-        if goal < self._version and self.options.version is not None:
-            return False
-        if goal < self._version and request.version is not None:
+        if has.version > goal and self.options.version is not None:
+            return False  # it goes back to the one that it is to stay on
+        if has.version > goal and request.version is not None:
             raise VersionError(
-                f"version {goal} of {self.options.store} is below version {self._version}, "
-                "which the engine has; versions never go back"
+                f"version {goal} of {self.options.store} is below version {has.version}, which the "
+                "engine has; versions never go back"
             )
         return self._state.broken is None
 
-    def _is_replaced(self, history: str | None) -> bool:
+    def _is_replaced(self, has: VersionId, history: str | None) -> bool:
         """Whether the store's history is another one than that of the engine's version."""
-        if self._applied is None or not self._applied.is_of_another_history(history):
+        if not has.is_of_another_history(history):
             return False
         if self.options.new_history == "refuse":
             raise VersionRegressedError(
                 f"{self.options.store} was emptied or replaced, and started over; the engine has "
-                f"version {self._version} of the run before. To go on with what is there "
-                "now, let it follow the store again with new_history='follow'",
+                f"version {has.version} of the run before. To go on with what is there now, let it "
+                "follow the store again with new_history='follow'",
                 history,
             )
         return True

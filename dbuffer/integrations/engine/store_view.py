@@ -101,34 +101,55 @@ class StoreView:
         """
         only = self.options.version
         if only is not None:
-            if at_least is not None and at_least > only:
-                raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
-            if served is not None and served.version == only:
-                return None
-            at_least = None  # of another version, which says nothing of this one
-        if self._store.exists():
-            self._store.check()
-        elif served is None:
+            return self._stay_on(only, served, at_least)
+        if served is None and not self._store.exists():
             return None if at_least is None else VersionId(at_least, None)
         # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
-        pointer = store.newest_pointer()
-        newest, history = (pointer.version, pointer.history) if pointer else (0, None)
-        has = 0 if served is None else served.version
-        if served is not None and served.is_of_another_history(history):
-            self._admit_new_history(served, VersionId(newest, history))
-            has = 0  # of the new history
-        elif newest < has:
-            raise errors.VersionRegressedError(
-                f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
-            )
-        version = max(newest, at_least or 0)
-        if only is None:
-            return VersionId(version, history) if version > has else None
-        if newest < only:
+        newest = self._newest_in(store, served)
+        version = max(newest.version, at_least or 0)
+        has = 0
+        if served is not None and not served.is_of_another_history(newest.history):
+            has = served.version
+        return VersionId(version, newest.history) if version > has else None
+
+    def _stay_on(
+        self, only: int, served: VersionId | None, at_least: int | None
+    ) -> VersionId | None:
+        """Return the version to stay on, if it is published and the engine does not have it."""
+        if at_least is not None and at_least > only:
+            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+        if served is not None and served.version == only:
             return None
-        kept.require(store, only, history)
-        return VersionId(only, history)
+        if served is None and not self._store.exists():
+            return None
+        newest = self._newest_in(self._store, served)
+        if newest.version < only:
+            return None
+        kept.require(self._store, only, newest.history)
+        return VersionId(only, newest.history)
+
+    def _newest_in(self, store: DoubleBuffer, served: VersionId | None) -> VersionId:
+        """Return a store's newest version, 0 if it has none.
+
+        Raises:
+            VersionRegressedError: it is below the engine's; or of another history, which is
+                refused.
+        """
+        if self._store.exists():
+            self._store.check()
+        pointer = store.newest_pointer()
+        newest = VersionId(pointer.version, pointer.history) if pointer else VersionId(0, None)
+        if served is None:
+            return newest
+        if served.is_of_another_history(newest.history):
+            self._admit_new_history(served, newest)
+        elif newest.version < served.version:
+            raise errors.VersionRegressedError(
+                f"{store.root} went back from version {served.version} to {newest.version}: it was "
+                "emptied or replaced"
+            )
+        return newest
 
     def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
         what = (
