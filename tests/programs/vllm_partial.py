@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.support.engines.tiny_models import save_mixed, save_model, weights_in
 from tests.support.engines.vllm_engines import (
     following,
     greedy,
-    leave,
+    judge,
     model_of,
     set_packing,
     start_llm,
@@ -36,70 +35,81 @@ PARTS = {
 }
 """What the first version brings, and what the second one brings in addition."""
 CASES = [*(f"{family} packed" for family in PARTS), "qwen3 live"]
-REFUSED = {
-    "one part of a fused parameter": ("qwen3", [ATTENTION[0]], "elements of model.layers.1"),
-    "some experts": ("qwen3-moe", EXPERTS[:3], "elements of model.layers.0.mlp.experts"),
-    "weight without bias": ("tied-qwen2", ATTENTION, "weight of model.layers.1.self_attn.qkv_proj"),
+REFUSED = [
+    ("qwen3", [ATTENTION[0]], "elements of model.layers.1"),  # a part of a fused parameter
+    ("qwen3-moe", EXPERTS[:3], "elements of model.layers.0.mlp.experts"),
+    ("tied-qwen2", ATTENTION, "weight of model.layers.1.self_attn.qkv_proj"),  # without its bias
     # Models skip these.
-    "head of a tied embedding": ("tied-qwen2", ["lm_head.weight"], "lm_head.weight"),
-    "nothing of the model": (
-        "qwen3",
-        ["model.rotary_emb.inv_freq"],
-        "nothing of the engine's model",
-    ),
-    "unknown": ("qwen3", [*MLP, "model.layers.7.norm"], "no place for model.layers.7.norm"),
-}
+    ("tied-qwen2", ["lm_head.weight"], "lm_head.weight"),
+    ("qwen3", ["model.rotary_emb.inv_freq"], "nothing of the engine's model"),
+    ("qwen3", [*MLP, "model.layers.7.norm"], "no place for model.layers.7.norm"),
+]
+"""Families, names of tensors of a part, and what an engine says of it."""
 
 
-def run(directory: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"refused": {}}
+def run(directory: Path) -> None:
     for case in CASES:
-        seen[case] = observe_case(directory, case, seen)
-    return seen
+        switch_to_parts(directory, case)
 
 
-def observe_case(directory: Path, case: str, seen: dict[str, Any]) -> dict[str, Any]:
+def switch_to_parts(directory: Path, case: str) -> None:
+    """Compare an engine with fresh ones on the base with the part."""
     family, layers = case.split()
     place = directory / case
     set_packing(layers == "packed")
     base = save_model(family, 0, directory)
     llm = start_llm(base)
-    found: dict[str, Any] = {"base": greedy(llm), "fresh": []}
+    answers = [greedy(llm)]
     weights = weights_in(save_model(family, 1, directory))
     if layers == "packed":
-        observe_refusals(place / "refused", family, weights, llm, seen)
-    found["switched"] = [[None, greedy(llm)]]
+        refuse_parts_of_layers(place / "refused", family, weights, llm)
     first, more = PARTS[family]
     with following(llm, place / "store", partial=True) as switch:
         for number, names in enumerate([first, first + more][layers == "live" :]):
             part = select(weights, names)
-            found["switched"].append(switch(part))
             mixed = save_mixed(base, part, place / f"mixed-{number}")
-            found["fresh"].append(greedy(start_llm(mixed)))
-        found["less"] = switch(select(weights, first))
+            answers.append(greedy(start_llm(mixed)))
+            assert switch(part) == [None, answers[-1]]
+            assert all(one != other for one, other in zip(*answers[-2:], strict=True))
+        error, tokens = switch(select(weights, first))
+        last = len(answers) - 1
+        assert error.startswith("EngineUpdateError: ")
+        assert f"version {last + 1} lacks" in error
+        assert f"of version {last}" in error
+        assert f"serves on with version {last}" in error
+        assert tokens == answers[-1]
     if case == "qwen3 packed":
-        seen["recovery"] = observe_recovery(place / "recovery", start_llm(base), weights)
-    return found
+        go_back_to_base_and_part(place / "recovery", start_llm(base), weights, answers[1:])
 
 
 def select(weights: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
     return {name: weights[name] for name in names}
 
 
-def observe_refusals(
-    store: Path, family: str, weights: dict[str, torch.Tensor], llm: Any, seen: dict[str, Any]
+def refuse_parts_of_layers(
+    store: Path, family: str, weights: dict[str, torch.Tensor], llm: Any
 ) -> None:
+    before = greedy(llm)
+
+    def require_refused(seen: list[Any], reason: str) -> None:
+        error, tokens = seen
+        assert error.startswith("EngineUpdateError: ")
+        assert reason in error
+        assert tokens == before
+
     with following(llm, store, partial=True) as switch:
-        for name, (whose, names, _) in REFUSED.items():
+        for whose, names, reason in REFUSED:
             if whose == family:
                 part = {name: weights.get(name, torch.ones(500, 64)) for name in names}
-                seen["refused"][name] = switch(part)
-    if family == "qwen3":
-        with following(llm, store) as switch:
-            seen["not told"] = switch(select(weights, ATTENTION))
+                require_refused(switch(part), reason)
+    with following(llm, store) as switch:  # which has not been told that parts come
+        require_refused(switch(select(weights, ATTENTION)), "WeightsMismatchError: only 0 of ")
 
 
-def observe_recovery(store: Path, llm: Any, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+def go_back_to_base_and_part(
+    store: Path, llm: Any, weights: dict[str, torch.Tensor], fresh: list[Any]
+) -> None:
+    """Let a load fail; the version before does not hold what the failed one brings in addition."""
     from tests.support.engines.faulty_worker import watch_loads
 
     first, more = PARTS["qwen3"]
@@ -112,13 +122,13 @@ def observe_recovery(store: Path, llm: Any, weights: dict[str, torch.Tensor]) ->
     with following(llm, store, partial=True) as switch:
         switch(select(weights, first))
         watch_loads(model_of(llm), fail)
-        found = {"failed": switch(select(weights, [*more, *first]))}
+        error, tokens = switch(select(weights, [*more, *first]))
+        assert "all ranks went back, and the engine serves on with version 1" in error
+        assert tokens == fresh[0]
         # What the failed one had brought is gone again, so this is no mix.
-        found["less again"] = switch(select(weights, first))
-        found["then"] = switch(select(weights, [*first, *more]))
-    return found
+        assert switch(select(weights, first)) == [None, fresh[0]]
+        assert switch(select(weights, [*first, *more])) == [None, fresh[1]]
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    leave(target, run(target))
+    judge(run)

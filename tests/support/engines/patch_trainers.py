@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import dbuffer
 from tests.support.soak import is_soak
-from tests.support.waiting import error_of
 
 NUM_STEPS = 200 if is_soak() else 20
 WRONG_AFTER = 10
@@ -111,10 +111,11 @@ def trainer_engine(store: Path, client: Any, source: Any = None, rank: int = 0, 
     )
 
 
-def observe_versions(store: Path, llm: Any, version_of: Callable[[Any], str]) -> dict[str, Any]:
-    """A whole version of a source, then versions by patches: at once, in chunks, and a wrong one.
+def require_patched(store: Path, llm: Any, version_of: Callable[[Any], str]) -> None:
+    """Send a whole version, then versions by patches: at once, in chunks, and a wrong one.
 
-    Its last one is all of another model, which is seed 1.
+    Each is the trainer's state, in the engine's own parameters, fused ones included. The last one
+    is all of another model, which is seed 1.
     """
     from vllm.distributed.weight_transfer.base import ModuleSource
 
@@ -123,68 +124,37 @@ def observe_versions(store: Path, llm: Any, version_of: Callable[[Any], str]) ->
     trainer, client = Trainer(make_model("qwen3", 0)), Client(llm)
     how = {"sparse": True, "sender": {"dtype": torch.bfloat16}}
     engine = trainer_engine(store, client, ModuleSource(trainer.model), **how)
-    seen: dict[str, Any] = {"too early": error_of(lambda: engine.send_weights(trainer.step()))}
+    with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+        engine.send_weights(trainer.step())
     engine.send_weights()
-    seen["differences"] = [trainer.differences(llm)]
-    seen["versions"] = [version_of(llm)]
+    version = 1
+
+    def require_served() -> None:
+        assert trainer.differences(llm) == []
+        assert version_of(llm) == str(version)
+
+    require_served()
     for step in range(NUM_STEPS):
         patches = trainer.step()
         if step % 5:
             engine.send_weights(patches)
-        else:
+            version += 1
+        else:  # in two chunks, which are a version each
             client.start_weight_update()
-            first = engine.send_weight_chunk(patches[:3])
-            seen["after a chunk"] = trainer.differences(llm)
-            last = engine.send_weight_chunk(patches[3:])
-            assert (engine.send_weight_chunk([]), last) == (None, first + 1)
-            client.finish_weight_update(str(last))
-        seen["differences"].append(trainer.differences(llm))
-        seen["versions"].append(version_of(llm))
+            assert engine.send_weight_chunk(patches[:3]) == version + 1
+            assert set(trainer.differences(llm)) == set(VARIED[3:]), "a chunk is there at once"
+            version += 2
+            assert engine.send_weight_chunk(patches[3:]) == version
+            assert engine.send_weight_chunk([]) is None
+            client.finish_weight_update(str(version))
+        require_served()
         if step == WRONG_AFTER:
             right = trainer.some_of(VARIED[0])
             wrong = patch_of("lm_head", right.indices, right.values, right.full_shape)
-            seen["wrong"] = error_of(lambda: engine.send_weights([right, wrong]))  # noqa: B023
-            seen["after a wrong one"] = trainer.differences(llm), version_of(llm)
+            problem = "^a patch of 'lm_head', which was not"
+            with pytest.raises(dbuffer.WeightsMismatchError, match=problem):
+                engine.send_weights([right, wrong])
+            require_served()
     engine.send_weights([])
     engine.send_weights(all_of(make_model("qwen3", 1)))
     engine.shutdown()
-    return seen
-
-
-def observe_trainers_without_source(
-    store: Path, checkpoint: Path, llm: Any, answers: Callable[[Any], Any]
-) -> dict[str, Any]:
-    """As vLLM's own sparse trainers are; and what other releases call."""
-    from tests.support.engines.tiny_models import make_model
-
-    client, other = Client(llm), make_model("qwen3", 1)
-    seen: dict[str, Any] = {"no base": error_of(lambda: trainer_engine(store, client))}
-    engine = trainer_engine(store, client, checkpoint=str(checkpoint))
-    follower = trainer_engine(store, None, checkpoint=str(checkpoint), rank=1)
-    engine.send_weights()
-    seen["nothing sent"] = answers(llm)
-    for one in (engine, follower):
-        one.send_weights(all_of(other))
-        assert one.send_weight_chunk([]) is None
-    assert follower.send_weight_chunk(all_of(other)) is None
-    seen["sent"] = answers(llm)
-    engine.shutdown()
-    follower.shutdown()
-
-    transfer = llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
-    applied: list[Any] = []
-    with dbuffer.WeightSender(store, delta=True) as sender:
-        sender.send(other)
-        patches = list(all_of(make_model("qwen3", 0)))
-        version = type(transfer).trainer_send_sparse_weights(patches, {"sender": sender})
-        asked = transfer.parse_update_info(
-            {
-                "version": version,
-                "update_kind": "sparse_flat",
-                "num_updates_list": [len(patch.indices) for patch in patches],
-            }
-        )
-        transfer.receive_sparse_weights(asked, applied.extend)
-        llm.reset_prefix_cache()
-    seen["other releases"] = answers(llm), len(applied)
-    return seen

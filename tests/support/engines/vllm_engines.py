@@ -133,7 +133,7 @@ def run_tests_with(release: str, file: str, timeout_s: float) -> None:
         timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d\d? passed", done.stdout), done.stdout[-2000:]
+    assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout[-2000:]
 
 
 kept: list[Any] = []
