@@ -315,11 +315,12 @@ class RankReceiver:
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest()
-        goal = request.version or request.at_least or (newest and newest.version)
+        version, history = (newest.version, newest.history) if newest else (None, None)
+        goal = request.version or request.at_least or version
         if goal is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
         has = self._applied
-        if has is None or self._is_replaced(has, request.history or (newest and newest.history)):
+        if has is None or self._is_replaced(has, request.history or history):
             return False
         if has.version < goal:
             return False

@@ -328,9 +328,7 @@ class WeightLoader:
         try:
             mismatch = self._verifier.mismatch(switch, before)
             if mismatch is None:
-                unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
-                switch.plan.verified_for = {n: digest_of(t) for n, t in unvaried.items()}
-                self._held = identity, switch.sample
+                self._note_verified(switch, tensors, stand_ins, identity)
                 return None
             following = self._leave_to_reload(mismatch, switch)
         # Anything may be in a model, and a switch must not fail because it cannot be looked at.
@@ -339,6 +337,14 @@ class WeightLoader:
         if following is None and switch.reloaded:  # and the part may have changed other layers
             self._reload(tensors)
         return following
+
+    def _note_verified(
+        self, switch: PreparedSwitch, tensors: Tensors, stand_ins: Tensors, identity: str | None
+    ) -> None:
+        """Use the plan from now on, for versions that leave alone what stand-ins did not vary."""
+        unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
+        switch.plan.verified_for = {n: digest_of(t) for n, t in unvaried.items()}
+        self._held = identity, switch.sample
 
     def _load_stand_ins(
         self, stand_ins: Tensors, switch: PreparedSwitch
