@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 import dbuffer
-from dbuffer.integrations.vllm import versions_of
+from dbuffer.integrations.vllm import VersionSpan, versions_of
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import free_port
 from tests.support.engines.tiny_models import (
@@ -23,7 +23,7 @@ from tests.support.engines.tiny_models import (
     save_tokenizer,
     token_of,
 )
-from tests.support.engines.vllm_engines import leave, vllm_release
+from tests.support.engines.vllm_engines import judge, vllm_release
 from tests.support.engines.vllm_servers import (
     BACKEND_FLAGS,
     MODEL,
@@ -34,6 +34,7 @@ from tests.support.engines.vllm_servers import (
 )
 from tests.support.soak import is_soak
 
+OK, BAD_REQUEST, NOT_FOUND, CONFLICT, UNAVAILABLE = 200, 400, 404, 409, 503
 STREAMS = 20
 REQUESTS = 2000 if is_soak() else 100
 EVERY_S = 0.3
@@ -103,9 +104,15 @@ class Program:
             chunks = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
             return _told(response) | {"chunks": chunks}
 
-    async def ready(self, **query: Any) -> dict[str, Any]:
+    async def ready(self, **query: Any) -> tuple[int, Any]:
+        """Return the status and the body of what a load balancer asks."""
         response = await self.client.get("/ready", params=query)
-        return {"status": response.status_code, "body": response.json()}
+        return response.status_code, response.json()
+
+    def history(self) -> str:
+        pointer = DoubleBuffer(self.store).newest_pointer()
+        assert pointer is not None
+        return str(pointer.history)
 
 
 def _told(response: httpx.Response) -> dict[str, Any]:
@@ -130,91 +137,118 @@ def generate(num_tokens: int = 8, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "token_ids": [1, 2, 3], "sampling_params": sampling | more}
 
 
+ROUTES = [
+    ("/v1/completions", completion),
+    ("/v1/chat/completions", chat),
+    *([("/inference/v1/generate", generate)] if HAS_SPANS else []),
+]
+"""Paths that generate, and functions that make the bodies of their requests."""
+
+
 # What clients are told.
 
 
-async def observe_told(program: Program) -> dict[str, Any]:
+async def tell_versions(program: Program) -> None:
+    """Each response has the version, its history and its metadata, and spans if asked for them."""
+    history = program.history()
+    metadata = {"step": STEPS_PER_VERSION, "run": "test"}
+    told = {"version": "1", "history": history, "metadata": json.dumps(metadata), "status": OK}
+    span = VersionSpan(1, 0, 8, history, metadata)
+    if not HAS_SPANS:  # both ends are told
+        span = VersionSpan(1, 0, 8, is_exact=False)
     several = completion(n=2, top_k=1, temperature=1, prompt=[[1, 2, 3], [4, 5, 6]])
-    routes = {
-        "completion": ("/v1/completions", completion()),
-        "several": ("/v1/completions", several),
-        "chat": ("/v1/chat/completions", chat()),
-    } | ({"generate": ("/inference/v1/generate", generate())} if HAS_SPANS else {})
-    seen: dict[str, Any] = {"history": DoubleBuffer(program.store).newest_pointer().history}  # type: ignore[union-attr]
-    for name, (path, body) in routes.items():
-        seen[name] = {
-            "plain": await program.ask(path, body),
-            "asked": await program.ask(path, body, ASKED),
-            "stream": await program.stream(path, body),
-            "asked stream": await program.stream(path, body, ASKED),
-        }
+    cases = [(path, body(), 1) for path, body in ROUTES]
+    for path, body, count in [*cases, ("/v1/completions", several, 4)]:
+        for send in (program.ask, program.stream):
+            response = await send(path, body)
+            assert response.items() >= told.items()
+            if path.startswith("/v1/"):  # no client meets a field that it did not ask for
+                assert not [key for one in choices_of(response) for key in one if "weight" in key]
+            response = await send(path, body, ASKED)
+            assert response.items() >= told.items()
+            choices = choices_of(response)
+            assert [choice["index"] for choice in choices] == list(range(count))
+            assert [versions_of(choice) for choice in choices] == [[span]] * count
+    # The outputs of a beam search are no prompt's: their spans are not known.
     beams = completion(n=2, use_beam_search=True)
-    seen["beams"] = await program.ask("/v1/completions", beams, ASKED)
-    seen["not found"] = await program.ask("/v1/completions", completion(model="another"), ASKED)
-    seen["models"] = _told(await program.client.get("/v1/models"))
-    return seen
+    response = await program.ask("/v1/completions", beams, ASKED)
+    assert [choice["weight_versions"] for choice in response["body"]["choices"]] == [None] * 2
+    # A response without tokens names no version.
+    response = await program.ask("/v1/completions", completion(model="another"), ASKED)
+    assert (response["status"], response["version"]) == (NOT_FOUND, None)
+    response = _told(await program.client.get("/v1/models"))
+    assert (response["status"], response["version"]) == (OK, None)
 
 
 # What requests take.
 
 
-async def observe_admission(program: Program) -> dict[str, Any]:
+async def require_versions(program: Program) -> None:
     """The engine serves version 1."""
-    history = DoubleBuffer(program.store).newest_pointer().history  # type: ignore[union-attr]
-    met = {
-        "min": {"X-Weight-Min-Version": "1"},
-        "exact": {"X-Weight-Exact-Version": "1"},
-        "step": {"X-Weight-Min-Step": str(STEPS_PER_VERSION)},
-        "history": {"X-Weight-History": history, "X-Weight-Min-Version": "1"},
-    }
-    unmet = {
-        "min": {"X-Weight-Min-Version": "2"},
-        "exact": {"X-Weight-Exact-Version": "2"},
-        "step": {"X-Weight-Min-Step": "10.5"},
-        "history": {"X-Weight-History": "0" * 16},
-    }
-    wrong = {
-        "min": {"X-Weight-Min-Version": "two"},
-        "exact": {"X-Weight-Exact-Version": "0"},
-        "step": {"X-Weight-Min-Step": "nan"},
-        "history": {"X-Weight-History": "x"},
-        "wait": {"X-Weight-Min-Version": "1", "X-Weight-Wait-S": "-1"},
-        "wait alone": {"X-Weight-Wait-S": "1"},
-        "name": {"X-Weight-Min-Verson": "1"},
-        "flag": {"X-Weight-Versions": "yes"},
-    }
     path, body = "/v1/completions", completion()
-    seen: dict[str, Any] = {
-        kind: {name: await program.ask(path, body, headers) for name, headers in cases.items()}
-        for kind, cases in {"met": met, "unmet": unmet, "wrong": wrong}.items()
-    }
-    seen["unmet stream"] = await program.ask(path, body | {"stream": True}, unmet["min"])
-    seen["ready"] = {
-        "now": await program.ready(),
-        "met": await program.ready(min_version=1),
-        "unmet": await program.ready(min_version=2),
-        "wrong": await program.ready(min_version="two"),
-        "unknown": await program.ready(minimum=2),
-    }
-    return seen
+    for met in (
+        {"X-Weight-Min-Version": "1"},
+        {"X-Weight-Exact-Version": "1"},
+        {"X-Weight-Min-Step": str(STEPS_PER_VERSION)},
+        {"X-Weight-History": program.history(), "X-Weight-Min-Version": "1"},
+    ):
+        assert (await program.ask(path, body, met))["status"] == OK
+    unmet = {"X-Weight-Min-Version": "2"}
+    for headers, *words in (
+        (unmet, "version 1", "2"),
+        ({"X-Weight-Exact-Version": "2"}, "version 1", "2"),
+        ({"X-Weight-Min-Step": "10.5"}, "step 10", "10.5"),
+        ({"X-Weight-History": "0" * 16}, "0" * 16),
+    ):
+        response = await program.ask(path, body, headers)
+        assert (response["status"], response["retry after"]) == (CONFLICT, "1")
+        assert response["version"] == response["body"]["weights"]["version"] == "1"
+        assert all(word in response["body"]["error"]["message"] for word in words)
+    assert (await program.ask(path, body | {"stream": True}, unmet))["status"] == CONFLICT
+    for headers, named in (
+        ({"X-Weight-Min-Version": "two"}, "X-Weight-Min-Version 'two'"),
+        ({"X-Weight-Exact-Version": "0"}, "X-Weight-Exact-Version 0"),
+        ({"X-Weight-Min-Step": "nan"}, "X-Weight-Min-Step 'nan'"),
+        ({"X-Weight-History": "x"}, "X-Weight-History 'x'"),
+        ({"X-Weight-Min-Version": "1", "X-Weight-Wait-S": "-1"}, "X-Weight-Wait-S '-1'"),
+        ({"X-Weight-Wait-S": "1"}, "X-Weight-Wait-S"),
+        ({"X-Weight-Min-Verson": "1"}, "X-Weight-Min-Verson"),
+        ({"X-Weight-Versions": "yes"}, "X-Weight-Versions 'yes'"),
+    ):
+        response = await program.ask(path, body, headers)
+        assert response["status"] == BAD_REQUEST
+        assert named.lower() in response["body"]["error"]["message"].lower()
+    for query, status in (
+        ({}, OK),
+        ({"min_version": 1}, OK),
+        ({"min_version": "two"}, BAD_REQUEST),
+        ({"minimum": 2}, BAD_REQUEST),
+    ):
+        assert (await program.ready(**query))[0] == status
+    status, body = await program.ready(min_version=2)
+    [replica] = body["replicas"]
+    assert (status, replica["version"]) == (UNAVAILABLE, "1")
 
 
-async def observe_waiting(program: Program) -> dict[str, Any]:
-    """A request for a version that comes while it waits."""
+async def wait_for_a_version(program: Program) -> None:
+    """A request waits for a version as long as it allows."""
+    path, body = "/v1/completions", completion()
     headers = {"X-Weight-Min-Version": "2", "X-Weight-Wait-S": str(WAIT_S)}
-    waiting = asyncio.create_task(program.ask("/v1/completions", completion(), headers))
+    waiting = asyncio.create_task(program.ask(path, body, headers))
     ready = asyncio.create_task(program.ready(min_version=2, wait_s=WAIT_S))
     too_short = headers | {"X-Weight-Wait-S": "0.05"}
-    seen = {"in vain": await program.ask("/v1/completions", completion(), too_short)}
+    assert (await program.ask(path, body, too_short))["status"] == CONFLICT
     await program.follow(2)
-    seen |= {"admitted": await waiting, "ready": await ready}
+    response, (status, _) = await waiting, await ready
+    assert (response["status"], response["version"], status) == (OK, "2", OK)
+    # One that is past is refused at once.
     past = {"X-Weight-Exact-Version": "1", "X-Weight-Wait-S": str(WAIT_S)}
-    seen["past"] = await program.ask("/v1/completions", completion(), past)
-    return seen
+    response = await program.ask(path, body, past)
+    assert (response["status"], response["retry after"]) == (CONFLICT, None)
 
 
-async def observe_exact(program: Program) -> dict[str, Any]:
-    """Long requests during a switch: one takes version 2 alone, the others go on."""
+async def switch_in_long_requests(program: Program) -> None:
+    """Some take version 2 alone, and are ended by the switch; the others go on."""
     exact = ASKED | {"X-Weight-Exact-Version": "2"}
     minimum = ASKED | {"X-Weight-Min-Version": "2"}
     path, body = "/v1/completions", completion(LONG_TOKENS)
@@ -226,16 +260,23 @@ async def observe_exact(program: Program) -> dict[str, Any]:
             async for _ in response.aiter_lines():
                 begun.set()
 
-    running = {
-        "exact": asyncio.create_task(program.ask(path, body, exact)),
-        "exact stream": asyncio.create_task(program.stream(path, body, exact)),
-        "minimum": asyncio.create_task(program.ask(path, body, minimum)),
-    }
+    of_one_version = [
+        asyncio.create_task(send(path, body, exact)) for send in (program.ask, program.stream)
+    ]
+    running_on = asyncio.create_task(program.ask(path, body, minimum))
     other = asyncio.create_task(first_chunk())
     await begun.wait()
     await program.follow(3)
     await other
-    return {name: await request for name, request in running.items()}
+    for request in of_one_version:
+        [choice] = choices_of(await request)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "weight_version")
+        assert set(choice["token_ids"]) == {token_of(2)}
+        assert len(choice["token_ids"]) < LONG_TOKENS
+    [choice] = choices_of(await running_on)
+    assert choice["finish_reason"] == "length"
+    assert set(choice["token_ids"]) == {token_of(2), token_of(3)}
+    assert {span.version for span in versions_of(choice)} == {2, 3}
 
 
 # Under load.
@@ -262,20 +303,17 @@ async def publishing(program: Program, first: int) -> AsyncIterator[None]:
         await task
 
 
-async def observe_load(program: Program, first: int) -> dict[str, Any]:
+async def label_right_under_load(program: Program, first: int) -> None:
     """Streams of requests of all kinds, a part of which takes certain versions."""
-    routes = [
-        ("/v1/completions", completion),
-        ("/v1/chat/completions", chat),
-        *([("/inference/v1/generate", generate)] if HAS_SPANS else []),
-    ]
-    seen: dict[str, Any] = {"wrong": [], "statuses": {}, "versions": set(), "switched in": 0}
+    statuses: Counter[int] = Counter()
+    seen: set[int] = set()
+    num_switched = 0
     left = REQUESTS
     newest = first - 1
 
     async def one(rng: random.Random) -> None:
-        nonlocal newest
-        path, body = rng.choice(routes)
+        nonlocal newest, num_switched
+        path, body = rng.choice(ROUTES)
         headers = dict(ASKED)
         match rng.randrange(4):
             case 0:
@@ -284,14 +322,14 @@ async def observe_load(program: Program, first: int) -> dict[str, Any]:
                 headers["X-Weight-Exact-Version"] = str(newest)
         send = rng.choice([program.ask, program.stream])
         response = await send(path, body(rng.choice([4, 16, 64])), headers)
-        seen["statuses"][response["status"]] = seen["statuses"].get(response["status"], 0) + 1
-        if response["status"] != 200:
+        statuses[response["status"]] += 1
+        if response["status"] != OK:
             return
-        seen["wrong"] += problems_of(response, headers)
+        assert problems_of(response, headers) == []
         [choice] = choices_of(response)
         versions = [span.version for span in versions_of(choice)]
-        seen["switched in"] += len(versions) > 1
-        seen["versions"].update(versions)
+        num_switched += len(versions) > 1
+        seen.update(versions)
         newest = max([newest, *versions])
 
     async def client(number: int) -> None:
@@ -303,7 +341,11 @@ async def observe_load(program: Program, first: int) -> dict[str, Any]:
 
     async with publishing(program, first):
         await asyncio.gather(*(client(number) for number in range(STREAMS)))
-    return seen | {"versions": len(seen["versions"])}
+    assert set(statuses) <= {OK, CONFLICT}
+    assert statuses.total() == REQUESTS
+    # Else there was nothing that could be labeled wrong.
+    assert num_switched > REQUESTS / 50
+    assert len(seen) >= 3
 
 
 def choices_of(response: dict[str, Any]) -> list[dict[str, Any]]:
@@ -355,22 +397,20 @@ def problems_of(response: dict[str, Any], headers: dict[str, str]) -> list[Any]:
     return [f"{problem}: {choice}, {headers}" for problem in problems]
 
 
-async def observe(directory: Path, num_replicas: int) -> dict[str, Any]:
+async def serve(directory: Path, num_replicas: int) -> None:
     program = Program(directory, num_replicas)
-    seen: dict[str, Any] = {}
     with program.sender:
         program.publish(1)
         await asyncio.to_thread(program.server.wait_ready)
         if num_replicas == 1:
-            seen["told"] = await observe_told(program)
-            seen["admission"] = await observe_admission(program)
-            seen["waiting"] = await observe_waiting(program)
-            seen["exact"] = await observe_exact(program)
-        seen["load"] = await observe_load(program, 4)
-    seen["exit"] = program.server.terminate()
-    return seen
+            await tell_versions(program)
+            await require_versions(program)
+            await wait_for_a_version(program)
+            await switch_in_long_requests(program)
+        await label_right_under_load(program, 4)
+    ended = program.server.terminate()
+    assert num_replicas > 1 or ended == (0, [])
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    leave(directory, asyncio.run(observe(directory, int(sys.argv[2]))))
+    judge(lambda directory, number: asyncio.run(serve(directory, int(number))))
