@@ -1,17 +1,16 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each what it holds.
 
-Nothing is gathered, nothing is copied twice: see `shard_writer` for where it goes, and `shards` for
-who writes what. Rank 0 is the store's writer; it commits when every rank has said that all that
-it was to write is written, and on a network mount flushed.
+Nothing is gathered, nothing is copied twice: see `shard_writer` for where it goes, `inventory` and
+`shards` for who writes what. Rank 0 is the store's writer; it commits when every rank has said that
+all that it was to write is written, and on a network mount flushed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,17 +19,15 @@ from torch import distributed
 
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.format.delta import require_compression
-from dbuffer.format.layout import digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish import shards
 from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import checked_metadata
+from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
-from dbuffer.publish.shards import Boxes, Inventory, Joined, WriteAssignment
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.translated import TranslatedErrors
@@ -163,10 +160,9 @@ class ShardedWeightSender(Publisher):
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
         """Ranks of the group by those of the job."""
-        self._inventory: tuple[Inventory, Boxes] | None = None
-        """Inventory and boxes of this rank, as all were joined; None: they were not."""
-        self._joined = Joined((), {}, {}, [])
-        self._assignment = WriteAssignment((), ())
+        self._inventory: Inventory | None = None
+        """Inventory of this rank, as all were joined; None: they were not."""
+        self._joined = Joined()
         self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
             self._shard_writer = SharedFileWriter(self.store, owner_only=not allow_shared_store)
@@ -255,7 +251,7 @@ class ShardedWeightSender(Publisher):
             self._world,
             self._shard_writer,
             self._copier,
-            self._assignment,
+            self._joined.assignment,
             hashed=self._hashed,
             is_kept=self._has_deltas,
         )
@@ -269,7 +265,7 @@ class ShardedWeightSender(Publisher):
     ) -> PublishRequest:
         """Describe what all ranks hold, and assign who writes what of it."""
         ranks = self._world
-        described: list[tuple[Source, tuple[Inventory, Boxes]]] = []
+        described: list[tuple[Source, Inventory]] = []
         on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
 
         def describe() -> dict[str, Any]:
@@ -279,7 +275,7 @@ class ShardedWeightSender(Publisher):
                     "an iterator is not supported here, where all ranks publish: give the module, "
                     "or a dict"
                 )
-            inventory = shards.take_inventory(source, ranks.rank, self._group_rank)
+            inventory = take_inventory(source, ranks.rank, self._group_rank)
             described.append((source, inventory))
             if ranks.rank == 0:
                 on_rank_0["version"] = self._lead().writer.next_version(version)
@@ -293,63 +289,19 @@ class ShardedWeightSender(Publisher):
         bases = {one["base"] for one in steps}
         base = bases.pop() if len(bases) == 1 else None
         versions = [one["version"] for one in steps]
-        if not all(one["is_known"] for one in steps) or len(set(versions)) > 1:
-            self._join(source, inventory, versions)
+        if len(set(versions)) > 1:
+            ranks.each("compare the versions", lambda: _refuse_versions(versions))
+        if not all(one["is_known"] for one in steps):
+            rows_only = self._shard_writer.rows_only
+            self._joined = join(ranks, source, inventory, rows_only=rows_only)
+            # Not before all of it is right: the next publish of these tensors relies on it.
+            self._inventory = inventory
             base = base if base == EARLIER_SENDER else None
         source = self._placed(source)
         plain = self._footer_of(source)
         self._shard_writer.keep_only(plain.layout)
-        footer = self._shard_writer.footer_of(plain, self._assignment)
+        footer = self._shard_writer.footer_of(plain, self._joined.assignment)
         return PublishRequest(started, source, footer, **on_rank_0, base=base)
-
-    def _join(
-        self, source: Source, mine: tuple[Inventory, Boxes], versions: list[int | None]
-    ) -> None:
-        """Join the inventories of all ranks, and assign anew who writes what. Collective.
-
-        All ranks know what all hold, and come to the same plan.
-        """
-        ranks = self._world
-        inventory, held = mine
-        digests = ranks.each("list its tensors", lambda: inventory.xxh3)
-        by_digest = {digests[ranks.rank]: inventory}
-        # Most trainers' ranks describe the same: the list, which is long, is not sent then.
-        if len(set(digests)) > 1:
-            is_first = digests.index(digests[ranks.rank]) == ranks.rank
-            encoded = ranks.each(
-                "send the list of its tensors", lambda: inventory.encode() if is_first else {}
-            )
-            for xxh3, one in zip(digests, encoded, strict=True):
-                if xxh3 not in by_digest:
-                    by_digest[xxh3] = Inventory.decode(one)
-        boxes = ranks.each("say what it holds", lambda: shards.encode_boxes(held))
-        plan: list[tuple[Joined, WriteAssignment]] = []
-
-        def join() -> None:
-            for rank, version in enumerate(versions):
-                if version != versions[0]:
-                    raise InvalidWeightsError(
-                        f"rank {rank} is to publish version {version}, and rank 0 version "
-                        f"{versions[0]}: every rank must call send with the same version"
-                    )
-            inventories = [by_digest[xxh3] for xxh3 in digests]
-            joined = Joined.of(inventories, list(map(shards.decode_boxes, boxes)))
-            rows_only = self._shard_writer.rows_only
-            assignment = shards.assign_writes(joined.specs, joined.held, rows_only=rows_only)
-            plan.append((replace(joined, held=[]), assignment))
-
-        ranks.each("join what the ranks hold", join)
-        sample: dict[str, str] = {}
-
-        def take_sample() -> str:
-            sample.update(shards.sample_replicas(source, inventory, held))
-            return digest(json.dumps(sample).encode())
-
-        if len(set(ranks.each("sample the tensors that it holds whole", take_sample))) > 1:
-            samples = ranks.each("send its samples", lambda: sample)
-            ranks.each("compare the samples", lambda: shards.require_alike(samples))
-        # Not before all of it is right: the next publish of these tensors relies on it.
-        [(self._joined, self._assignment)], self._inventory = plan, mine
 
     def _placed(self, source: Source) -> Source:
         """Return the source with its tensors at their places among those of all ranks."""
@@ -360,6 +312,14 @@ class ShardedWeightSender(Publisher):
         for spec, tensor in zip(source.specs, source.tensors, strict=True):
             tensors[joined.index_of[spec.name]] = tensor
         return replace(source, specs=joined.specs, tensors=tensors, aliases=joined.aliases)
+
+
+def _refuse_versions(versions: Sequence[int | None]) -> None:
+    rank = next(rank for rank, version in enumerate(versions) if version != versions[0])
+    raise InvalidWeightsError(
+        f"rank {rank} is to publish version {versions[rank]}, and rank 0 version {versions[0]}: "
+        "every rank must call send with the same version"
+    )
 
 
 def _step_timeout_s(rank_timeout_s: Any, reader_timeout_s: Any) -> float:

@@ -1,29 +1,24 @@
 """Boxes of tensors that the ranks of a sharded trainer hold, and who writes which of them.
 
-Each rank takes an inventory: the tensors that it describes, and which box of each it holds, a first
-index and an extent in every dimension. The inventories of all ranks are joined: ranks of different
-pipeline stages or experts describe different tensors. Where the boxes of all ranks cover a tensor,
-each box is written by one of those that hold it. Where they do not, the tensor is gathered by the
-ranks that hold parts of it, written by one of them, and dropped.
+A box has a first index and an extent in every dimension. Where the boxes of all ranks cover a
+tensor, each box is written by one of those that hold it. Where they do not, the tensor is gathered
+by the ranks that hold parts of it, written by one of them, and dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align, digest
-from dbuffer.io.tensors import as_bytes
-from dbuffer.runtime.messages import listed
+from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
 from dbuffer.weights.checkpoint import HeldRows, LazyTensor, View
 from dbuffer.weights.sources import Source, fetch
 
@@ -55,289 +50,14 @@ class Box(NamedTuple):
 class WriteAssignment:
     """Assignment of all tensors to the ranks that write them, the same on all ranks."""
 
-    boxes: tuple[tuple[Box, ...], ...]
+    boxes: tuple[tuple[Box, ...], ...] = ()
     """Boxes that each rank holds and writes, by rank."""
-    gathered: tuple[tuple[int, int], ...]
+    gathered: tuple[tuple[int, int], ...] = ()
     """Tensors that are gathered, in this order, each with the rank that writes it."""
 
 
 Boxes: TypeAlias = dict[int, Box | None]
 """Boxes that a rank holds, by the tensor's index; None: no box, or one that must be added up."""
-
-_SAMPLED_ELEMENTS = 512
-"""Number of elements of a tensor that are compared with other ranks' tensors of its name."""
-
-Ranks: TypeAlias = tuple[int, ...]
-"""Ranks that hold parts of a tensor; none where it is whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """Tensors that a rank describes, as all ranks that hold the same describe them."""
-
-    specs: tuple[TensorSpec, ...]
-    aliases: dict[str, str]
-    """Other names of tied tensors."""
-    ranks: list[Ranks]
-    """Ranks that hold parts of each tensor."""
-
-    def encode(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        groups = list(dict.fromkeys(self.ranks))
-        number = {group: index for index, group in enumerate(groups)}
-        numbers = [number[ranks] for ranks in self.ranks]
-        return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
-
-    @classmethod
-    def decode(cls, encoded: dict[str, Any]) -> Self:
-        groups = [tuple(group) for group in encoded["groups"]]
-        return cls(
-            tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
-            encoded["aliases"],
-            [groups[number] for number in encoded["ranks"]],
-        )
-
-    @property
-    def xxh3(self) -> str:
-        return digest(json.dumps(self.encode()).encode())
-
-
-def take_inventory(
-    source: Source, rank: int, group_rank: Mapping[int, int]
-) -> tuple[Inventory, Boxes]:
-    """Return what a rank describes, and its boxes.
-
-    ``group_rank``: ranks of the sender's group by those of the job.
-
-    Raises:
-        InvalidWeightsError: ranks outside of the group hold parts of a tensor.
-    """
-    if source.reader is not None:
-        # Its tensors come one by one, whole, in a pass that all ranks make.
-        held = source.reader.held_on(rank)
-        nowhere: list[Ranks] = [()] * len(source.specs)
-        return Inventory(source.specs, source.aliases, nowhere), dict.fromkeys(held)
-    parts = HeldParts()
-    known: dict[Any, tuple[Ranks, bool]] = {}
-    ranks: list[Ranks] = []
-    boxes: Boxes = {}
-    for index, tensor in enumerate(source.tensors):
-        sharded = _sharded_in(tensor)
-        if sharded is None:
-            way: Any = None
-        elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all of them hold parts
-            way = "zero"
-        elif isinstance(sharded, HeldRows):
-            way = sharded.ranks
-        else:
-            way = sharded.device_mesh, sharded.placements
-        if way not in known:
-            known[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
-        holding, is_held = known[way]
-        ranks.append(holding)
-        if is_held:
-            boxes[index] = parts.box(index, tensor)
-    return Inventory(source.specs, source.aliases, ranks), boxes
-
-
-def sample_replicas(source: Source, inventory: Inventory, boxes: Boxes) -> dict[str, str]:
-    """Return a digest of some elements of each tensor that this rank holds whole.
-
-    Two ranks that call different tensors by one name, as two stages' first layers, show by them.
-    """
-    names, samples = [], []
-    for index in boxes if source.reader is None else ():
-        tensor = source.tensors[index]
-        # Ranks may let small ones drift apart, as statistics of their own batches: those are all of
-        # one rank. Parts of large ones would be of several.
-        is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
-        if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
-            flat = tensor.detach().reshape(-1)
-            step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
-            sample = flat[::step].resolve_conj().resolve_neg().contiguous()
-            samples.append(sample.view(torch.uint8))
-            names.append(source.specs[index].name)
-    if not samples:
-        return {}
-    # One copy out of a device, and not one for each tensor.
-    memory, digests, start = torch.cat(samples).cpu(), {}, 0
-    for name, sample in zip(names, samples, strict=True):
-        digests[name] = digest(as_bytes(memory[start : start + sample.numel()]))
-        start += sample.numel()
-    return digests
-
-
-def require_alike(samples: Sequence[Mapping[str, str]]) -> None:
-    """Refuse tensors of one name that are no replicas of each other.
-
-    Raises:
-        InvalidWeightsError: two ranks hold different ones whole.
-    """
-    first: dict[str, tuple[int, str]] = {}
-    differing: dict[str, tuple[int, int]] = {}
-    for rank, sample in enumerate(samples):
-        for name, seen in sample.items():
-            holder, expected = first.setdefault(name, (rank, seen))
-            if seen != expected:
-                differing.setdefault(name, (holder, rank))
-    if differing:
-        one, other = next(iter(differing.values()))
-        raise InvalidWeightsError(
-            f"rank {one} and rank {other} hold different tensors of one name, of which one would "
-            f"be lost: {listed(sorted(differing))}; give layers and experts the names that they "
-            "have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
-            "that are to differ, give one alone"
-        )
-
-
-def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
-    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it.
-
-    ``sharded``: the tensor as this rank has it; None: it is no sharded one.
-    """
-    if sharded is None:
-        return (), True
-    if hasattr(sharded, "ds_shape"):
-        return tuple(group_rank.values()), True
-    of_job, is_held = _holders(sharded)
-    if outside := [rank for rank in of_job if rank not in group_rank]:
-        raise InvalidWeightsError(
-            f"ranks {listed(outside)} of the job hold parts of {name!r}, and are not in this "
-            "sender's group: make the sender on all ranks that hold the weights"
-        )
-    is_whole = len(of_job) == 1
-    return () if is_whole else tuple(group_rank[rank] for rank in of_job), is_held
-
-
-def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
-    """Return the ranks of the job that hold a tensor, and whether this rank is one of them."""
-    if isinstance(sharded, HeldRows):
-        return list(sharded.ranks), True
-    mesh = sharded.device_mesh
-    here = mesh.get_coordinate()
-    # Of replicas, only the one that this rank is in: the others hold the same.
-    pairs = zip(here or [0] * mesh.ndim, sharded.placements, strict=True)
-    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
-    return mesh.mesh[index].flatten().tolist(), here is not None
-
-
-def encode_boxes(boxes: Boxes) -> list[Any]:
-    """Return boxes as JSON has them."""
-    return [[index, *(box or ())[1:]] for index, box in boxes.items()]
-
-
-def decode_boxes(encoded: list[Any]) -> Boxes:
-    """Return the boxes that a rank has encoded."""
-    return {
-        index: Box(index, tuple(place[0]), tuple(place[1])) if place else None
-        for index, *place in encoded
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Tensors of all ranks."""
-
-    specs: tuple[TensorSpec, ...]
-    aliases: dict[str, str]
-    index_of: dict[str, int]
-    """Index of each tensor by its name."""
-    held: list[Boxes]
-    """Boxes that each rank holds."""
-
-    @classmethod
-    def of(cls, inventories: Sequence[Inventory], boxes: Sequence[Boxes]) -> Self:
-        """Join the inventories and boxes of all ranks; equal inventories are one object.
-
-        Raises:
-            InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps,
-                has a gap, or is on no rank.
-        """
-        describing: dict[int, list[int]] = defaultdict(list)
-        for rank, inventory in enumerate(inventories):
-            describing[id(inventory)].append(rank)
-        tensors: dict[str, _JoinedTensor] = {}
-        aliases: dict[str, str] = {}
-        held: list[Boxes] = [{} for _ in boxes]
-        for ranks in describing.values():
-            inventory = inventories[ranks[0]]
-            index_of = []
-            for spec, holding in zip(inventory.specs, inventory.ranks, strict=True):
-                joined = tensors.setdefault(spec.name, _JoinedTensor(len(tensors), spec, ranks[0]))
-                joined.add(ranks, spec, holding)
-                index_of.append(joined.index)
-            for rank in ranks:
-                held[rank] = _moved(boxes[rank], index_of)
-            for alias, name in inventory.aliases.items():
-                if aliases.setdefault(alias, name) != name:
-                    raise InvalidWeightsError(
-                        f"rank {ranks[0]} ties {alias!r} to {name!r}, and another rank to "
-                        f"{aliases[alias]!r}"
-                    )
-        if not tensors:
-            raise InvalidWeightsError("no rank holds a tensor to publish")
-        for alias in aliases.keys() & tensors.keys():
-            raise InvalidWeightsError(
-                f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
-                f"rank {tensors[alias].rank}: give one of the two names on all ranks"
-            )
-        everywhere = set().union(*held)
-        for joined in tensors.values():
-            joined.check()
-            if joined.index not in everywhere:
-                raise InvalidWeightsError(f"no rank holds {joined.spec}")
-        specs = tuple(joined.spec for joined in tensors.values())
-        return cls(specs, aliases, {name: joined.index for name, joined in tensors.items()}, held)
-
-
-def _moved(boxes: Boxes, index_of: list[int]) -> Boxes:
-    """Return boxes with other indices of their tensors."""
-    if index_of == list(range(len(index_of))):
-        return boxes
-    return {
-        index_of[index]: box and box._replace(tensor=index_of[index])
-        for index, box in boxes.items()
-    }
-
-
-@dataclass(slots=True)
-class _JoinedTensor:
-    """One tensor, as all ranks describe it."""
-
-    index: int
-    spec: TensorSpec
-    rank: int
-    """First rank that describes it."""
-    described: dict[Ranks, list[int]] = field(default_factory=dict)
-    """Ranks that describe it, by the ranks that hold parts of it."""
-
-    def add(self, ranks: Sequence[int], spec: TensorSpec, holding: Ranks) -> None:
-        if spec != self.spec:
-            raise InvalidWeightsError(
-                f"rank {ranks[0]} is to publish {spec}, and rank {self.rank} {self.spec}: give a "
-                "tensor of one name the same shape and dtype on all ranks that hold it"
-            )
-        self.described.setdefault(holding, []).extend(ranks)
-
-    def check(self) -> None:
-        """Refuse an overlap, and a gap."""
-        whole = self.described.get((), [])
-        for holding, describing in self.described.items():
-            if holding and whole:
-                raise InvalidWeightsError(
-                    f"{_named(whole)} the whole of {self.spec}, and {_named(describing)} parts: "
-                    "give it whole or sharded, alike on all ranks that hold it"
-                )
-            if missing := sorted(set(holding).difference(describing)):
-                raise InvalidWeightsError(
-                    f"{self.spec} has a gap: {_named(missing)} parts of it, as rank "
-                    f"{describing[0]} says, but not under this name: give every tensor on all "
-                    "ranks that hold parts of it, under one name"
-                )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {listed(ranks)} hold"
 
 
 class HeldParts:
@@ -387,7 +107,7 @@ class HeldParts:
                 known = _box_of_rows(sharded), False
             if isinstance(sharded, DTensor):
                 is_strided = any(isinstance(way, _StridedShard) for way in sharded.placements)
-                known = _box_of_dtensor(0, sharded), is_strided
+                known = _box_of_dtensor(sharded), is_strided
             self._boxes[id(sharded)] = known
         return known
 
@@ -423,7 +143,7 @@ def _box_of_rows(rows: HeldRows) -> Box:
     return Box(0, start, tuple(rows.local.shape))
 
 
-def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
+def _box_of_dtensor(tensor: DTensor) -> Box | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in tensor.placements):
@@ -431,7 +151,7 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return Box(index, tuple(start), tuple(shape))
+    return Box(0, tuple(start), tuple(shape))
 
 
 @contextlib.contextmanager
@@ -469,7 +189,7 @@ def each_gathered(
 
     def whole_of(pair: tuple[int, int]) -> int:
         tensor = tensors[pair[0]]
-        sharded = _sharded_in(tensor)
+        sharded = sharded_in(tensor)
         return id(tensor if sharded is None else sharded)
 
     try:
@@ -477,7 +197,7 @@ def each_gathered(
         for _, pairs in itertools.groupby(assignment.gathered, whole_of):
             views = list(pairs)
             tensor = tensors[views[0][0]]
-            if _sharded_in(tensor) is None and rank not in {writer for _, writer in views}:
+            if sharded_in(tensor) is None and rank not in {writer for _, writer in views}:
                 continue  # held by other ranks, or whole without them
             with gathered(tensor) as whole:
                 for index, writer in views:
@@ -496,7 +216,8 @@ def each_gathered(
     return total
 
 
-def _sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
+def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
+    """Return the sharded tensor that a lazy one is, or is a view of; None: it is no such one."""
     return tensor.sharded if isinstance(tensor, LazyTensor) else None
 
 

@@ -26,7 +26,6 @@ from dbuffer import SparsePatch
 from dbuffer.format.manifest import Manifest
 from dbuffer.publish import delta_chain
 from dbuffer.receive import reader as reader_module
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
@@ -544,48 +543,15 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store, clock, capl
         assert newest(store, verify=True) == 23
 
 
-@pytest.mark.usefixtures("network", "short_chains")
-def test_what_a_dead_sender_left_is_removed_in_time(store, clock):
-    first = make_sender(store)
-    publish(first, 1, 2, 3)
-    orphan = store / "deltas" / "0123456789abcdef-7.delta"
-    orphan.write_bytes(b"of a publish that was killed")
-    alien = store / "deltas" / "README"
-    alien.write_text("of somebody else")
-    first._writer._lock.close()
-    with make_sender(store) as second:
-        named = named_files(store)
-        assert newest(store) == 3
-        clock.now_s += 2 * TIMING.keep_superseded_s + READER_TIMEOUT_S
-        publish(second, 4, 5)
-        assert not orphan.exists()
-        assert alien.exists()
-        assert named <= version_files(store)  # what came since stands on these
-        publish(second, 21, 22)
-        clock.now_s += 2 * TIMING.keep_superseded_s + READER_TIMEOUT_S
-        publish(second, 23, 24)
-        assert not named & version_files(store)
-
-
 def test_a_chain_of_large_deltas_is_short(store, mount, sender):
     for version in range(1, 20):
         publication = sender.send(SPARSE.weights(version))
         found = manifest_of(store)
-        total = sum((store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:])
+        sizes = [(store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:]]
         most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
-        assert total <= most + 2 * (publication.delta_bytes or 0) + most
-
-
-def test_delta_bytes_are_those_of_the_file(store, mount, sender):
-    first = sender.send(SPARSE.weights(1))
-    assert first.delta_bytes is None
-    second = sender.send(SPARSE.weights(2))
-    [path] = store.glob("deltas/*")
-    assert second.delta_bytes == path.stat().st_size
-    assert second.num_bytes == first.num_bytes > 4 * second.delta_bytes
-    sender.close()
-    with make_sender(store, delta=False) as whole:
-        assert whole.send(SPARSE.weights(3)).delta_bytes is None
+        assert sum(sizes) <= 2 * (most + (publication.delta_bytes or 0))
+        if version > 1 and sizes:
+            assert publication.delta_bytes == sizes[-1] < publication.num_bytes / 4
 
 
 @pytest.mark.timing(settle_s=0.01)

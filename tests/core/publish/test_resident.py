@@ -27,9 +27,8 @@ from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, in_a_fork
 from tests.support.moments import COPIES, Step, at_call, at_step, die
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest
-from tests.support.soak import is_soak, numbers, patience_s
+from tests.support.soak import numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, weights_files
-from tests.support.waiting import TIMEOUT_S
 
 BIG = Pattern(num_tensors=8, numel=1 << 16)
 """4 MiB: what is copied shows in the blocks of the store's files."""
@@ -309,33 +308,6 @@ def test_what_is_published_is_the_file_that_was_trained_in_and_not_written_again
         assert sum(map(len, weights_files(store).values())) == 2
 
 
-def train_for_ever(connection: Connection, store: Path, delta: bool) -> None:
-    model = Patterned(SPARSE if delta else SMALL)
-    with ResidentModel(model, store, delta=delta) as resident:
-        version = 0
-        while True:
-            version += 1
-            model.step(version)
-            resident.publish(version=version)
-            if version == 1:
-                connection.send(version)
-
-
-@pytest.mark.parametrize("delta", [False, True])
-def test_readers_at_full_speed_see_whole_versions_only(store, delta):
-    pattern = SPARSE if delta else SMALL
-    with Child(train_for_ever, store, delta) as child, dbuffer.WeightReceiver(store) as receiver:
-        assert child.receive() == 1
-        seen = []
-        while len(seen) < (300 if is_soak() else 100):
-            target = pattern.empty()
-            assert receiver.wait_for_version(seen[-1] if seen else None, TIMEOUT_S)
-            version = receiver.load_into(target)
-            assert pattern.version_of(target) == version
-            seen.append(version)
-    assert seen == sorted(set(seen))
-
-
 def test_reader_that_holds_on_is_evicted_into_a_new_file(store, warnings):
     model = Patterned()
     with (
@@ -477,8 +449,7 @@ def test_a_model_that_cannot_move_in_is_refused(store, make, message):
     assert not store.exists()
 
 
-def test_a_network_mount_is_refused(store, monkeypatch):
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+def test_a_network_mount_is_refused(store, network):
     with pytest.raises(NotImplementedError, match="WeightSender"):
         ResidentModel(Patterned(), store)
     assert not store.exists()

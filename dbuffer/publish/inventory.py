@@ -1,0 +1,340 @@
+"""`Inventory`: the tensors that a rank describes; `join`: those of all ranks, and who writes them.
+
+Each rank takes an inventory: the tensors that it describes, and which box of each it holds. Ranks
+of different pipeline stages or experts describe different tensors, and those of all are joined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import torch
+
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.format.layout import TensorSpec, digest
+from dbuffer.io.tensors import as_bytes
+from dbuffer.publish.shards import (
+    SPREAD_FROM_BYTES,
+    Box,
+    Boxes,
+    HeldParts,
+    WriteAssignment,
+    assign_writes,
+    sharded_in,
+)
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.runtime.messages import listed
+from dbuffer.weights.checkpoint import HeldRows
+from dbuffer.weights.sources import Source
+
+if TYPE_CHECKING:  # its import takes half as long as torch's
+    from torch.distributed.tensor import DTensor
+
+_SAMPLED_ELEMENTS = 512
+"""Number of elements of a tensor that are compared with other ranks' tensors of its name."""
+
+Ranks: TypeAlias = tuple[int, ...]
+"""Ranks that hold parts of a tensor; none where it is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Tensors that a rank describes, and its boxes of them.
+
+    Ranks that hold parts of the same tensors describe them alike, and hold different boxes.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    """Other names of tied tensors."""
+    ranks: list[Ranks]
+    """Ranks that hold parts of each tensor."""
+    boxes: Boxes
+
+    def encode_description(self) -> dict[str, Any]:
+        """Return all but the boxes, as JSON has it."""
+        groups = list(dict.fromkeys(self.ranks))
+        number = {group: index for index, group in enumerate(groups)}
+        numbers = [number[ranks] for ranks in self.ranks]
+        return {"specs": self.specs, "aliases": self.aliases, "groups": groups, "ranks": numbers}
+
+    def encode_boxes(self) -> list[Any]:
+        """Return the boxes, as JSON has them."""
+        return [[index, *(box or ())[1:]] for index, box in self.boxes.items()]
+
+    @classmethod
+    def decode_description(cls, encoded: dict[str, Any]) -> Self:
+        """Return an inventory without boxes, as `encode_description` has encoded it."""
+        groups = [tuple(group) for group in encoded["groups"]]
+        return cls(
+            tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in encoded["specs"]),
+            encoded["aliases"],
+            [groups[number] for number in encoded["ranks"]],
+            {},
+        )
+
+
+def take_inventory(source: Source, rank: int, group_rank: Mapping[int, int]) -> Inventory:
+    """Return the tensors that a rank describes, and its boxes.
+
+    ``group_rank``: ranks of the sender's group by those of the job.
+
+    Raises:
+        InvalidWeightsError: ranks outside of the group hold parts of a tensor.
+    """
+    ranks: list[Ranks] = [()] * len(source.specs)
+    if source.reader is not None:
+        # Its tensors come one by one, whole, in a pass that all ranks make.
+        boxes: Boxes = dict.fromkeys(source.reader.held_on(rank))
+        return Inventory(source.specs, source.aliases, ranks, boxes)
+    boxes, parts = {}, HeldParts()
+    known: dict[Any, tuple[Ranks, bool]] = {}
+    for index, tensor in enumerate(source.tensors):
+        sharded = sharded_in(tensor)
+        if sharded is None:
+            way: Any = None
+        elif hasattr(sharded, "ds_shape"):  # ZeRO-3: all of them hold parts
+            way = "zero"
+        elif isinstance(sharded, HeldRows):
+            way = sharded.ranks
+        else:
+            way = sharded.device_mesh, sharded.placements
+        if way not in known:
+            known[way] = _part_ranks(sharded, group_rank, source.specs[index].name)
+        ranks[index], is_held = known[way]
+        if is_held:
+            boxes[index] = parts.box(index, tensor)
+    return Inventory(source.specs, source.aliases, ranks, boxes)
+
+
+def _part_ranks(sharded: Any, group_rank: Mapping[int, int], name: str) -> tuple[Ranks, bool]:
+    """Return the ranks that hold parts of a tensor, and whether this rank holds any of it.
+
+    ``sharded``: the tensor as this rank has it; None: it is no sharded one.
+    """
+    if sharded is None:
+        return (), True
+    if hasattr(sharded, "ds_shape"):
+        return tuple(group_rank.values()), True
+    of_job, is_held = _holders(sharded)
+    if outside := [rank for rank in of_job if rank not in group_rank]:
+        raise InvalidWeightsError(
+            f"ranks {listed(outside)} of the job hold parts of {name!r}, and are not in this "
+            "sender's group: make the sender on all ranks that hold the weights"
+        )
+    is_whole = len(of_job) == 1
+    return () if is_whole else tuple(group_rank[rank] for rank in of_job), is_held
+
+
+def _holders(sharded: DTensor | HeldRows) -> tuple[list[int], bool]:
+    """Return the ranks of the job that hold a tensor, and whether this rank is one of them."""
+    if isinstance(sharded, HeldRows):
+        return list(sharded.ranks), True
+    mesh = sharded.device_mesh
+    here = mesh.get_coordinate()
+    # Of replicas, only the one that this rank is in: the others hold the same.
+    pairs = zip(here or [0] * mesh.ndim, sharded.placements, strict=True)
+    index = tuple(one if placement.is_replicate() else slice(None) for one, placement in pairs)
+    return mesh.mesh[index].flatten().tolist(), here is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors of all ranks, the same on all of them."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    index_of: dict[str, int] = field(default_factory=dict)
+    """Index of each tensor by its name."""
+    assignment: WriteAssignment = field(default_factory=WriteAssignment)
+    """Ranks that write them."""
+
+
+def join(ranks: Agreement, source: Source, mine: Inventory, *, rows_only: bool) -> Joined:
+    """Join the inventories of all ranks, and assign the writing to them. Collective.
+
+    Args:
+        ranks: the ranks.
+        source: this rank's tensors.
+        mine: this rank's inventory of them.
+        rows_only: gather what does not lie in one row of bytes in the whole tensor.
+
+    Raises:
+        InvalidWeightsError: they do not fit together: a tensor differs between ranks, overlaps, has
+            a gap, or is on no rank.
+    """
+    description = mine.encode_description()
+    xxh3 = digest(json.dumps(description).encode())
+    digests = ranks.each("list its tensors", lambda: xxh3)
+    described = {xxh3: mine}
+    # Most trainers' ranks describe the same: the list, which is long, is not sent then.
+    if len(set(digests)) > 1:
+        is_first = digests.index(xxh3) == ranks.rank
+        sent = ranks.each("send the list of its tensors", lambda: description if is_first else {})
+        for one, encoded in zip(digests, sent, strict=True):
+            if one not in described:
+                described[one] = Inventory.decode_description(encoded)
+    boxes = ranks.each("say what it holds", mine.encode_boxes)
+    joined = Joined()
+
+    def join_all() -> None:
+        nonlocal joined
+        joined = _join(digests, described, boxes, rows_only=rows_only)
+
+    ranks.each("join what the ranks hold", join_all)
+    _compare_replicas(ranks, source, mine)
+    return joined
+
+
+def _join(
+    digests: Sequence[str],
+    described: Mapping[str, Inventory],
+    boxes: Sequence[list[Any]],
+    *,
+    rows_only: bool,
+) -> Joined:
+    """Join the tensors that all ranks have ``described``, by digest, and their encoded boxes."""
+    describing: dict[str, list[int]] = defaultdict(list)
+    for rank, xxh3 in enumerate(digests):
+        describing[xxh3].append(rank)
+    tensors: dict[str, _JoinedTensor] = {}
+    aliases: dict[str, str] = {}
+    held: list[Boxes] = [{} for _ in boxes]
+    for xxh3, ranks in describing.items():
+        inventory = described[xxh3]
+        index_of = []
+        for spec, holding in zip(inventory.specs, inventory.ranks, strict=True):
+            tensor = tensors.setdefault(spec.name, _JoinedTensor(len(tensors), spec, ranks[0]))
+            tensor.add(ranks, spec, holding)
+            index_of.append(tensor.index)
+        for rank in ranks:
+            held[rank] = _decode_boxes(boxes[rank], index_of)
+        for alias, name in inventory.aliases.items():
+            if aliases.setdefault(alias, name) != name:
+                raise InvalidWeightsError(
+                    f"rank {ranks[0]} ties {alias!r} to {name!r}, and another rank to "
+                    f"{aliases[alias]!r}"
+                )
+    if not tensors:
+        raise InvalidWeightsError("no rank holds a tensor to publish")
+    for alias in aliases.keys() & tensors.keys():
+        raise InvalidWeightsError(
+            f"{alias!r} is tied to {aliases[alias]!r} on one rank, and a tensor of its own on "
+            f"rank {tensors[alias].rank}: give one of the two names on all ranks"
+        )
+    everywhere = set().union(*held)
+    for tensor in tensors.values():
+        tensor.check()
+        if tensor.index not in everywhere:
+            raise InvalidWeightsError(f"no rank holds {tensor.spec}")
+    specs = tuple(tensor.spec for tensor in tensors.values())
+    index_by_name = {name: tensor.index for name, tensor in tensors.items()}
+    assignment = assign_writes(specs, held, rows_only=rows_only)
+    return Joined(specs, aliases, index_by_name, assignment)
+
+
+def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:
+    """Return the boxes of a rank, with the indices that its tensors have among those of all."""
+    return {
+        index_of[index]: Box(index_of[index], tuple(place[0]), tuple(place[1])) if place else None
+        for index, *place in encoded
+    }
+
+
+@dataclass(slots=True)
+class _JoinedTensor:
+    """One tensor, as all ranks describe it."""
+
+    index: int
+    spec: TensorSpec
+    rank: int
+    """First rank that describes it."""
+    described: dict[Ranks, list[int]] = field(default_factory=dict)
+    """Ranks that describe it, by the ranks that hold parts of it."""
+
+    def add(self, ranks: Sequence[int], spec: TensorSpec, holding: Ranks) -> None:
+        if spec != self.spec:
+            raise InvalidWeightsError(
+                f"rank {ranks[0]} is to publish {spec}, and rank {self.rank} {self.spec}: give a "
+                "tensor of one name the same shape and dtype on all ranks that hold it"
+            )
+        self.described.setdefault(holding, []).extend(ranks)
+
+    def check(self) -> None:
+        """Refuse an overlap, and a gap."""
+        whole = self.described.get((), [])
+        for holding, describing in self.described.items():
+            if holding and whole:
+                raise InvalidWeightsError(
+                    f"{_named(whole)} the whole of {self.spec}, and {_named(describing)} parts: "
+                    "give it whole or sharded, alike on all ranks that hold it"
+                )
+            if missing := sorted(set(holding).difference(describing)):
+                raise InvalidWeightsError(
+                    f"{self.spec} has a gap: {_named(missing)} parts of it, as rank "
+                    f"{describing[0]} says, but not under this name: give every tensor on all "
+                    "ranks that hold parts of it, under one name"
+                )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {listed(ranks)} hold"
+
+
+def _compare_replicas(ranks: Agreement, source: Source, mine: Inventory) -> None:
+    """Refuse tensors of one name that are no replicas of each other. Collective.
+
+    Two ranks that call different tensors by one name, as two stages' first layers, show by samples.
+    """
+    sample: dict[str, str] = {}
+
+    def take_sample() -> str:
+        sample.update(_sample_replicas(source, mine))
+        return digest(json.dumps(sample).encode())
+
+    if len(set(ranks.each("sample the tensors that it holds whole", take_sample))) > 1:
+        samples = ranks.each("send its samples", lambda: sample)
+        ranks.each("compare the samples", lambda: _require_alike(samples))
+
+
+def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
+    """Return a digest of some elements of each large tensor that this rank holds whole."""
+    names, samples = [], []
+    for index in inventory.boxes if source.reader is None else ():
+        tensor = source.tensors[index]
+        # Ranks may let small ones drift apart, as statistics of their own batches: those are all of
+        # one rank. Parts of large ones would be of several.
+        is_large = source.specs[index].num_bytes >= SPREAD_FROM_BYTES
+        if inventory.ranks[index] == () and is_large and isinstance(tensor, torch.Tensor):
+            flat = tensor.detach().reshape(-1)
+            step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+            sample = flat[::step].resolve_conj().resolve_neg().contiguous()
+            samples.append(sample.view(torch.uint8))
+            names.append(source.specs[index].name)
+    if not samples:
+        return {}
+    # One copy out of a device, and not one for each tensor.
+    parts = torch.split(torch.cat(samples).cpu(), [len(sample) for sample in samples])
+    return {name: digest(as_bytes(part)) for name, part in zip(names, parts, strict=True)}
+
+
+def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, sample in enumerate(samples):
+        for name, seen in sample.items():
+            holder, expected = first.setdefault(name, (rank, seen))
+            if seen != expected:
+                differing.setdefault(name, (holder, rank))
+    if differing:
+        one, other = next(iter(differing.values()))
+        raise InvalidWeightsError(
+            f"rank {one} and rank {other} hold different tensors of one name, of which one would "
+            f"be lost: {listed(sorted(differing))}; give layers and experts the names that they "
+            "have in the whole model (rename), or parts of one tensor as a DTensor; of replicas "
+            "that are to differ, give one alone"
+        )
