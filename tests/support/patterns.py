@@ -106,6 +106,15 @@ def bits(tensor: torch.Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The tensors of all names have the same dtype, shape and bits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        right = expected[name]
+        assert (tensor.dtype, tensor.shape) == (right.dtype, right.shape), name
+        assert bits(tensor) == bits(right), name
+
+
 def checksum_of(data: bytes) -> int:
     """A tensor's checksum as the format describes it, by the streaming interface of xxhash."""
 

@@ -12,7 +12,7 @@ import logging
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child
 from tests.support.damage import flip_bit
-from tests.support.patterns import OTHER, SPARSE, bits, newest
+from tests.support.patterns import OTHER, SPARSE, assert_same, newest
 from tests.support.soak import in_turn
 from tests.support.stores import named_files, version_files
 
@@ -117,18 +117,12 @@ def reads_from_files() -> Iterator[list[int]]:
         yield versions
 
 
-def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Tensors) -> None:
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        assert bits(tensor) == bits(expected[name]), name
-
-
 def assert_all_read(store: Path, follower: dbuffer.WeightReceiver, weights: Tensors) -> None:
     with reader_of(store, "late", verify=True) as late:
         for receiver in (follower, late):
             with receiver.open() as snapshot:
-                assert_same_bits(snapshot.tensors, weights)
-                assert bool(snapshot.aliases) == ("tied" in weights)
+                ties = {name: snapshot.tensors[tied] for name, tied in snapshot.aliases.items()}
+                assert_same({**snapshot.tensors, **ties}, weights)
 
 
 def patches_between(before: Tensors, after: Tensors) -> list[SparsePatch]:
@@ -427,7 +421,7 @@ def test_a_local_sender_writes_into_no_file_of_a_network_sender(
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with reader_of(store) as reader, reader.open() as snapshot:
         assert snapshot.version == num_versions
-        assert_same_bits(snapshot.tensors, few_changed(num_versions))
+        assert_same(snapshot.tensors, few_changed(num_versions))
 
 
 @pytest.mark.parametrize("is_found", [True, False])
@@ -491,7 +485,7 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
             for _ in range(2):
                 assert sender.send(weights).delta_bytes is not None
                 with reader.open() as snapshot:
-                    assert_same_bits(snapshot.tensors, weights)
+                    assert_same(snapshot.tensors, weights)
                 weights["b"][11] += 1
 
 
@@ -733,7 +727,7 @@ def test_patches_that_change_nothing_make_a_version(mount, sender, reader):
         assert (published.version, published.num_bytes) == (version, 4 * 4007)
         with reader.open() as snapshot:
             assert snapshot.metadata == {"v": version}
-            assert_same_bits(snapshot.tensors, weights)
+            assert_same(snapshot.tensors, weights)
 
 
 ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])

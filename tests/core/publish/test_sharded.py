@@ -42,7 +42,7 @@ from dbuffer.tools.verification import verify_store
 from tests.support.damage import flip_bit
 from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.moments import COPIES, at_call, die, stop
-from tests.support.patterns import SMALL, bits, newest
+from tests.support.patterns import SMALL, assert_same, newest, received
 from tests.support.sharded import (
     CASES,
     STRIDED,
@@ -141,11 +141,11 @@ def assert_equal_stores(store: Path, *, verify: bool, mount: str) -> None:
         whole.open() as theirs,
     ):
         assert ours.metadata == {"rank": 0}
-        names = {**theirs.tensors} | {a: theirs.tensors[n] for a, n in theirs.aliases.items()}
-        found = {**ours.tensors} | {a: ours.tensors[n] for a, n in ours.aliases.items()}
-        assert found.keys() == names.keys()
-        for name, tensor in names.items():
-            assert bits(found[name]) == bits(tensor), name
+        found, expected = (
+            {**one.tensors} | {alias: one.tensors[name] for alias, name in one.aliases.items()}
+            for one in (ours, theirs)
+        )
+        assert_same(found, expected)
         if list(ours.tensors) == list(theirs.tensors) and not ours.aliases and mount == "local":
             assert ours.path.read_bytes() == theirs.path.read_bytes()
 
@@ -204,10 +204,8 @@ def send_family(rank: int, family: str, store: Path, mount: str) -> None:
 def test_sharded_families_are_published_as_their_checkpoints(four, store, family, mount):
     four.run(send_family, family, store, mount)
     expected = load_file(store / "saved" / "model.safetensors")
-    with mounted(mount), WeightReceiver(store / "sharded") as receiver:
-        with receiver.open() as snapshot:
-            assert snapshot.tensors.keys() == expected.keys()
-            assert all(torch.equal(snapshot.tensors[name], expected[name]) for name in expected)
+    with mounted(mount):
+        assert_same(received(store / "sharded"), expected)
 
 
 def flushes_of(rank: int, store: Path) -> list[str]:

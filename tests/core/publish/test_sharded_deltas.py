@@ -89,6 +89,13 @@ def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
         assert bits(tensor) == bits(wanted[name].to(tensor.dtype)), name
 
 
+class Went(NamedTuple):
+    """How the versions of a sender went, on one rank."""
+
+    has_delta: list[bool]
+    log: list[str]
+
+
 def follow(
     rank: int,
     case: Callable[[int], Case],
@@ -97,32 +104,40 @@ def follow(
     one_in: list[int],
     options: dict[str, Any],
     restarts: Collection[int] = (),
-) -> list[int | None]:
-    """Publish versions of which each changes one element in so many; the bytes of their deltas.
+    first: int = 1,
+    hindrance: tuple[int, Any, str, Any] | None = None,
+) -> Went:
+    """Publish versions of which each changes one element in so many, from the ``first`` on.
 
     Rank 0 reads each of them, as who has followed all along and as one who comes late. Before some
-    versions all ranks are closed and begin anew.
+    versions all ranks are closed and begin anew. The ``hindrance`` is a rank, and what of which
+    class is something else there.
     """
     torch.manual_seed(0)
     weights, _ = case(distributed.get_world_size())
     has_checksums = options.get("checksum", mount == "network")
-    delta_bytes = []
+    has_delta = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(mounted(mount))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(delta_chain, "MAX_CHAIN", 3)
+        log = stack.enter_context(warnings_logged())
+        if hindrance is not None and rank == hindrance[0]:
+            patch.setattr(*hindrance[1:])
         sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
         target: dict[str, torch.Tensor] = {}
         if rank == 0:
             follower = stack.enter_context(WeightReceiver(store, receiver_id="follower"))
         for version, share in enumerate(one_in, 1):
+            nudge(weights, share, version)
+            if version < first:
+                continue
             if version in restarts:
                 sender.close()
                 sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
-            nudge(weights, share, version)
             publication = sender.send(weights)
             assert publication.version == version
-            delta_bytes.append(publication.delta_bytes)
+            has_delta.append(publication.delta_bytes is not None)
             full = gathered(weights)
             if rank == 0:
                 with follower.open() as snapshot:
@@ -134,7 +149,7 @@ def follow(
                 assert_same(target, full)
                 with WeightReceiver(store, verify=has_checksums) as late, late.open() as snapshot:
                     assert_same(snapshot.tensors, full)
-    return delta_bytes
+    return Went(has_delta, log)
 
 
 CASES = [fsdp, replicated, two_dimensions, sums, few, hsdp, partly_fsdp, tied, placements, STRIDED]
@@ -153,52 +168,22 @@ def test_every_version_is_what_the_ranks_hold(world, store, case, kind):
     mount, options = kind
     # Some, none, all of a few tensors, far too much, and some again; and across anchors.
     one_in = [64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
-    by_rank = world.run(follow, case, store, mount, one_in, options, (2, 4, 7, 8))
-    assert all(of_rank == by_rank[0] for of_rank in by_rank)
-    has_delta = [found is not None for found in by_rank[0]]
-    assert has_delta == [False, *[True] * 3, False, *[True] * 5]
+    for went in world.run(follow, case, store, mount, one_in, options, (2, 4, 7, 8)):
+        assert went == Went([False, *[True] * 3, False, *[True] * 5], [])
 
 
-class Went(NamedTuple):
-    """How a sender that was begun went, on one rank."""
+HASHED = {"checksum": True}
 
-    has_delta: list[bool]
-    log: list[str]
+
+def publish_three(world: World, store: Path, mount: str) -> None:
+    world.run(follow, fsdp, store, mount, [64] * 3, HASHED)
 
 
 def go_on(
-    rank: int,
-    case: Callable[[int], Case],
-    store: Path,
-    mount: str,
-    versions: range,
-    hindrance: tuple[int, Any, str, Any] | None = None,
-) -> Went:
-    """Begin a sender, and publish some of the versions that nudges lead to, one after another.
-
-    Rank 0 reads each. The ``hindrance`` is a rank, and what of which class is something else there.
-    """
-    torch.manual_seed(0)
-    weights, _ = case(distributed.get_world_size())
-    has_delta = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mounted(mount))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        log = stack.enter_context(warnings_logged())
-        if hindrance is not None and rank == hindrance[0]:
-            patch.setattr(*hindrance[1:])
-        sender = stack.enter_context(ShardedWeightSender(store, delta=True, checksum=True))
-        for version in range(1, versions.stop):
-            nudge(weights, 64, version)
-            if version not in versions:
-                continue
-            has_delta.append(sender.send(weights).delta_bytes is not None)
-            full = gathered(weights)
-            if rank == 0:
-                with WeightReceiver(store, verify=True) as late, late.open() as snapshot:
-                    assert snapshot.version == version
-                    assert_same(snapshot.tensors, full)
-    return Went(has_delta, log)
+    world: World, case: Callable[[int], Case], store: Path, mount: str, *hindrance: Any
+) -> list[Went]:
+    """Publish the versions 4 to 6, by new senders."""
+    return world.run(follow, case, store, mount, [64] * 6, HASHED, (), 4, hindrance or None)
 
 
 def fail_to_read(*_: Any) -> None:
@@ -250,10 +235,10 @@ def lose_base(store: Path, mount: str) -> None:
 @pytest.mark.soak
 @in_turn(("damage", "mount"), [damage_base, lose_base, damage_delta, lose_delta], MOUNTS)
 def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
-    world.run(go_on, fsdp, store, mount, range(1, 4))
+    publish_three(world, store, mount)
     with mounted(mount):
         damage(store, mount)
-    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7))
+    first, *others = go_on(world, fsdp, store, mount)
     assert first.has_delta == [False, True, True]
     assert all(went == Went(first.has_delta, []) for went in others)
     assert sum("not upon its last" in message for message in first.log) == 1, first.log
@@ -265,12 +250,12 @@ def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
 def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world, store, failing, mount, why
 ):
-    world.run(go_on, fsdp, store, mount, range(1, 4))
+    publish_three(world, store, mount)
     hindrance = (failing, "dbuffer.publish.publisher.hold_version", hold_the_one_before)
     if "smoke" in why:
         output = SharedFileWriter if mount == "local" else PartFileWriter
         hindrance = (failing, output, "read_back", fail_to_read)
-    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7), hindrance)
+    first, *others = go_on(world, fsdp, store, mount, *hindrance)
     assert first.has_delta == [False, True, True]
     assert all(went == Went(first.has_delta, []) for went in others)
     [message] = first.log
@@ -279,16 +264,16 @@ def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_other_tensors_begin_with_a_whole_version(world, store, mount):
-    world.run(go_on, fsdp, store, mount, range(1, 4))
-    for went in world.run(go_on, tied, store, mount, range(4, 7)):
+    publish_three(world, store, mount)
+    for went in go_on(world, tied, store, mount):
         assert went == Went([False, True, True], [])
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_another_number_of_ranks(world, two, store, mount):
     """On one machine the file is the same; across a network each rank has written a part."""
-    world.run(go_on, fsdp, store, mount, range(1, 4))
-    for went in two.run(go_on, fsdp, store, mount, range(4, 7)):
+    publish_three(world, store, mount)
+    for went in go_on(two, fsdp, store, mount):
         assert went == Went([mount == "local", True, True], [])
 
 
@@ -301,16 +286,15 @@ def test_what_was_published_by_one_process_before(world, store, mount):
     assert DoubleBuffer(store).pointer().version == 7
 
 
-def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
-    [found, *_] = world.run(follow_in_small_messages, store)
-    assert found[0] is None
-    assert None not in found[1:]
-
-
-def follow_in_small_messages(rank: int, store: Path) -> list[int | None]:
+def follow_in_small_messages(rank: int, store: Path) -> Went:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_MESSAGE_BYTES", 100)
         return follow(rank, two_dimensions, store, "network", [64] * 3, {})
+
+
+def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
+    for went in world.run(follow_in_small_messages, store):
+        assert went == Went([False, True, True], [])
 
 
 @pytest.mark.parametrize("mount", MOUNTS)

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dbuffer
-from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer import ShardedWeightSender
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
+from tests.support.patterns import assert_same, received
 from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
 from tests.support.soak import is_soak
 
@@ -221,16 +222,9 @@ def publish(
             full = wholes(trainer.weights)
             assert publication.num_bytes == sum(tensor.nbytes for tensor in full.values())
             if rank == 0:
-                assert_holds(store, full, verify=mount == "network")
+                assert_same(received(store), full)
             distributed.barrier()
     return went
-
-
-def assert_holds(store: Path, full: Weights, **options: bool) -> None:
-    with WeightReceiver(store, **options) as receiver, receiver.open() as snapshot:
-        assert snapshot.tensors.keys() == full.keys()
-        for name, tensor in full.items():
-            assert torch.equal(snapshot.tensors[name], tensor), name
 
 
 MOUNTS = ["local", "network"]
@@ -288,7 +282,7 @@ def send_transformers_stages(rank: int, store: Path) -> None:
         sender.send(model)
     assert collectives.get_total_counts() == 0
     if rank == 0:
-        assert_holds(store, full)
+        assert_same(received(store), full)
 
 
 def test_stages_of_a_transformers_module_are_published_as_its_checkpoint(four, store):
@@ -430,7 +424,7 @@ def send_one_replica(rank: int, store: Path) -> None:
     with ShardedWeightSender(mine, group=mesh.get_group("inner")) as sender:
         sender.send({"tensor": tensor})
     if rank % 2 == 0:
-        assert_holds(mine, {"tensor": full})
+        assert_same(received(mine), {"tensor": full})
     groups = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     with pytest.raises(dbuffer.OptionError, match="not in the group"):
         ShardedWeightSender(mine, group=groups[1 - rank // 2])
@@ -451,7 +445,7 @@ def send_other_stages(rank: int, store: Path) -> list[bool]:
                 tensor[:2] += 1
             has_delta.append(sender.send(mine).delta_bytes is not None)
             if rank == 0:
-                assert_holds(store, layers)
+                assert_same(received(store), layers)
             distributed.barrier()
     return has_delta
 
@@ -467,7 +461,7 @@ def send_in_an_order_of_its_own(rank: int, store: Path) -> None:
     with ShardedWeightSender(store) as sender:
         sender.send(dict(sorted(weights.items(), reverse=rank % 2 == 1)))
     if rank == 0:
-        assert_holds(store, full)
+        assert_same(received(store), full)
 
 
 def test_ranks_may_describe_their_tensors_in_another_order(four, store):

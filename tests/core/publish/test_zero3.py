@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 
 import dbuffer
-from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer import ShardedWeightSender, WeightSender
 from dbuffer.publish.shard_writer import SharedFileWriter
-from tests.support.patterns import received
+from tests.support.patterns import assert_same, received
 from tests.support.sharded import mixtral, mounted
 from tests.support.soak import in_turn
 from tests.support.worlds import World
@@ -115,21 +115,20 @@ def publish(rank: int, store: Path, persisted: int, mount: str) -> None:
     engine.step()
 
 
-def assert_published(store: Path, mount: str, version: int, model: nn.Module) -> None:
-    expected = model.state_dict()
-    with mounted(mount), WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert snapshot.version == version
-        assert snapshot.tensors.keys() == expected.keys()
-        for name, tensor in expected.items():
-            right = tensor.bfloat16() if tensor.is_floating_point() else tensor
-            assert torch.equal(snapshot.tensors[name], right), name
+def assert_published(store: Path, mount: str, model: nn.Module) -> None:
+    state = model.state_dict()
+    with mounted(mount):
+        assert_same(
+            received(store),
+            {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.items()},
+        )
 
 
 @pytest.mark.soak
 @in_turn(("persisted", "mount"), [0, 10_000], ["local", "network"])
 def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
     world.run(publish, store, persisted, mount)
-    assert_published(store, mount, 2, make_model())
+    assert_published(store, mount, make_model())
 
 
 def publish_experts(rank: int, store: Path, directory: Path) -> None:
@@ -147,9 +146,7 @@ def publish_experts(rank: int, store: Path, directory: Path) -> None:
 def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, tmp_path):
     world.run(publish_experts, store, tmp_path / "saved")
     expected = load_file(tmp_path / "saved" / "model.safetensors")
-    found = received(store)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same(received(store), expected)
 
 
 def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
@@ -173,7 +170,7 @@ def test_ranks_that_were_restarted_go_on_with_deltas(world, store, mount):
         assert found == [False, True, True]
     for found in world.run(publish_deltas, store, mount, range(4, 6)):
         assert found == [True, True]
-    assert_published(store, mount, 5, changed_model(5))
+    assert_published(store, mount, changed_model(5))
 
 
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
