@@ -6,12 +6,12 @@ import contextlib
 import gc
 import itertools
 import json
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
-from tests.support.children import in_a_fork
+from tests.support.children import Child, in_a_fork
 from tests.support.patterns import received
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
@@ -350,15 +350,13 @@ def test_weights_are_let_go_of_when_they_are_published(sender, store):
     assert torch.equal(received(store)["a"], torch.ones(1000))
 
 
-END_WITHOUT_CLOSING = """
-import sys, torch, dbuffer
-sender = dbuffer.WeightSender(sys.argv[1])
-sender.send({"a": torch.ones(1 << 22)}, wait=False)
-"""
+def end_without_closing(connection: Connection, store: Path) -> None:
+    dbuffer.WeightSender(store).send({"a": torch.ones(1 << 22)}, wait=False)
 
 
 def test_what_was_sent_last_is_published_though_the_process_ends(store):
-    subprocess.run([sys.executable, "-c", END_WITHOUT_CLOSING, store], check=True, timeout=60)
+    with Child(end_without_closing, store) as child:
+        assert child.wait() == 0
     assert torch.equal(received(store)["a"], torch.ones(1 << 22))
 
 
