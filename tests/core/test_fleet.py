@@ -21,35 +21,19 @@ def ends(transfers: list[Transfer], **bytes_per_s: float) -> list[float]:
     return simulate(transfers, bytes_per_s).ended_s
 
 
-def test_one_transfer_is_as_fast_as_its_slowest_link():
+def test_transfers_share_links_and_wait_for_those_before_them():
     outcome = simulate([Transfer(100, (A, B, C))], {"a": 10, "b": 4, "c": 5})
     assert outcome.ended_s == pytest.approx([25])
     assert outcome.waited_for == pytest.approx({"b": 25})
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 1000])
-def test_a_link_is_shared(count):
-    assert ends([Transfer(100, (A,))] * count, a=10) == pytest.approx([10 * count] * count)
-
-
-def test_what_one_cannot_use_the_others_get():
-    """Two share 10; one of them is held to 2 elsewhere, so the other one has 8."""
+    assert ends([Transfer(100, (A,))] * 1000, a=10) == pytest.approx([10_000] * 1000)
+    # Two share 10; one of them is held to 2 elsewhere, so the other one has 8.
     assert ends([Transfer(80, (A, B)), Transfer(80, (A,))], a=10, b=2) == pytest.approx([40, 10])
-
-
-def test_what_one_does_not_need_any_more_the_others_get():
-    """At 5 each until 4 s; then the longer one has all."""
+    # At 5 each until 4 s; then the longer one has all.
     assert ends([Transfer(20, (A,)), Transfer(100, (A,))], a=10) == pytest.approx([4, 12])
-
-
-def test_one_begins_when_the_one_before_it_has_ended():
     chain = [Transfer(100, (A,)), Transfer(100, (B,), after=0), Transfer(100, (C,), after=1)]
     assert ends(chain, a=10, b=20, c=50) == pytest.approx([10, 15, 17])
-
-
-def test_numbers_of_one_kind_are_links_of_their_own():
-    two = [Transfer(100, (Link("a", number),)) for number in (1, 2)]
-    assert ends(two, a=10) == pytest.approx([10, 10])
+    numbered = [Transfer(100, (Link("a", number),)) for number in (1, 2)]
+    assert ends(numbered, a=10) == pytest.approx([10, 10]), "links of their own"
 
 
 def test_shares_are_max_min_fair():
@@ -76,15 +60,12 @@ def test_shares_are_max_min_fair():
             assert any(rates[index] >= rate * (1 - 1e-6) for rate in most.values())
 
 
-def test_a_flat_fleet_waits_for_the_server():
+def test_a_fleet_waits_for_the_server_or_a_node_for_its_own_copy():
     fleet = Fleet(num_bytes=140e9, nodes=1000, server=12.5e9)
     [one] = [a for a in benchmark.arrivals(fleet, []) if a.way == "NFS server, a mirror a node"]
     assert one.published_s == pytest.approx(11.2)
     assert one.all_s == one.half_s == pytest.approx(11.2 + 1000 * 11.2)
     assert one.bottleneck == benchmark.SERVER
-
-
-def test_a_small_fleet_waits_for_its_own_copy():
     fleet = Fleet(num_bytes=80e9, nodes=1, copy=8e9)
     one = benchmark._arrival("", simulate(fleet.flat(benchmark.SERVER), fleet.links))
     assert one.all_s == pytest.approx(80 / 12.5 + 10)
@@ -124,15 +105,12 @@ def test_a_tree_of_real_mirrors(shm_path):
 
 
 def test_the_command(tmp_path, capsys):
-    files = {name: tmp_path / name for name in ("results.json", "plot.png")}
+    results_file, plot = tmp_path / "results.json", tmp_path / "plot.png"
     arguments = ["fleet", "--no-real", "--nodes", "30", "--fan-out", "3"]
-    assert (
-        main([*arguments, "--json", f"{files['results.json']}", "--plot", f"{files['plot.png']}"])
-        == 0
-    )
+    assert main([*arguments, "--json", f"{results_file}", "--plot", f"{plot}"]) == 0
     printed = capsys.readouterr().out
     assert "| NFS server, tree of mirrors, 3 each " in printed
-    results = json.loads(files["results.json"].read_text())
+    results = json.loads(results_file.read_text())
     ways = [way["way"] for way in results["ways"]]
     assert {f"NFS server, tree of mirrors, 3 each{end}" for end in ("", ", a delta")} < set(ways)
-    assert files["plot.png"].read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
