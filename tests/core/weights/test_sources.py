@@ -394,35 +394,26 @@ class TestPairs:
 
     def test_a_generator_is_streamed(self, store):
         references: list[weakref.ref] = []
-        growth = []
 
         def generate():
-            before = anonymous_bytes()
-            for number in range(40):
-                tensor = torch.full((4 * MB,), float(number))
+            for number in range(10):
+                tensor = torch.full((MB,), float(number))
                 references.append(weakref.ref(tensor))
                 yield f"layers.{number}", tensor
-                growth.append(anonymous_bytes() - before)
                 assert sum(reference() is not None for reference in references) <= 2
 
         with WeightSender(store) as sender:
-            publication = sender.send(generate())
-        assert publication.num_bytes == 40 * 16 * MB
-        # The references above count what is held. This counts what the C library has not given
-        # back as well, which differs from run to run.
-        assert max(growth) < publication.num_bytes / 2
-        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-            for number in range(40):
-                tensor = snapshot.tensors[f"layers.{number}"]
-                assert tensor[0] == tensor[-1] == number
-
-    def test_the_same_tensor_may_come_again_with_other_values(self, publish):
-        # As from a trainer that gathers each layer into one buffer.
-        buffer = torch.empty(3)
-        published = publish((str(number), buffer.fill_(number)) for number in range(5))
-        assert [tensor.tolist() for tensor in published.tensors.values()] == [
-            [number] * 3 for number in range(5)
-        ]
+            assert sender.send(generate()).num_bytes == 10 * 4 * MB
+            # As from a trainer that gathers each layer into one buffer.
+            buffer = torch.empty(3)
+            sender.send((str(number), buffer.fill_(number)) for number in range(5))
+        with WeightReceiver(store) as receiver:
+            with receiver.open(version=1) as snapshot:
+                for number, tensor in enumerate(snapshot.tensors.values()):
+                    assert (tensor == number).all()
+            with receiver.open() as snapshot:
+                values = [tensor.tolist() for tensor in snapshot.tensors.values()]
+                assert values == [[number] * 3 for number in range(5)]
 
 
 class TestRefusals:
@@ -472,17 +463,10 @@ class TestRefusals:
         refuse(iter(weights.items()), match=r"'the\.bad'")
 
     @pytest.mark.filterwarnings("ignore:.*beta")
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda tensor: tensor.to_sparse(),
-            lambda tensor: tensor.to_mkldnn(),
-            lambda tensor: torch.empty_like(tensor, device="meta"),
-        ],
-        ids=["sparse", "mkldnn", "meta"],
-    )
-    def test_what_was_a_plain_tensor_in_the_last_version(self, refuse, change):
-        refuse({**self.GOOD, "w": change(self.GOOD["w"])}, match="'w'")
+    def test_what_was_a_plain_tensor_in_the_last_version(self, refuse):
+        plain = self.GOOD["w"]
+        for changed in (plain.to_sparse(), plain.to_mkldnn(), torch.empty(3, device="meta")):
+            refuse({**self.GOOD, "w": changed}, match="'w'")
 
     def test_what_is_no_named_tensors(self, refuse):
         for weights in (
@@ -496,19 +480,6 @@ class TestRefusals:
         pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.ones(2))]
         refuse(pairs, match="'a'")
         refuse(iter(pairs), match="'a'")
-
-    def test_a_generator_that_fails_keeps_its_error(self, store):
-        def generate():
-            yield "a", torch.ones(3)
-            raise KeyError("mine")
-
-        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
-            sender.send(self.GOOD)
-            with pytest.raises(KeyError, match="mine"):
-                sender.send(generate())
-            with receiver.open(timeout_s=5) as snapshot:
-                assert snapshot.version == 1
-            assert sender.send(self.GOOD).version == 2
 
 
 INDEX = "model.safetensors.index.json"
@@ -551,24 +522,18 @@ class TestCheckpoints:
         assert published.tensors.keys() == self.WEIGHTS.keys()
         assert all(is_same(published.tensors[n], tensor) for n, tensor in self.WEIGHTS.items())
 
-    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
-    def test_one_file(self, publish, directory, checksum):
+    def test_one_file(self, publish, directory):
         path = directory / "model.safetensors"
         safetensors.torch.save_file(self.WEIGHTS, path)
         for source in (directory, str(directory), path, str(path)):
-            self.check(publish(source, checksum=checksum))
+            self.check(publish(source, checksum=source is path))
 
-    def test_shards(self, publish, sharded):
-        self.check(publish(sharded))
-
-    def test_files_that_the_index_does_not_name_are_left_out(self, publish, sharded):
+    def test_shards_that_the_index_names(self, publish, sharded):
         safetensors.torch.save_file({"other": torch.ones(1)}, sharded / "consolidated.safetensors")
         self.check(publish(sharded))
-
-    def test_links_as_in_a_download_cache(self, publish, sharded):
         blobs = sharded.parent / "blobs"
         blobs.mkdir()
-        for path in sharded.glob("*.safetensors"):
+        for path in sharded.glob("*.safetensors"):  # as in a download cache
             path.rename(blobs / path.name)
             path.symlink_to(blobs / path.name)
         self.check(publish(sharded))
@@ -594,7 +559,7 @@ class TestCheckpoints:
         check(published, {"c": weights["module.a"].bfloat16(), "b": weights["module.b"]})
 
     def test_is_streamed(self, store, directory):
-        weights = {f"layers.{n}": torch.full((4 * MB,), float(n)) for n in range(12)}
+        weights = {f"layers.{n}": torch.full((4 * MB,), float(n)) for n in range(8)}
         safetensors.torch.save_file(weights, directory / "model.safetensors")
         del weights
         growth, progress = [], []
@@ -607,7 +572,7 @@ class TestCheckpoints:
         with WeightSender(store) as sender:
             sender.send(directory, progress=note)
         assert max(growth) < 64 * MB
-        assert progress == [(16 * MB * n, 12 * 16 * MB) for n in range(1, 13)]
+        assert progress == [(16 * MB * n, 8 * 16 * MB) for n in range(1, 9)]
 
     def test_a_pickled_checkpoint_is_never_read(self, publish, directory):
         class Bomb:
