@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -32,8 +31,8 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import BucketRecords
 from dbuffer.mirror.ends import SourceReceiver
+from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.hold import HeldVersion
@@ -229,19 +228,11 @@ class BucketReceiver:
         timeout_s: float | None = 60.0,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while stop_event is None or not stop_event.is_set():
-            version = self._look()
-            if version is not None and (newer_than is None or version > newer_than):
-                return version
-            # At random, so that the mirrors of many nodes do not ask all at once.
-            wait_s = self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
-            if deadline is not None:
-                wait_s = min(wait_s, deadline - time.monotonic())
-                if wait_s <= 0:
-                    return None
-            self._wait(wait_s, stop_event)
-        return None
+        # At random, so that the mirrors of many nodes do not ask all at once.
+        poll_interval_s = self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+        return wait_until_newer(
+            self._look, self._wait, poll_interval_s, newer_than, timeout_s, stop_event
+        )
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[HeldObjects | None]:
@@ -296,14 +287,10 @@ class BucketReceiver:
                 f"{self.store} went back from version {seen.version} to {now.version}"
             )
 
-    def _wait(self, wait_s: float, stop_event: threading.Event | None) -> None:
-        end = time.monotonic() + wait_s
-        while (left_s := end - time.monotonic()) > 0:
-            if self._is_woken.wait(min(left_s, TIMING.stop_check_s)):
-                self._is_woken.clear()
-                return
-            if stop_event is not None and stop_event.is_set():
-                return
+    def _wait(self, timeout_s: float) -> bool:
+        is_woken = self._is_woken.wait(timeout_s)
+        self._is_woken.clear()
+        return is_woken
 
 
 class BucketSource:

@@ -22,15 +22,18 @@ attempt looks for a newer version at once.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
 from dbuffer import errors
 from dbuffer.format.manifest import MAX_INTEGER
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, message_of
 
 NewHistory = Literal["follow", "refuse"]
@@ -63,6 +66,34 @@ class Followed(Protocol):
 
     def start_over(self) -> None:
         """Follow the history that is there now."""
+
+
+def wait_until_newer(
+    look: Callable[[], int | None],
+    wait: Callable[[float], bool],
+    poll_interval_s: float,
+    newer_than: int | None,
+    timeout_s: float | None,
+    stop_event: threading.Event | None,
+) -> int | None:
+    """Wait as `Followed.wait_for_version` does; None: the time is over, or the wait was stopped.
+
+    ``look`` returns the newest version's number. ``wait`` waits for at most so many seconds, and
+    returns whether to look earlier than after the poll interval.
+    """
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    step_s = math.inf if stop_event is None else TIMING.stop_check_s
+    while stop_event is None or not stop_event.is_set():
+        version = look()
+        if version is not None and (newer_than is None or version > newer_than):
+            return version
+        if (now := time.monotonic()) >= deadline:
+            return None
+        look_at = min(deadline, now + poll_interval_s)
+        while (left_s := look_at - time.monotonic()) > 0:
+            if wait(min(left_s, step_s)) or (stop_event is not None and stop_event.is_set()):
+                break
+    return None
 
 
 @dataclass(frozen=True, slots=True)

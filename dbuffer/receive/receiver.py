@@ -27,11 +27,11 @@ from dbuffer.format.manifest import (
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
+from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
 from dbuffer.store.hold import Held, hold_newest, hold_version
@@ -361,28 +361,10 @@ class WeightReceiver(Closing, ProcessBound):
         _check_version("newer_than", newer_than)
         if timeout_s is not None:
             options.seconds("timeout_s", timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while stop_event is None or not stop_event.is_set():
-            self._check_open()
-            version = self._newest()
-            if version is not None and (newer_than is None or version > newer_than):
-                return version
-            wait_s = self.poll_interval_s
-            if deadline is not None:
-                wait_s = min(wait_s, deadline - time.monotonic())
-                if wait_s <= 0:
-                    return None
-            self._wait_for_change(wait_s, stop_event)
-        return None
-
-    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
-        if stop_event is None:
-            self._watcher.wait(wait_s)
-            return
-        end = time.monotonic() + wait_s
-        while not stop_event.is_set() and (left_s := end - time.monotonic()) > 0:
-            if self._watcher.wait(min(left_s, TIMING.stop_check_s)):
-                return
+        wait, poll_interval_s = self._watcher.wait, self.poll_interval_s
+        return wait_until_newer(
+            self._newest, wait, poll_interval_s, newer_than, timeout_s, stop_event
+        )
 
     def acknowledge(self, version: int) -> None:
         """Record in the store that this receiver has applied ``version``.
@@ -436,6 +418,7 @@ class WeightReceiver(Closing, ProcessBound):
             )
 
     def _newest(self) -> int | None:
+        self._check_open()
         if not self._store.exists():
             if self._seen is not None:
                 raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
