@@ -370,20 +370,6 @@ def test_what_is_taken_stays_whole_while_a_sender_publishes_on(store, copy):
 # What cannot be staged
 
 
-@contextlib.contextmanager
-def damaged_before_it_is_seen(kind: Callable[[Path], None]) -> Iterator[None]:
-    """Let whatever is published be damaged before the pointer moves to it."""
-    commit = BufferWriter.commit
-
-    def commit_damaged(self: BufferWriter, claim: Any, **described: Any) -> None:
-        kind(claim.path)
-        commit(self, claim, **described)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BufferWriter, "commit", commit_damaged)
-        yield
-
-
 def flip(path: Path) -> None:
     flip_bit(path, 77)
 
@@ -392,12 +378,29 @@ def cut_short(path: Path) -> None:
     os.truncate(path, 100)
 
 
+def publish_damaged(
+    sender: dbuffer.WeightSender,
+    version: int,
+    damage: Callable[[Path], None] = flip,
+    pattern: Pattern = SMALL,
+) -> None:
+    """Publish a version that is damaged before the pointer moves to it."""
+    commit = BufferWriter.commit
+
+    def commit_damaged(self: BufferWriter, claim: Any, **described: Any) -> None:
+        damage(claim.path)
+        commit(self, claim, **described)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", commit_damaged)
+        publish(sender, version, pattern=pattern)
+
+
 @both_modes
 @pytest.mark.timing(settle_s=0.01, retry_min_s=0.01, retry_max_s=0.05)
 def test_damage_is_told_until_it_is_mended_or_a_newer_version_comes(store, sender, copy, caplog):
-    def publish_damaged(version: int, kind: Callable[[Path], None], reason: str) -> None:
-        with damaged_before_it_is_seen(kind):
-            publish(sender, version)
+    def fail(version: int, damage: Callable[[Path], None], reason: str) -> None:
+        publish_damaged(sender, version, damage)
         record = wait_for_problem(store)
         assert re.fullmatch(f"StoreCorruptError: .*{reason}.*", record.problem)
         assert record.problem_version == version
@@ -407,13 +410,13 @@ def test_damage_is_told_until_it_is_mended_or_a_newer_version_comes(store, sende
         assert follower.stats["failures"] >= 2 * version
 
     with staging(store, copy=copy, verify=True) as follower:
-        publish_damaged(1, flip, r"layers\.0\.weight")
+        fail(1, flip, r"layers\.0\.weight")
         flip(file_of(store, 1))
         wait_until_staged(store, 1)
         assert record_in(store).problem is None
         assert_whole(follower.take(timeout_s=0), 1)
         follower.release()
-        publish_damaged(2, cut_short, "has 100 bytes")
+        fail(2, cut_short, "has 100 bytes")
         with pytest.raises(dbuffer.WaitTimeoutError):
             follower.take(at_least=1000, timeout_s=0.3)
         publish(sender, 3)
@@ -459,8 +462,7 @@ def test_a_check_is_asked_once_a_layout(store, sender):
 @pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
 def test_damage_that_was_mended_is_seen_at_once_by_who_takes(store, sender):
     with staging(store, verify=True) as follower:
-        with damaged_before_it_is_seen(flip):
-            publish(sender, 1)
+        publish_damaged(sender, 1)
         wait_for_problem(store)
         flip(file_of(store, 1))
         assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
@@ -611,8 +613,7 @@ def test_a_problem_is_that_of_the_version_which_was_opened(store, sender, caplog
         publish(sender, 1)
         assert gate.reached.wait(IN_TIME_S)
         publish(sender, 2)
-        with damaged_before_it_is_seen(flip):
-            publish(sender, 3)
+        publish_damaged(sender, 3)
         gate.open.set()
         assert wait_for_problem(store).problem_version == 3
         with pytest.raises(dbuffer.VersionError, match="version 1 "):
@@ -660,40 +661,31 @@ def leaving_nothing(store: Path) -> Iterator[None]:
     assert not list((store / "receivers").glob("*"))
 
 
+@pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
 @in_turn(
-    ("state", "copy"), ["nothing is there", "a version is staged", "it is taken"], [False, True]
+    ("state", "copy"),
+    ["nothing is there", "it is staged", "it is taken", "it is being staged", "it is damaged"],
+    [False, True],
 )
 def test_close_while(store, copy, state):
+    gate = Gate(SMALL if state == "it is being staged" else OTHER)
     if state != "nothing is there":
-        with dbuffer.WeightSender(store) as sender:
-            publish(sender, 1)
-    with leaving_nothing(store), staging(store, copy=copy) as follower:
-        if state != "nothing is there":
-            follower.take(timeout_s=IN_TIME_S)
-        if state == "a version is staged":
-            follower.release()
-
-
-def test_close_while_it_stages(store):
-    gate = Gate(SMALL)
-    with dbuffer.WeightSender(store) as sender:
-        publish(sender, 1)
+        with dbuffer.WeightSender(store, checksum=True) as sender:
+            send = publish_damaged if state == "it is damaged" else publish
+            send(sender, 1)
     with leaving_nothing(store), contextlib.ExitStack() as stack:
-        stack.enter_context(staging(store, check=gate))
-        assert gate.reached.wait(IN_TIME_S)
+        follower = stack.enter_context(staging(store, copy=copy, verify=True, check=gate))
+        if state == "it is damaged":
+            wait_for_problem(store)
+        elif state in ("it is staged", "it is taken"):
+            follower.take(timeout_s=IN_TIME_S)
+            if state == "it is staged":
+                follower.release()
+        elif state == "it is being staged":
+            assert gate.reached.wait(IN_TIME_S)
+        started = time.monotonic()
         with meanwhile(gate.open.set):
             stack.close()
-
-
-@pytest.mark.timing(retry_min_s=1000.0, retry_max_s=1000.0)
-def test_close_while_a_damaged_version_waits_for_its_next_try(store):
-    with dbuffer.WeightSender(store, checksum=True) as sender:
-        with damaged_before_it_is_seen(flip):
-            publish(sender, 1)
-    with leaving_nothing(store):
-        with staging(store, verify=True):
-            wait_for_problem(store)
-            started = time.monotonic()
         assert time.monotonic() - started < SOON_S
 
 
@@ -726,9 +718,8 @@ def test_neither_threads_nor_descriptors_pile_up(store, copy):
         seen = []
         for version in range(1, 31):
             pattern = (SMALL, SMALL, OTHER)[version % 3]
-            kind = flip if version % 5 == 0 else lambda path: None
-            with damaged_before_it_is_seen(kind):
-                sender.send(pattern.weights(version))
+            send = publish_damaged if version % 5 == 0 else publish
+            send(sender, version, pattern=pattern)
             with contextlib.suppress(dbuffer.StoreCorruptError):
                 follower.take(timeout_s=IN_TIME_S)
             follower.release(applied=version)
@@ -780,8 +771,7 @@ def test_a_file_that_is_not_written_again_is_unmapped_before_the_next_version_co
 def test_a_version_that_failed_is_let_go_of(store, sender):
     """An error's traceback would keep its mapping, and with it the room of a removed file."""
     with staging(store, verify=True) as follower:
-        with damaged_before_it_is_seen(flip):
-            sender.send(OTHER.weights(1))
+        publish_damaged(sender, 1, pattern=OTHER)
         wait_for_problem(store)
         file = file_of(store, 1)
         publish(sender, 2, 3)
@@ -1046,8 +1036,8 @@ class StagerMachine(RuleBasedStateMachine):
     @is_there
     @rule(pattern=st.sampled_from([SMALL, OTHER]), is_damaged=st.booleans())
     def publish(self, pattern: Pattern, is_damaged: bool) -> None:
-        with damaged_before_it_is_seen(flip if is_damaged else lambda path: None):
-            self.sender.send(pattern.weights(self.newest + 1))
+        send = publish_damaged if is_damaged else publish
+        send(self.sender, self.newest + 1, pattern=pattern)
         self.note_publication(pattern)
         if is_damaged:
             self.damaged.add(self.newest)
