@@ -2,8 +2,8 @@
 
 A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, a HuggingFace
 checkpoint directory, or a weight source of vLLM's; some of a mapping's or list's tensors may be
-lazy ones. Everything is checked
-before a byte is written, except what an iterator or a lazy tensor has not yet produced.
+lazy ones. Everything is checked before a byte is written, except what an iterator or a lazy tensor
+has not yet produced.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Source:
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
     aliases: dict[str, str]
     """Other names of tied tensors."""
-    is_lazy: bool
+    is_lazy: bool = False
     """Whether there are lazy ones among the tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
     """Tensors that come one by one, in place of all others."""
@@ -163,7 +163,7 @@ class Describer:
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
         if is_stream(weights):
-            return Source((), [], {}, is_lazy=False, stream=self._stream(weights))
+            return Source((), [], {}, stream=self._stream(weights))
         named: Mapping[str, Any] | None = _as_mapping(weights)
         if named is None and self.sharded:
             named = parameters_of(weights)
@@ -185,7 +185,7 @@ class Describer:
             tensors = list(named.values())
             addresses = set(map(torch.Tensor.data_ptr, tensors))
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                return Source(self._known[1], tensors, {}, is_lazy=False)
+                return Source(self._known[1], tensors, {})
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy and not self._changes_tensors:

@@ -357,7 +357,7 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that the target makes at each access and does not keep, and why."""
-    if isinstance(target, nn.Module) and not sources.is_tensordict(target):
+    if sources.is_module(target):
         own = [tensor for tensor in sources.own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
         return {
