@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from dbuffer.store.hold import Held
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
 from tests.support.patterns import SMALL, Pattern, Sparse, publish
-from tests.support.soak import Record, is_soak, patience_s
+from tests.support.soak import IN_SOAKS_ALONE, Record, is_soak, patience_s
 from tests.support.stores import without_flock
 
 NUM_PUBLISHES = 20_000 if is_soak() else 150
@@ -53,16 +53,13 @@ WEIGHTS = Pattern(num_tensors=64, numel=2048)  # 16 KiB each, 1 MiB in all
 CHANGING = Sparse(num_tensors=64, numel=2048, one_in=64)  # as large
 
 
-SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
-
-
 @dataclass(frozen=True)
 class Layers:
     """What keeps readers from mixing versions."""
 
-    locks: bool
-    generations: bool
-    checksums: bool
+    locks: bool = False
+    generations: bool = False
+    checksums: bool = False
     announces: bool | None = None
     """Across a network: whether readers say what they read."""
     delta: bool = False
@@ -86,16 +83,12 @@ class Layers:
         return NUM_PUBLISHES_ACROSS_A_NETWORK if self.is_network else NUM_PUBLISHES
 
 
-LOCKS = Layers(locks=True, generations=True, checksums=False)
-GENERATIONS = Layers(locks=False, generations=True, checksums=False)
-CHECKSUMS = Layers(locks=False, generations=False, checksums=True)
-NOTHING = Layers(locks=False, generations=False, checksums=False)
-NETWORK = Layers(locks=False, generations=False, checksums=False, announces=True)
-LOCKS_DELTA = Layers(locks=True, generations=True, checksums=False, delta=True)
-GENERATIONS_DELTA = Layers(locks=False, generations=True, checksums=False, delta=True)
-CHECKSUMS_DELTA = Layers(locks=False, generations=False, checksums=True, delta=True)
-NETWORK_DELTA = Layers(locks=False, generations=False, checksums=False, announces=True, delta=True)
-NETWORK_UNANNOUNCED = Layers(locks=False, generations=False, checksums=False, announces=False)
+EACH_LAYER = {
+    "locks": (Layers(locks=True, generations=True), "try_lock"),
+    "generations alone": (Layers(generations=True), "is_unchanged"),
+    "checksums alone": (Layers(checksums=True), "checksums_match"),
+}
+"""Layers, and the one of them that must have found a reader and a writer on one buffer."""
 
 
 def switch_off_what_is_not_in(layers: Layers) -> None:
@@ -278,18 +271,11 @@ def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> N
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("layers", "detector"),
-    [
-        pytest.param(LOCKS, "try_lock", id="locks"),
-        pytest.param(GENERATIONS, "is_unchanged", id="generations alone"),
-        pytest.param(CHECKSUMS, "checksums_match", id="checksums alone"),
-        pytest.param(LOCKS_DELTA, "try_lock", id="locks, deltas", marks=SLOW),
-        pytest.param(GENERATIONS_DELTA, "is_unchanged", id="generations alone, deltas", marks=SLOW),
-        pytest.param(CHECKSUMS_DELTA, "checksums_match", id="checksums alone, deltas", marks=SLOW),
-    ],
-)
-def test_no_reader_mixes_versions_or_goes_back(store, layers, detector, record_property):
+@pytest.mark.parametrize("case", EACH_LAYER)
+@pytest.mark.parametrize("delta", [False, pytest.param(True, marks=IN_SOAKS_ALONE)])
+def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_property):
+    layers, detector = EACH_LAYER[case]
+    layers = replace(layers, delta=delta)
     written, read = run(store, layers)
     tell(read, layers, record_property)
     for counts in read:
@@ -304,10 +290,9 @@ def test_no_reader_mixes_versions_or_goes_back(store, layers, detector, record_p
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("layers", [NETWORK, NETWORK_DELTA], ids=["whole", "deltas"])
-def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
-    store, layers, record_property
-):
+@pytest.mark.parametrize("delta", [False, True])
+def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store, delta, record_property):
+    layers = Layers(announces=True, delta=delta)
     _, read = run(store, layers)
     tell(read, layers, record_property)
     for counts in read:
@@ -321,7 +306,7 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
 @pytest.mark.soak
 def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store):
     """The control; and what happens to readers that may not write a record."""
-    _, read = run(store, NETWORK_UNANNOUNCED)
+    _, read = run(store, Layers(announces=False))
     for counts in read:
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0
@@ -332,7 +317,7 @@ def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(stor
 @pytest.mark.soak
 def test_without_any_layer_readers_do_mix_versions(store):
     """The control: readers as slow as these do see torn weights when nothing keeps them whole."""
-    _, read = run(store, NOTHING)
+    _, read = run(store, Layers())
     assert sum(counts["mixes"] - counts["torn snapshots"] for counts in read) > 0
     assert sum(counts["torn snapshots"] for counts in read) > 0
 
