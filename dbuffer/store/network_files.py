@@ -159,13 +159,13 @@ class NetworkFiles(WeightsFiles):
         directory = root / buffer
         with os_errors("look at old versions", directory):
             filesystem.refresh(directory)
-            marked_at = _changed_at(directory / places.MANIFEST_FILE)
+            marked_at = filesystem.touched_at(directory / places.MANIFEST_FILE)
             # Whichever this writer has just written.
-            now = max(marked_at, _changed_at(root / places.WRITER_FILE))
+            now = max(marked_at, filesystem.touched_at(root / places.WRITER_FILE))
             written: dict[str, float] = {}
             for path in files:
                 name = places.version_file(path.name)
-                written[name] = max(written.get(name, 0.0), _changed_at(path))
+                written[name] = max(written.get(name, 0.0), filesystem.touched_at(path))
         ages = {}
         for name, written_at in written.items():
             later = [at for at in (*written.values(), marked_at) if at > written_at]
@@ -175,14 +175,6 @@ class NetworkFiles(WeightsFiles):
     def _named_versions(self) -> set[int]:
         manifests = map(self.store.undamaged_manifest, places.BUFFERS)
         return {manifest.version for manifest in manifests if manifest is not None}
-
-
-def _changed_at(path: Path) -> float:
-    """Time of a file's last write on the filesystem's clock; 0 if it is not there."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _was_never_published(manifest: Manifest) -> bool:

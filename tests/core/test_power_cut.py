@@ -152,6 +152,7 @@ class PowerCuts:
         self._seen: set[int] = set()
         self._is_checking = False
         self.num_images = 0
+        self.close = self.disk.close
 
     def publish(self, patterns: list[Pattern]) -> None:
         """Publish in one sender's life; each cut must leave the last version or the next."""
@@ -217,34 +218,19 @@ def check_previous(store: Path, version: int) -> None:
                 assert pattern.version_of(found) == version
 
 
-@contextlib.contextmanager
-def power_cuts(directory: Path, drops: int | None = None) -> Iterator[PowerCuts]:
-    cuts = PowerCuts(directory, drops)
-    try:
-        yield cuts
-    finally:
-        cuts.disk.close()
+LIVES = {
+    "whole": [[SMALL, SMALL, SMALL], [SMALL, OTHER]],
+    # A first version, a delta or two, and an anchor; then a sender that was started again.
+    "deltas": [[SPARSE] * (5 if is_soak() else 3), [SPARSE, SPARSE]],
+}
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, mount, monkeypatch):
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    with power_cuts(shm_path) as cuts:
-        cuts.publish([SMALL, SMALL, SMALL])
-        cuts.publish([SMALL, OTHER])
-    assert cuts.num_images > 50
-
-
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_whenever_the_power_is_cut_versions_that_stand_on_deltas_are_there(
-    shm_path, mount, monkeypatch
-):
-    """A first one, a delta or two, and an anchor; then a sender that was started again."""
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+@pytest.mark.parametrize("lives", LIVES.values(), ids=LIVES)
+def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, mount, lives, monkeypatch):
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2 if is_soak() else 1)
-    with power_cuts(shm_path) as cuts:
-        cuts.publish([SPARSE] * (5 if is_soak() else 3))
-        cuts.publish([SPARSE, SPARSE])
+    with contextlib.closing(PowerCuts(shm_path)) as cuts:
+        for patterns in lives:
+            cuts.publish(patterns)
     assert cuts.num_images > 50
 
 
@@ -281,13 +267,13 @@ def test_a_flush_that_is_dropped_loses_something(shm_path, patterns, name):
     """The control. Without the sender's flush the disk confirms it, and does nothing."""
     nth = list(FLUSHES).index(name) + 1
     number = NUM_FLUSHES_OF_A_START + len(FLUSHES) * (len(patterns) - 1) + nth
-    with power_cuts(shm_path, drops=number) as cuts:
+    with contextlib.closing(PowerCuts(shm_path, drops=number)) as cuts:
         with pytest.raises(LostError):
             cuts.publish(patterns)
         assert FLUSHES[name] in cuts.disk.flushes[number - 1]
 
 
 def test_without_the_flush_of_the_directory_above_the_store_is_lost(shm_path):
-    with power_cuts(shm_path, drops=1) as cuts:
+    with contextlib.closing(PowerCuts(shm_path, drops=1)) as cuts:
         with pytest.raises(LostError, match=r"^1\b.*\b0\b"):
             cuts.publish([SMALL])
