@@ -59,23 +59,10 @@ def wait_applied(
         if num_applied >= needed:
             return
         store.require_writer(writer)
-        if names is not None:
-            for record in waiting:
-                ranks = [
-                    rank
-                    for rank in everything
-                    if (rank.part_of, rank.token) == (record.receiver, record.token)
-                ]
-                if record.stays_below(version):
-                    raise ReceiverFailedError(
-                        f"{_who(record)} stays on version {record.only_version}, and will not "
-                        f"apply version {version}"
-                    )
-                for each in (record, *ranks):
-                    if each.updated_at >= writer.started_at:
-                        _require_able(each, version, writer.history, noted_at)
-                if record.updated_at >= writer.started_at:
-                    _require_running(store, record, noted_at)
+        for record in waiting if names is not None else ():
+            of_same = (record.receiver, record.token)
+            ranks = [rank for rank in everything if (rank.part_of, rank.token) == of_same]
+            _require_able(store, record, ranks, version, writer, noted_at)
         left = deadline - time.monotonic()
         if left <= 0:
             states = [
@@ -126,24 +113,33 @@ def _state(store: DoubleBuffer, record: ReceiverRecord, version: int, history: s
 
 
 def _require_able(
+    store: DoubleBuffer,
     record: ReceiverRecord,
+    ranks: list[ReceiverRecord],
     version: int,
-    history: str,
+    writer: WriterRecord,
     noted_at: dict[tuple[str, str, str], float],
 ) -> None:
-    if not record.has_problem_with(version, history):
-        return
-    problem = str(record.problem)
-    if record.problem_version is not None or _has_lasted(noted_at, record, problem):
+    """Raise if a receiver will not apply ``version``: it stays below, cannot, or has ended.
+
+    ``ranks``: the records of its ranks, if it is an engine.
+    """
+    if record.stays_below(version):
         raise ReceiverFailedError(
-            f"{_who(record)} could not apply version {record.problem_version or version}: {problem}"
+            f"{_who(record)} stays on version {record.only_version}, and will not "
+            f"apply version {version}"
         )
-
-
-def _require_running(
-    store: DoubleBuffer, record: ReceiverRecord, noted_at: dict[tuple[str, str, str], float]
-) -> None:
-    if not store.may_live(record) and _has_lasted(noted_at, record, "ended"):
+    for each in (record, *ranks):
+        is_of_this_run = each.updated_at >= writer.started_at
+        if not (is_of_this_run and each.has_problem_with(version, writer.history)):
+            continue
+        problem = str(each.problem)
+        if each.problem_version is not None or _has_lasted(noted_at, each, problem):
+            raise ReceiverFailedError(
+                f"{_who(each)} could not apply version {each.problem_version or version}: {problem}"
+            )
+    may_live = record.updated_at < writer.started_at or store.may_live(record)
+    if not may_live and _has_lasted(noted_at, record, "ended"):
         raise ReceiverFailedError(f"{_who(record)} has ended, at version {record.applied_version}")
 
 

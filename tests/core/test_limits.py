@@ -11,26 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.runtime.timing import TIMING
 from tests.support.children import Child
+from tests.support.patterns import load, publish
 from tests.support.waiting import error_of
 
 NOBODY = 65534
-
-
-def filled(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((1 << 10,), value)}
-
-
-def loaded(receiver: dbuffer.WeightReceiver) -> float | None:
-    target = filled(0.0)
-    receiver.load_into(target)
-    (value,) = target["a"].unique().tolist()
-    return value
 
 
 def become_nobody(directory: Path) -> None:
@@ -58,23 +47,23 @@ def live_without_threads(connection: Connection, directory: Path, mount: str) ->
         dbuffer.WeightReceiver(store, num_threads=2, poll_interval_s=0.05) as receiver,
         dbuffer.WeightReceiver(local, receiver_id="reader") as reader,
     ):
-        sender.send(filled(1.0))
+        publish(sender, 1)
         allow_threads(1)
         if error_of(threading.Thread(target=int).start) is None:
             connection.send("no limit of threads here")
             return
         seen: dict[str, Any] = {"waited": receiver.wait_for_version(1, 0.2)}
-        sender.send(filled(2.0))
-        seen["loaded"] = loaded(receiver)
+        publish(sender, 2)
+        seen["loaded"] = load(receiver)
         mirror = Mirror(store, local, poll_interval_s=0.05, num_threads=2)
         run_until(mirror, lambda: mirror.stats["failures"] > 0)
         seen["mirrored at the limit"] = mirror.version
         allow_threads(None)
-        sender.send(filled(3.0))
-        seen["loaded later"] = loaded(receiver)
+        publish(sender, 3)
+        seen["loaded later"] = load(receiver)
         with mirror.start():
             mirror.wait_until_current(10)
-            seen["mirrored"] = loaded(reader)
+            seen["mirrored"] = load(reader)
             # Acknowledgements are relayed by a thread, which could not begin at first.
             sender.wait_applied(3, receivers="reader", timeout_s=10)
     connection.send(seen)
@@ -102,8 +91,8 @@ def test_what_needs_a_thread_waits_for_one(tmp_path, mount):
         pytest.skip(seen)
     assert seen == {
         "waited": None,
-        "loaded": 2.0,
+        "loaded": 2,
         "mirrored at the limit": None,
-        "loaded later": 3.0,
-        "mirrored": 3.0,
+        "loaded later": 3,
+        "mirrored": 3,
     }

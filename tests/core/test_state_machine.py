@@ -41,7 +41,6 @@ from dbuffer.publish import delta_chain
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from tests.support.checked_medium import CheckedMedium, failing_at
 from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.moments import die, die_before_call
@@ -67,12 +66,11 @@ LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
 
 def tensors_of(layout: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(
-            dtype
-        )
-        for name, (dtype, shape) in LAYOUTS[layout].items()
-    }
+    tensors = {}
+    for name, (dtype, shape) in LAYOUTS[layout].items():
+        below = 2 if dtype is torch.bool else 100
+        tensors[name] = torch.randint(0, below, shape, generator=generator).to(dtype)
+    return tensors
 
 
 def are_equal(one: Any, other: Tensors) -> bool:
@@ -226,52 +224,49 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Publishing
 
-    @rule(layout=st.integers(0, 3), seed=st.integers(0, 99), as_stream=st.booleans())
-    def publish(self, layout: int, seed: int, as_stream: bool) -> None:
-        tensors = tensors_of(layout, seed)
+    @rule(
+        layout=st.integers(0, 3),
+        seed=st.integers(0, 99),
+        as_stream=st.booleans(),
+        skipped=st.none() | st.integers(0, 1000),
+        metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2),
+    )
+    def publish(
+        self,
+        layout: int,
+        seed: int,
+        as_stream: bool = False,
+        skipped: int | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        tensors, version = tensors_of(layout, seed), None
         if as_stream and self.options["delta"]:
             with pytest.raises(dbuffer.InvalidWeightsError):
                 self.sender.send(iter(tensors.items()))
             as_stream = False
+        if skipped is not None:
+            version = self.newest + 1 + skipped
         self.note_claim()
-        publication = self.sender.send(iter(tensors.items()) if as_stream else tensors)
+        publication = self.sender.send(
+            iter(tensors.items()) if as_stream else tensors, version=version, metadata=metadata
+        )
         # A first version that crashed between manifest and pointer may leave its number unused.
-        assert publication.version == self.newest + 1 or not self.newest
+        assert publication.version == (version or self.newest + 1) or not self.newest
         assert publication.num_tensors == len(tensors)
         assert publication.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
-        self.note_publication(publication.version, tensors, {})
+        self.note_publication(publication.version, tensors, metadata or {})
 
-    @rule(layout=st.integers(0, 3), skipped=st.integers(1, 1000), note=st.text(max_size=5))
-    def publish_a_version_further_on(self, layout: int, skipped: int, note: str) -> None:
-        tensors, version = tensors_of(layout, skipped), self.newest + 1 + skipped
-        metadata = {"note": note, "skipped": skipped}
-        self.note_claim()
-        publication = self.sender.send(tensors, version=version, metadata=metadata)
-        assert publication.version == version
-        self.note_publication(version, tensors, metadata)
+    @rule(weights=st.sampled_from([{}, [("a", torch.ones(1))] * 2, {"a": 1.0}, 7, "none"]))
+    def refuse_what_is_no_weights(self, weights: Any) -> None:
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            self.sender.send(weights)
 
-    @rule(
-        wrong=st.sampled_from(
-            [
-                *((dbuffer.VersionError, {"back": back}) for back in range(4)),
-                *(
-                    (dbuffer.InvalidWeightsError, {"weights": weights})
-                    for weights in ({}, [("a", torch.ones(1))] * 2, {"a": 1.0}, 7, "no directory")
-                ),
-                *(
-                    (dbuffer.InvalidWeightsError, {"metadata": {"a": value}})
-                    for value in (object(), {1, 2}, "x" * (1 << 20))
-                ),
-            ]
-        )
-    )
-    def refuse(self, wrong: tuple[type[Exception], dict[str, Any]]) -> None:
-        error, arguments = wrong
-        arguments = {"weights": tensors_of(0, 0), **arguments}
-        if "back" in arguments:  # versions go up
-            arguments["version"] = self.newest - arguments.pop("back")
-        with pytest.raises(error):
-            self.sender.send(**arguments)
+    @rule(value=st.sampled_from([object(), {1, 2}, "x" * (1 << 20)]), back=st.integers(0, 3))
+    def refuse_metadata_and_versions(self, value: Any, back: int) -> None:
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            self.sender.send(tensors_of(0, 0), metadata={"a": value})
+        with pytest.raises(dbuffer.VersionError):
+            self.sender.send(tensors_of(0, 0), version=self.newest - back)
 
     @rule(layout=st.integers(0, 3), after=st.integers(0, 2))
     def publish_a_stream_that_breaks_off(self, layout: int, after: int) -> None:
@@ -426,21 +421,27 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.newest)
     @rule(target=snapshots, reader=readers)
     def open(self, reader: Reader) -> Any:
+        return self.hold(reader, self.newest)
+
+    def hold(self, reader: Reader, expected: int, version: int | None = None) -> Any:
         self.see(reader)
         leave = contextlib.ExitStack()
-        snapshot = leave.enter_context(reader.receiver.open(timeout_s=1))
-        assert snapshot.version == self.newest
-        assert snapshot.metadata == self.metadata[self.newest]
-        held = Held(snapshot, leave, snapshot.version, self.published[snapshot.version])
+        snapshot = leave.enter_context(reader.receiver.open(version=version, timeout_s=1))
+        assert snapshot.version == expected
+        assert snapshot.metadata == self.metadata[expected]
+        held = Held(snapshot, leave, expected, self.published[expected])
         self.held.append(held)
         return multiple(held)
 
-    @rule(held=snapshots)
-    def let_go(self, held: Held) -> None:
+    @rule(held=snapshots, scribbles=st.booleans())
+    def let_go(self, held: Held, scribbles: bool) -> None:
+        """What a program writes into its snapshot's tensors, nobody else sees."""
         if held not in self.held:
             return
         self.held.remove(held)
         assert are_equal(held.snapshot.tensors, held.tensors)
+        for tensor in held.snapshot.tensors.values() if scribbles else ():
+            tensor.zero_()
         if held.is_evicted:
             # The store was begun anew: whether that is the error depends on what was seen since.
             is_gone = held.version == 0
@@ -448,16 +449,6 @@ class StoreMachine(RuleBasedStateMachine):
                 held.leave.close()
         else:
             held.leave.close()
-
-    @rule(held=snapshots)
-    def scribble(self, held: Held) -> None:
-        """What a program does to its snapshot's tensors, nobody else sees."""
-        if held in self.held:
-            self.held.remove(held)
-            for tensor in held.snapshot.tensors.values():
-                tensor.zero_()
-            with contextlib.suppress(*OVERTAKEN):
-                held.leave.close()
 
     @precondition(lambda self: self.newest)
     @rule()
@@ -539,8 +530,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.restart()
         if not self.goes_at_once:
             time.sleep(READER_TIMEOUT_S)
-            self.publish(0, 1, as_stream=False)
-        self.publish(0, 0, as_stream=False)
+            self.publish(0, 1)
+        self.publish(0, 0)
         assert_tidy(self.store)
 
 
@@ -606,24 +597,6 @@ class NetworkStoreMachine(StoreMachine):
         if version is not None:
             assert version >= (self.newest if seen else 0)
             assert are_equal(into, self.published[version]), "it was published, just so"
-
-
-class CheckedStoreMachine(StoreMachine):
-    """On a third medium, which is one module, and fails when it is told to."""
-
-    mount = CheckedMedium.name
-    rewrites = False
-
-    @rule(given=given, method=st.sampled_from(["reuse", "retire", "make", "note_published"]))
-    def publish_where_the_medium_fails(self, given: Given, method: str) -> None:
-        tensors = tensors_of(*given)
-        self.note_claim()
-        failure = pytest.raises(dbuffer.StoreAccessError, match=f"told to fail at {method}")
-        with failing_at(method), failure:
-            self.sender.send(tensors)
-        if method == "note_published":  # it is, whatever is found out afterwards
-            pointer = DoubleBuffer(self.store).pointer()
-            self.note_publication(pointer.version, tensors, {})
 
 
 class KeepingMachine(StoreMachine):
@@ -723,13 +696,8 @@ class KeepingMachine(StoreMachine):
     @precondition(lambda self: self.newest)
     @rule(target=StoreMachine.snapshots, reader=StoreMachine.readers, which=st.integers(0, 9))
     def open_earlier(self, reader: Reader, which: int) -> Any:
-        self.see(reader)
         version = self.one_of(self.readable, which)
-        leave = contextlib.ExitStack()
-        snapshot = leave.enter_context(reader.receiver.open(version=version, timeout_s=1))
-        held = Held(snapshot, leave, version, self.published[version])
-        self.held.append(held)
-        return multiple(held)
+        return self.hold(reader, version, version=version)
 
     @staticmethod
     def one_of(versions: Set[int], which: int) -> int:
@@ -783,6 +751,5 @@ def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> An
 
 TestStore = case_of(StoreMachine, 8, 2_000)
 TestNetworkStore = case_of(NetworkStoreMachine, 8, 1_000)
-TestCheckedStore = case_of(CheckedStoreMachine, 8, 1_000)
 TestKeeping = case_of(KeepingMachine, 4, 200)
 TestKeepingNetwork = case_of(KeepingNetworkMachine, 4, 200)

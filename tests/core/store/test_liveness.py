@@ -21,7 +21,6 @@ import pytest
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
-from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -353,19 +352,6 @@ def test_a_second_receiver_of_an_id_is_told_of(store, mount, caplog):
     [entry] = [entry for entry in caplog.records if "another receiver" in entry.getMessage()]
     assert entry.levelno == logging.WARNING
     assert NAME in entry.getMessage()
-
-
-def test_two_nodes_with_one_name_are_two_to_the_sender(store, shm_path, mount, sender):
-    with contextlib.ExitStack() as stack:
-        records = []
-        for node in (shm_path / "node-1", shm_path / "node-2"):
-            dbuffer.WeightSender(node).close()
-            ends = DoubleBuffer(node), StoreRecords(DoubleBuffer(store))
-            stack.callback(AcknowledgementRelay(*ends).close)
-            records.append(RecordFile(node, NAME))
-            records[-1].write(applied_version=1, history=history_of(store))
-        sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
-        assert applied_by(store) == [1, 1]
 
 
 # Many

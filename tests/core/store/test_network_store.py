@@ -33,7 +33,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.moments import LOOKS, Step, at_call, at_step
 from tests.support.patterns import OTHER, SMALL, Pattern, load, newest, publish
-from tests.support.soak import in_turn, numbers
+from tests.support.soak import in_turn, is_soak
 from tests.support.stores import version_files, weights_files
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -48,13 +48,13 @@ hasty = pytest.mark.timing(keep_superseded_s=0.0)
 
 @pytest.fixture
 def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store, num_threads=1) as sender:
+    with dbuffer.WeightSender(store, num_threads=2) as sender:
         yield sender
 
 
 @pytest.fixture
 def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
-    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
+    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=2) as receiver:
         yield receiver
 
 
@@ -303,27 +303,6 @@ def test_loading_again_takes_no_new_memory(store, sender, receiver):
     assert memory.numel() < MEGABYTE, "memory for another layout is let go of"
 
 
-def test_every_way_to_read(store, sender, receiver):
-    publish(sender, 1, 2)
-    with receiver.open(version=1) as snapshot:
-        assert SMALL.version_of(snapshot.tensors) == 1
-        assert SMALL.version_of(dict(snapshot.tensordict.items())) == 1
-    with receiver.open() as snapshot:
-        assert snapshot.damaged_tensors() == []
-        assert snapshot.has_checksums
-        snapshot.tensors[SMALL.names[0]].zero_()
-    assert newest(store) == 2
-    with pytest.raises(dbuffer.WaitTimeoutError):
-        receiver.open(3, timeout_s=0).__enter__()
-    publish(sender, 3)
-    with pytest.raises(dbuffer.VersionError):
-        receiver.open(version=1, timeout_s=0).__enter__()
-    for snapshot in receiver.follow(2):
-        assert SMALL.version_of(snapshot.tensors) == 3
-        break
-    assert load(receiver) == 3
-
-
 @pytest.mark.parametrize(
     "shapes",
     [[(0,)], [(0, 3), (2, 0)], [(0,), (5,), (0,)], [()], [(MEGABYTE * 4 + 1,)], [(1,)] * 300],
@@ -451,28 +430,9 @@ def read_at_last(store: Path, how: str, act: Callable[[], None], at: Step | int)
     return version
 
 
-@pytest.mark.soak
-@in_turn(("how", "times"), ["open", "load", "function"], [1, 3])
-def test_writer_that_comes_round_while_a_reader_reads(shm_path, how, times):
-    """Before each call of the reader, until it makes no more."""
-    for number in numbers(times):
-        store, came_round = shm_path / f"{number}", []
-        with dbuffer.WeightSender(store, num_threads=1) as sender:
-            publish(sender, 1, 2)
-
-            def go_on(sender: dbuffer.WeightSender = sender, came_round: list = came_round) -> None:
-                publish(sender, *range(3, 3 + times))
-                came_round.append(True)
-
-            assert 2 <= read_at_last(store, how, go_on, number) <= 2 + times
-            assert held_by_mine(store) is None
-        if not came_round:
-            break
-    assert number > 30
-
-
 @hasty
-def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path):
+@pytest.mark.parametrize("how", ["open", "load", "function"] if is_soak() else ["open"])
+def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_path, how):
     """The writer looks at the records after it has taken the manifest away, and the reader at
     the manifest after it has written its record: one of them sees the other."""
     announced: list[bool] = []
@@ -489,7 +449,7 @@ def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_pat
                 publish(sender, 3, 4, 5)
                 assert (store / "A" / old).exists() == announced[-1]
 
-            version = read_at_last(store, "open", go_on, number)
+            version = read_at_last(store, how, go_on, number)
             if len(announced) == number:
                 versions.append(version)
                 publish(sender, 6)
@@ -818,31 +778,15 @@ def stager(store: Path) -> Iterator[Stager]:
 
 
 @hasty
-def test_the_stager_stages_across_a_network_and_keeps_no_file_from_going(store, sender, stager):
-    publish(sender, 1)
-    staged = stager.take(1, timeout_s=30)
-    publish(sender, 2, 3, 4, 5)
-    assert SMALL.version_of(staged.tensors) == staged.version == 1
-    assert sum(map(len, weights_files(store).values())) == 2
-    stager.release(applied=1)
-    for version in range(5, 9):
-        staged = stager.take(version, timeout_s=30)
-        for path in store.glob("[AB]/weights-*"):
-            path.unlink()
-        assert SMALL.version_of(staged.tensors) == version, "it stays what it is"
-        stager.release(applied=version)
-        publish(sender, version + 1)
-    assert stager.stats["evictions"] == stager.stats["failures"] == 0
-    stager.close()
-    assert not list((store / "receivers").glob("rank-0*"))
-
-
-def test_the_stager_survives_a_file_that_goes(sender, faults, request):
+def test_the_stager_survives_a_file_that_goes(store, sender, faults, request):
     publish(sender, 1)
     faults.fail("preadv", errno.ESTALE, is_weights, times=2)
     faults.fail("pread", errno.ESTALE, is_weights)
     stager = request.getfixturevalue("stager")
-    assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
+    staged = stager.take(1, timeout_s=30)
+    publish(sender, 2, 3, 4, 5)
+    assert sum(map(len, weights_files(store).values())) == 2, "it keeps no file from going"
+    assert SMALL.version_of(staged.tensors) == 1
     stager.release(applied=1)
     assert stager.stats["failures"] == 0
     assert len(faults.hits) == 3
