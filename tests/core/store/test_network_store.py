@@ -273,16 +273,21 @@ def test_a_reader_says_what_it_reads_while_it_reads(store, sender, receiver):
     assert DoubleBuffer(store).receiver("mine").applied_version == 1
 
 
-def test_a_snapshot_outlives_its_file(store, sender, receiver):
-    publish(sender, 1)
-    with receiver.open() as snapshot:
-        publish(sender, 2, 3, 4, 5)
+def test_a_snapshot_of_any_version_outlives_its_file(store, sender, receiver):
+    publish(sender, 1, 2)
+    with receiver.open(version=1) as snapshot:
+        assert snapshot.has_checksums
+        assert snapshot.damaged_tensors() == []
+        publish(sender, 3, 4, 5)
         for path in store.glob("[AB]/weights-*"):
             os.truncate(path, 0)
             path.unlink()
         assert SMALL.version_of(snapshot.tensors) == 1
-        kept = snapshot.copy()
-    assert SMALL.version_of(kept) == 1
+        assert SMALL.version_of(dict(snapshot.tensordict.items())) == 1
+        copy = snapshot.copy()
+    assert SMALL.version_of(copy) == 1
+    with pytest.raises(dbuffer.VersionError):
+        receiver.open(version=1, timeout_s=0).__enter__()
 
 
 def test_loading_again_takes_no_new_memory(store, sender, receiver):
