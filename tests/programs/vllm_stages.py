@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.engine.messages import RankRequest
 from tests.support.engines.misfits import BIAS, K_PROJ, NORM, Q_PROJ
 from tests.support.engines.tiny_models import save_model, weights_in
-from tests.support.engines.vllm_engines import engine_arguments, set_packing
-from tests.support.engines.vllm_engines import leave as leave_observed
+from tests.support.engines.vllm_engines import engine_arguments, judge, set_packing
 from tests.support.stores import SHARED_MEMORY
 from tests.support.worlds import World
 
@@ -31,6 +29,8 @@ CASES = {
     "two stages with experts": ("qwen3-moe", STAGES),
     "experts spread over two ranks": ("qwen3-moe", EXPERTS),
 }
+DONE = ["", ""]
+"""What both ranks say."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ORDER = (1, 0, 1, 0)
 """Of the two checkpoints, as they are published: the last switches are copies."""
@@ -43,44 +43,67 @@ REFUSED: dict[str, dict[str, torch.Tensor | None]] = {
 """What the ranks must name, and how a version differs from what they take."""
 
 
-def run(directory: Path) -> dict[str, Any]:
+def run(directory: Path) -> None:
     shared = os.environ["VLLM_DIST_IDENT"] = uuid.uuid4().hex
     try:
         with World(directory, 2, processes=multiprocessing.get_context("spawn")) as world:
-            seen = {case: observe_case(world, directory, case) for case in CASES}
+            for case in CASES:
+                switch_parts(world, directory, case)
             world.begin(leave)
-            seen["ends"] = [rank.wait() for rank in world.ranks]
+            assert [rank.wait() for rank in world.ranks] == [0, 0]
     finally:  # of its workers' memory, which they leave behind
         for path in SHARED_MEMORY.glob(f"{shared}-*"):
             path.unlink()
-    return seen
 
 
-def observe_case(world: World, directory: Path, case: str) -> dict[str, Any]:
+def switch_parts(world: World, directory: Path, case: str) -> None:
+    """Compare what each rank has with what vLLM gives it."""
     family, kind = CASES[case]
     place = directory / case.replace(" ", "-")
     paths = [save_model(family, seed, place) for seed in (0, 1)]
     pair = [weights_in(path) for path in paths]
     fresh = [world.run(start, path, kind) for path in reversed(paths)][::-1]
-    seen: dict[str, Any] = {"fresh": fresh, "refused": {}}
+    require_different(*fresh)
     with dbuffer.WeightSender(place / "store") as sender:
-        seen["begun"] = world.run(follow, place / "store")
+        assert world.run(follow, place / "store") == DONE
 
-        def switch_to(weights: dict[str, Any]) -> list[Any]:
+        def switch_to(weights: dict[str, Any]) -> list[str]:
+            """Publish weights, and return what the ranks say of them."""
             sender.send({name: tensor for name, tensor in weights.items() if tensor is not None})
-            return [world.run(update), world.run(digests)]
+            return world.run(update)
 
-        seen["switched"] = [switch_to(pair[number]) for number in ORDER]
+        def require_refused(weights: dict[str, Any], problem: str) -> None:
+            """A stage skips names of the other one; what one cannot take, none takes."""
+            for answer in switch_to(weights):
+                assert problem in answer
+                assert "no rank was touched" in answer
+            assert world.run(digests) == fresh[0]
+
+        for number in ORDER:
+            assert switch_to(pair[number]) == DONE
+            assert world.run(digests) == fresh[number]
         for name, change in REFUSED.items():
-            seen["refused"][name] = switch_to(pair[1] | change)
-        if case == TIED:
+            require_refused(pair[1] | change, name)
+        if case == TIED:  # a head that no stage reads is redundant if it is equal
             weights = pair[0] | {HEAD: pair[0][EMBEDDING].clone()}
-            seen["equal head"] = switch_to(weights)
-            heads = (scale * weights[HEAD] for scale in (2, 3))
-            seen["other heads"] = [switch_to(weights | {HEAD: head}) for head in heads]
-        seen["balancing"] = world.run(follow_with_balancing, sender.store)
+            assert switch_to(weights) == DONE
+            assert world.run(digests) == fresh[0]
+            for scale in (2, 3):
+                differs = f"{HEAD} (it differs from {EMBEDDING}"
+                require_refused(weights | {HEAD: scale * weights[HEAD]}, differs)
+        for answer in world.run(follow_with_balancing, sender.store):
+            assert "enable_eplb" in answer
         world.run(end)
-    return seen
+
+
+def require_different(first: list[dict[str, str]], second: list[dict[str, str]]) -> None:
+    """Require that neither the models are alike nor the ranks."""
+    assert first[0] != first[1]
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if name.endswith("weight") and ("proj" in name or "experts" in name):
+                assert one[name] != other[name]
 
 
 # What runs on the ranks.
@@ -135,14 +158,10 @@ def digests(rank: int) -> dict[str, str]:
 
 
 def follow(rank: int, store: Path) -> str:
-    from dbuffer.integrations.engine.messages import RankRequest
-
     return ask(RankRequest("begin", options=EngineOptions.parse({"store": str(store)})))
 
 
 def update(rank: int) -> str:
-    from dbuffer.integrations.engine.messages import RankRequest
-
     return ask(RankRequest("update", update=UpdateRequest()))
 
 
@@ -176,5 +195,4 @@ def ask(request: Any) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    leave_observed(target, run(target))
+    judge(run)
