@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines.tiny_models import make_model, save_model
-from tests.support.engines.vllm_engines import greedy, leave, start_llm
-from tests.support.waiting import error_of, until
+from tests.support.engines.vllm_engines import greedy, judge, start_llm
+from tests.support.waiting import until
 
 KEPT = 2
 """Version that the engine stays on; its weights are of this seed."""
@@ -23,74 +26,79 @@ PUBLISH_INTERVAL_S = 0.05
 """Far less than a look takes."""
 
 
-def run(directory: Path) -> dict[str, Any]:
+def run(directory: Path) -> None:
     store = directory / "store"
     base = save_model("qwen3", 0, directory)
-    seen: dict[str, Any] = {"fresh": greedy(start_llm(save_model("qwen3", KEPT, directory)))}
+    fresh = greedy(start_llm(save_model("qwen3", KEPT, directory)))
     evaluated, newest = start_llm(base), start_llm(base)
-    seen["base"] = greedy(evaluated)
-    models = [make_model("qwen3", seed) for seed in range(6)]
-    must_end = threading.Event()
+    assert greedy(evaluated) != fresh
+    newest_of_store = {"store": str(store)}
     with dbuffer.WeightSender(store, keep=1) as sender:
         for seed in (1, KEPT, 3, 4):
-            sender.send(models[seed])
+            sender.send(make_model("qwen3", seed))
         kept.pin(DoubleBuffer(store), KEPT)
-
-        def train() -> None:
-            for seed in itertools.cycle((5, 3, 4)):
-                sender.send(models[seed])
-                if must_end.wait(PUBLISH_INTERVAL_S):
-                    return
-
-        trainer = threading.Thread(target=train)
         with (
             follow(evaluated, store, version=KEPT) as stays,
             follow(newest, store) as follows,
         ):
-            trainer.start()
-            switch = stays.sync()
-            seen["switched to"] = switch and switch.version
-            seen["looks"] = [look(evaluated, stays, follows) for _ in range(NUM_LOOKS)]
-            must_end.set()
-            trainer.join()
+            with training(sender):
+                assert stays.sync().version == KEPT
+                for _ in range(NUM_LOOKS):
+                    before = follows.applied or 0
+                    until("a newer version", lambda: follows.sync() is not None)
+                    assert follows.applied > before
+                    assert (stays.sync(), stays.applied) == (None, KEPT)
+                    assert serves(evaluated) == (str(KEPT), fresh)
             follows.sync()
-            seen["newest"] = greedy(newest)
-        newest_of_store = {"store": str(store)}
+            fresh_newest = greedy(start_from(base, newest_of_store))
+            assert greedy(newest) == fresh_newest != fresh
         restarted = start_from(base, newest_of_store | {"version": KEPT})
         with follow(restarted) as follower:
-            seen["restarted"] = [follower.sync(), label_of(restarted), greedy(restarted)]
-        seen["fresh newest"] = greedy(start_from(base, newest_of_store))
-        # It goes back from a version of its own.
-        with follow(newest, store, version=KEPT) as follower:
+            assert follower.sync() is None
+            assert serves(restarted) == (str(KEPT), fresh)
+        with follow(newest, store, version=KEPT) as follower:  # and goes back
             follower.sync()
-            seen["went back"] = [label_of(newest), greedy(newest)]
+            assert serves(newest) == (str(KEPT), fresh)
         with follow(newest, store) as follower:
             follower.sync()
-            seen["went on"] = greedy(newest)
-        seen["gone"] = error_of(lambda: follow(newest, store, version=1))
-        seen["local copy"] = error_of(
-            lambda: follow(newest, store, version=KEPT, local_store=str(directory / "local"))
-        )
-        gone = newest_of_store | {"version": 1}
-        seen["started on what is gone"] = error_of(lambda: start_from(base, gone))
-    return seen
+            assert greedy(newest) == fresh_newest
+        with pytest.raises(dbuffer.VersionError, match="version 1 is not in "):
+            follow(newest, store, version=1)
+        with pytest.raises(dbuffer.OptionError, match="local_store"):
+            follow(newest, store, version=KEPT, local_store=str(directory / "local"))
+        with pytest.raises(Exception, match="version 1 is not in "):
+            start_from(base, newest_of_store | {"version": 1})
+
+
+@contextlib.contextmanager
+def training(sender: dbuffer.WeightSender) -> Iterator[None]:
+    """Publish again and again, in a thread, for as long as the block lasts."""
+    models = [make_model("qwen3", seed) for seed in (5, 3, 4)]
+    must_end = threading.Event()
+
+    def train() -> None:
+        for model in itertools.cycle(models):
+            sender.send(model)
+            if must_end.wait(PUBLISH_INTERVAL_S):
+                return
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        yield
+    finally:
+        must_end.set()
+        trainer.join()
 
 
 def start_from(base: Path, options: dict[str, Any]) -> Any:
     return start_llm(base, additional_config={"dbuffer": options})
 
 
-def label_of(llm: Any) -> str:
-    return str(llm.llm_engine.get_weight_version())
-
-
-def look(llm: Any, stays: Any, follows: Any) -> list[Any]:
-    """Let the other engine follow on; return what this one says and answers."""
-    before = follows.applied or 0
-    until("a newer version", lambda: follows.sync() is not None)
-    return [follows.applied > before, stays.sync(), stays.applied, label_of(llm), greedy(llm)]
+def serves(llm: Any) -> tuple[str, list[list[int]]]:
+    """Return the label of an engine, and its answers."""
+    return str(llm.llm_engine.get_weight_version()), greedy(llm)
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    leave(target, run(target))
+    judge(run)
