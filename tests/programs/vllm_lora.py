@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.support.engines.vllm_engines import (
     following,
     greedy,
     greedy_answers,
-    leave,
+    judge,
     start_llm,
 )
 from tests.support.waiting import error_of
@@ -27,26 +26,28 @@ from tests.support.waiting import error_of
 STEPS = (1, 2)
 
 
-def run(directory: Path) -> dict[str, Any]:
+def run(directory: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
+    warnings.simplefilter("ignore")
     base = save_model("tied-qwen2", 0, directory)
     config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "gate_proj"])
     model = get_peft_model(make_model("tied-qwen2", 0), config)
     followed = start_llm(base)
     with_adapters = start_llm(base, how="none", enable_lora=True, max_lora_rank=8)
-    seen: dict[str, Any] = {"base": greedy(with_adapters), "fresh": []}
     merged = [directory / f"merged-{step}" for step in STEPS]
+    fresh = []
     for step, path in zip(STEPS, merged, strict=True):
         train(model, step)
         copy.deepcopy(model).merge_and_unload().save_pretrained(path)
-        seen["fresh"].append(greedy(start_llm(path, how="none")))
-    observe_versions(directory, model, followed, with_adapters, seen)
+        fresh.append(greedy(start_llm(path, how="none")))
+    assert all(one != other for one, other in zip(*fresh, strict=True))
+    bring_each_version(directory, model, followed, with_adapters, fresh)
     with following(with_adapters, directory / "base") as switch:
         switch(merged[-1])  # which verifies that copies will do
         with counted_reloads(with_adapters) as reloads:
-            seen["base updates"] = [switch(path) for path in merged]
-    return seen | {"reloads": reloads}
+            assert [switch(path) for path in merged] == [[None, tokens] for tokens in fresh]
+    assert reloads == []
 
 
 def train(model: Any, seed: int) -> None:
@@ -57,35 +58,40 @@ def train(model: Any, seed: int) -> None:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-def observe_versions(
-    directory: Path, model: Any, followed: Any, with_adapters: Any, seen: dict[str, Any]
+def bring_each_version(
+    directory: Path, model: Any, followed: Any, with_adapters: Any, fresh: list[Any]
 ) -> None:
+    """Compare what an engine follows, merged, and what another one loads as an adapter."""
     from dbuffer.integrations.peft import merged_weights, send_adapter
     from dbuffer.integrations.vllm import adapter_request
 
     models, adapters = directory / "models", directory / "adapters"
+    base = greedy(with_adapters)
+    assert base not in fresh
     requests: list[Any] = []
-    seen |= {"followed": [], "by adapter": []}
     with (
         dbuffer.WeightSender(adapters) as adapter_sender,
         dbuffer.WeightReceiver(models) as model_receiver,
         dbuffer.WeightReceiver(adapters) as adapter_receiver,
     ):
         with following(followed, models) as switch:
-            for step in STEPS:
+            for step, tokens in zip(STEPS, fresh, strict=True):
                 train(model, step)
-                seen["followed"].append(switch(merged_weights(model)))
+                assert switch(merged_weights(model)) == [None, tokens]
                 send_adapter(adapter_sender, model)
                 requests.append(adapter_request(adapter_receiver, directory / "saved"))
-                seen["by adapter"].append(greedy_with(with_adapters, requests[-1]))
-            seen["by the one before"] = greedy_with(with_adapters, requests[0])
-            seen["without"] = greedy(with_adapters)
-            seen["model as adapter"] = error_of(
-                lambda: adapter_request(model_receiver, directory / "never")
-            )
+                # Its caches of adapters and prefixes know the prompts from before.
+                assert greedy_with(with_adapters, requests[-1]) == tokens
+            assert greedy_with(with_adapters, requests[0]) == fresh[0]
+            assert greedy(with_adapters) == base
+            error = error_of(lambda: adapter_request(model_receiver, directory / "never"))
+            assert "the store holds a model, not an adapter" in str(error)
         with dbuffer.WeightSender(models) as sender, follow(followed, models) as follower:
             send_adapter(sender, model)
-            seen["adapter as model"] = [error_of(follower.sync), greedy(followed)]
+            error = str(error_of(follower.sync))
+            assert error.startswith("EngineUpdateError: ")
+            assert "the store holds an adapter, not a model" in error
+            assert greedy(followed) == fresh[-1]
 
 
 def greedy_with(llm: Any, request: Any) -> list[list[int]]:
@@ -94,6 +100,4 @@ def greedy_with(llm: Any, request: Any) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    target = Path(sys.argv[1])
-    leave(target, run(target))
+    judge(run)
