@@ -46,7 +46,15 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support import waiting
 from tests.support.children import Child, Command
-from tests.support.light_engines import ENGINE, WAIT_S, LightEngine, Rank, Scene, options
+from tests.support.light_engines import (
+    ENGINE,
+    WAIT_S,
+    LightEngine,
+    Rank,
+    Scene,
+    nearly_idle,
+    options,
+)
 from tests.support.patterns import SMALL
 
 pytestmark = pytest.mark.timing(
@@ -141,14 +149,6 @@ def test_trouble_of_a_moment_ends_and_following_goes_on(scene, damage):
     assert "trying again" in began
     assert "works again" in ended
     assert len(more) <= 1  # its rank may find out a moment later that all is well
-
-
-@contextlib.contextmanager
-def nearly_idle() -> Iterator[None]:
-    """Less than half of a processor is used in the block."""
-    used, began = time.process_time(), time.monotonic()
-    yield
-    assert time.process_time() - used < 0.5 * (time.monotonic() - began)
 
 
 def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):

@@ -23,7 +23,7 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
 from tests.support import waiting
-from tests.support.light_engines import WAIT_S, LightEngine, Scene
+from tests.support.light_engines import WAIT_S, LightEngine, Scene, nearly_idle
 from tests.support.patterns import SMALL
 
 pytestmark = pytest.mark.timing(retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05)
@@ -86,6 +86,10 @@ def test_engine_goes_back_and_on_again(scene):
         scene.publish(2, 3, 4)
         follower.sync()
     with scene.follower(version=2) as follower:
+        scene.engine.model.failing_loads = 1
+        with pytest.raises(dbuffer.EngineUpdateError, match="went back"):
+            follower.sync()
+        assert scene.engine.serves == (4, "4")
         assert not follower.has_applied(2)
         assert follower.sync().version == 2
         assert follower.has_applied(2)
@@ -114,18 +118,14 @@ def test_version_that_is_not_published_yet_is_waited_for(scene):
     with scene.background(version=4) as follower:
         scene.publish(2, 3)
         until("it looks", lambda: follower.error is None and follower.applied == 1)
-        began, used_s = time.monotonic(), time.process_time()
-        with pytest.raises(dbuffer.WaitTimeoutError):
+        with nearly_idle(), pytest.raises(dbuffer.WaitTimeoutError):
             follower.wait_applied(1, 0.5)  # a version below does not count
-        assert time.process_time() - used_s < 0.5 * (time.monotonic() - began), "it spins"
         assert scene.engine.serves == (1, "1")
         scene.publish(4)
         assert follower.wait_applied(4, WAIT_S) == 4
         scene.publish(5, 6)
-        began, used_s = time.monotonic(), time.process_time()
-        with pytest.raises(dbuffer.WaitTimeoutError):
+        with nearly_idle(), pytest.raises(dbuffer.WaitTimeoutError):
             follower.wait_applied(5, 0.5)
-        assert time.process_time() - used_s < 0.5 * (time.monotonic() - began), "it spins"
         assert scene.engine.serves == (4, "4")
 
 
@@ -170,34 +170,17 @@ def test_rank_that_cannot_have_it_says_so_and_does_not_spin(scene):
         goal = follower._view.newer_than(None)
         scene.publish(4, 5, 6, 7)
         scene.engine.endpoint.note_foreign_load("this test")  # and it is staged anew
-        with pytest.raises(
-            dbuffer.EngineUpdateError, match=r"version 1 is not in .*, which holds \d"
+        for attempt in (
+            lambda: follower._view.wait_ready(goal, None, WAIT_S, None),
+            lambda: scene.engine.receiver.update(UpdateRequest()),
         ):
-            follower._view.wait_ready(goal, None, WAIT_S, None)
-        with pytest.raises(
-            dbuffer.EngineUpdateError, match=r"version 1 is not in .*, which holds \d"
-        ):
-            scene.engine.receiver.update(UpdateRequest())
-        began, used_s = time.monotonic(), time.process_time()
+            problem = r"version 1 is not in .*, which holds \d"
+            with pytest.raises(dbuffer.EngineUpdateError, match=problem):
+                attempt()
         failures = rank(scene).stats["failures"]
-        until("it is tried again", lambda: rank(scene).stats["failures"] > failures)
-        assert time.process_time() - used_s < 0.5 * (time.monotonic() - began) + 0.1
+        with nearly_idle(but_for_s=0.1):
+            until("it is tried again", lambda: rank(scene).stats["failures"] > failures)
     assert scene.engine.serves == (0, "default")
-
-
-def test_failed_load_goes_back_to_the_version_before(scene):
-    scene.publish(1)
-    with scene.follower() as follower:
-        follower.sync()
-        scene.publish(2, 3)
-        follower.sync()
-    with scene.follower(version=2) as follower:
-        scene.engine.model.failing_loads = 1
-        with pytest.raises(dbuffer.EngineUpdateError, match="went back"):
-            follower.sync()
-        assert scene.engine.serves == (3, "3")
-        assert follower.sync().version == 2
-        assert scene.engine.serves == (2, "2")
 
 
 def test_what_asks_for_another_version_is_refused(scene):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,3 +294,12 @@ class Scene:
         """Lines that the follower logged above a level."""
         ours = (r for r in self._caplog.records if r.name in LOGS and r.levelno > above)
         return [record.getMessage() for record in ours]
+
+
+@contextlib.contextmanager
+def nearly_idle(but_for_s: float = 0.0) -> Iterator[None]:
+    """Require that less than half of a processor is used in the block."""
+    used, began = time.process_time(), time.monotonic()
+    yield
+    spent_s, passed_s = time.process_time() - used, time.monotonic() - began
+    assert spent_s < 0.5 * passed_s + but_for_s, "it spins"
