@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
 import os
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,18 @@ def pytest_xdist_setupnodes() -> None:
 def pytest_configure_node(node: Any) -> None:
     """Let all processes of a run leave out the same, whatever changes meanwhile."""
     node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let one process of a run compile a test file, for which all others wait."""
+    if not isinstance(collector, pytest.Module):
+        return (yield)
+    with collector.path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

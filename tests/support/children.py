@@ -36,8 +36,10 @@ def preload(*modules: str) -> None:
     To be called as test files are imported: the process starts with the first child.
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
-    names = [*_preloaded, *_preloaded_for_a_while, "tests.support.frozen"]
-    _processes.set_forkserver_preload(names)
+    names = [*_preloaded, *_preloaded_for_a_while]
+    _processes.set_forkserver_preload(
+        ["tests.support.collect_later", *names, "tests.support.frozen"]
+    )
 
 
 @contextlib.contextmanager

@@ -102,9 +102,11 @@ def observe(
 
 def prefork() -> None:
     """Import SGLang, and let processes of engines be forks of this one as it is now."""
+    gc.disable()
     for module in ("sglang.srt.entrypoints.engine", "sglang.srt.models.registry"):
         importlib.import_module(module)
     gc.freeze()  # a collection of all writes to all, which a fork would copy
+    gc.enable()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads cannot be forked"
     zygote.fork_zygote()
 

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import os
 import pickle
 import random
@@ -175,6 +176,7 @@ def end_after(arguments: list[str]) -> NoReturn:
 
 def main(descriptor: int, kind: str) -> None:
     """Import modules, and serve."""
+    gc.disable()  # of what imports make, hardly anything is garbage; to look for it takes seconds
     if kind == "VLLM":
         lean_vllm.prepare()
     else:
