@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -58,31 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    if options.what == "gpu":
-        return gpu.main(options.dir[0], quick=options.quick, json_path=options.json)
-    if options.what == "pause":
-        return pause.main(options)
-    if options.what == "ranks":
-        return engine_ranks.main(options)
-    if options.what == "latency":
-        return latency.main(options)
-    if options.what == "served":
-        return served.main(options)
-    if options.what == "sharded":
-        return sharded.main(options)
-    if options.what == "torchrl":
-        return torchrl.main(options)
-    if options.what == "trl":
-        return trl.main(options)
-    if options.what == "responses":
-        return responses.main(options)
-    if options.what == "delta":
-        return deltas.main(options)
-    if options.what == "objects":
-        return objects.main(options)
-    start_s = time.monotonic()
-    environment = report.environment(options.dir)
-    print(report.environment_table(environment), flush=True)
+    for package in _NEEDS.get(options.what, ()):
+        if importlib.util.find_spec(package) is None:
+            print(f"There is no {package} here, nothing to measure.")
+            return 0
+    return _MAINS[options.what](options)
+
+
+def _measure_cpu(options: argparse.Namespace) -> int:
+    environment = report.begin(options.dir)
     results = _measure(options.dir, quick=options.quick)
     checks = targets.check(results)
     note = ", sizes too small to judge by" if options.quick else ""
@@ -92,8 +76,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(found, indent=1))
     if options.plot:
         plot.save(found["transfers"], options.plot, plot.caption(environment))
-    print(f"\n{time.monotonic() - start_s:.0f} s in all")
+    print(f"\n{report.elapsed_s():.0f} s in all")
     return 0
+
+
+_MAINS = {
+    "cpu": _measure_cpu,
+    "gpu": gpu.main,
+    "pause": pause.main,
+    "ranks": engine_ranks.main,
+    "latency": latency.main,
+    "served": served.main,
+    "responses": responses.main,
+    "sharded": sharded.main,
+    "torchrl": torchrl.main,
+    "trl": trl.main,
+    "delta": deltas.main,
+    "objects": objects.main,
+}
+_NEEDS = {
+    **dict.fromkeys(("pause", "latency", "served", "responses"), ("vllm",)),
+    "torchrl": ("torchrl",),
+    "trl": ("trl", "vllm"),
+}
+"""Packages without which there is nothing to measure."""
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,10 +111,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=(
-            *("cpu", "gpu", "pause", "ranks", "latency", "served", "responses"),
-            *("sharded", "torchrl", "trl", "delta", "objects", "fleet"),
-        ),
+        choices=(*_MAINS, "fleet"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import asdict
@@ -66,10 +65,8 @@ class _Versions(NamedTuple):
 
 def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
-    start_s = time.monotonic()
     directory: Path = options.dir[0]
-    environment = report.environment([directory])
-    print(report.environment_table(environment), flush=True)
+    environment = report.begin([directory])
     copier = Copier(_THREADS)
     sizes = {spread: _bytes_an_element(spread, copier) for spread in _UPDATES}
     checks = [_size_check(spread, *found) for spread, found in sizes.items()]
@@ -94,9 +91,7 @@ def main(options: Namespace) -> int:
         "stores": asdict(stores),
         "pauses": None if patching is None else asdict(patching) | {"model": None},
     }
-    return report.conclude(
-        environment, checks, found, options.json, start_s, reference=report.LIMIT
-    )
+    return report.conclude(environment, checks, found, options.json, reference=report.LIMIT)
 
 
 def _store_checks(stores: Stores) -> list[Check]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -52,16 +51,14 @@ class Reading:
 
 def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
-    start_s = time.monotonic()
     directory: Path = options.dir[0]
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.5)
-    environment = report.environment([directory])
-    print(report.environment_table(environment), flush=True)
+    environment = report.begin([directory])
     readings = [_measure(how, shapes, directory) for how in (ALONE, SHARED, MIRRORED)]
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
     print(f"\n{_SIZE} ranks, {size}, {directory}\n\n{_table(readings)}")
     found = {"ranks": [asdict(reading) for reading in readings]}
-    return report.conclude(environment, _check(readings), found, options.json, start_s)
+    return report.conclude(environment, _check(readings), found, options.json)
 
 
 def _measure(how: str, shapes: Shapes, directory: Path) -> Reading:

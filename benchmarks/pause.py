@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,13 +13,8 @@ from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say that there is no vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        print("There is no vLLM here, nothing to measure.")
-        return 0
-    start_s = time.monotonic()
-    environment = report.environment(options.dir[:1]) | engines.versions()
-    print(report.environment_table(environment), flush=True)
+    """Measure and print."""
+    environment = report.begin(options.dir[:1], engines.versions())
     results = []
     for engine in _engines(quick=options.quick):
         pauses = switches.run(engine, options.dir[0], quick=options.quick)
@@ -37,9 +30,7 @@ def main(options: Namespace) -> int:
     }
     if options.plot:
         plot.save_pauses(found["engines"], options.plot, plot.caption(environment))
-    report.conclude(
-        environment, checks, found, options.json, start_s, title=title, reference=report.MEMCPY
-    )
+    report.conclude(environment, checks, found, options.json, title=title, reference=report.MEMCPY)
     return 0
 
 

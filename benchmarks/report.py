@@ -21,6 +21,7 @@ from benchmarks.targets import Check, Results
 from benchmarks.transfers import Times, Transfer
 from benchmarks.ways import Dbuffer, Floor
 
+_IMPORTED_S = time.monotonic()
 _PACKAGES = ("dbuffer", "torch", "tensordict", "torchrl", "safetensors", "xxhash", "watchdog")
 
 
@@ -55,9 +56,16 @@ def filesystem(path: Path) -> str:
     return kind
 
 
-def environment_table(environment: dict[str, str]) -> str:
-    """One line each."""
-    return table(("machine", ""), list(environment.items()))
+def elapsed_s() -> float:
+    """Return the seconds since the benchmarks were imported."""
+    return time.monotonic() - _IMPORTED_S
+
+
+def begin(directories: Iterable[Path], more: dict[str, str] | None = None) -> dict[str, str]:
+    """Print and return the environment, with more that a benchmark depends on."""
+    found = environment(directories) | (more or {})
+    print(table(("machine", ""), list(found.items())), flush=True)
+    return found
 
 
 def transfer_table(transfer: Transfer) -> str:
@@ -162,7 +170,6 @@ def conclude(
     checks: Sequence[Check],
     found: dict[str, Any],
     path: Path | None,
-    start_s: float,
     *,
     title: str = "Targets",
     reference: str | None = None,
@@ -175,8 +182,7 @@ def conclude(
         path.write_text(
             json.dumps({"environment": environment, "targets": targets} | found, indent=1)
         )
-    elapsed_s = time.monotonic() - start_s
-    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
+    print(f"\n{elapsed_s():.0f} s in all, load average {environment['load after']} at the end")
     return 0 if all(check.met for check in checks) else 1
 
 

@@ -7,7 +7,6 @@ there is; a stream passes the middleware once a token.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -37,12 +36,8 @@ _SAMPLES = 1000
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say that there is no vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        print("There is no vLLM here, nothing to measure.")
-        return 0
-    environment = report.environment(options.dir[:1]) | engines.versions()
-    print(report.environment_table(environment), flush=True)
+    """Measure and print."""
+    environment = report.begin(options.dir[:1], engines.versions())
     model = Model("Qwen2.5-0.5B's shape, narrowed", models.qwen2_0_5b(width=0.25), head_size=32)
     with scratch_folder(options.dir[0]) as folder:
         times = _times_s(model, folder, _QUICK_PAIRS if options.quick else _PAIRS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import itertools
 import os
 import time
@@ -88,13 +87,8 @@ class Found:
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say that there is no vLLM; 1 if a target was missed."""
-    if importlib.util.find_spec("vllm") is None:
-        print("There is no vLLM here, nothing to measure.")
-        return 0
-    start_s = time.monotonic()
-    environment = report.environment(options.dir[:1]) | engines.versions()
-    print(report.environment_table(environment), flush=True)
+    """Measure and print; 1 if a target was missed."""
+    environment = report.begin(options.dir[:1], engines.versions())
     quick = options.quick
     wide, narrow = ((0.25, 32), (0.25, 32)) if quick else ((1.0, 64), (0.5, 64))
     found = Found(_model(*wide), _model(*narrow), _model(0.5, 32))
@@ -108,7 +102,7 @@ def main(options: Namespace) -> int:
     title = f"Targets{', sizes too small to judge by' if quick else ''}"
     titles = {name: getattr(found, name).title for name in ("model", "streamed", "divided")}
     as_json = asdict(found) | titles
-    return report.conclude(environment, _checks(found), as_json, options.json, start_s, title=title)
+    return report.conclude(environment, _checks(found), as_json, options.json, title=title)
 
 
 def _model(width: float, head_size: int) -> Model:

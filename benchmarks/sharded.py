@@ -50,11 +50,9 @@ Sharded = dict[str, DTensor]
 
 def main(options: Namespace) -> int:
     """Measure and print; 1 if a target was missed."""
-    start_s = time.monotonic()
     directory: Path = options.dir[0]
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.0)
-    environment = report.environment([directory])
-    print(report.environment_table(environment), flush=True)
+    environment = report.begin([directory])
     times_s, extra_bytes = _measure(shapes, directory, samples=3 if options.quick else 9)
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
     print(f"\n{RANKS} ranks, gloo, {size}, {directory} ({report.filesystem(directory)})\n")
@@ -65,7 +63,7 @@ def main(options: Namespace) -> int:
         "times_s": times_s,
         "extra_bytes_by_rank": extra_bytes,
     }
-    return report.conclude(environment, checks, found, options.json, start_s)
+    return report.conclude(environment, checks, found, options.json)
 
 
 def _measure(shapes: Shapes, directory: Path, *, samples: int) -> tuple[Times, list[int]]:

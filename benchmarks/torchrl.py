@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import multiprocessing
 import random
-import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -79,19 +77,14 @@ class Results:
 
 def main(options: Namespace) -> int:
     """Measure and print; 1 if dbuffer did not keep what it promises."""
-    if importlib.util.find_spec("torchrl") is None:
-        print("There is no TorchRL here, nothing to compare with.")
-        return 0
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    start_s = time.monotonic()
-    environment = report.environment(options.dir)
-    print(report.environment_table(environment), flush=True)
+    environment = report.begin(options.dir)
     results = Results()
     _deliver_all(results, options.dir, quick=options.quick)
     _race_all(results, options.dir[0], quick=options.quick)
     _kill_all(results, options.dir[0], quick=options.quick)
     found, title = _found(results), "Targets for dbuffer"
-    return report.conclude(environment, _check(results), found, options.json, start_s, title=title)
+    return report.conclude(environment, _check(results), found, options.json, title=title)
 
 
 # ---------------------------------------------------------------------------------------------

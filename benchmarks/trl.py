@@ -7,7 +7,6 @@ switch to it.
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
@@ -29,14 +28,8 @@ _SEEN = "model.layers.0.mlp.down_proj.weight"
 
 
 def main(options: Namespace) -> int:
-    """Measure and print, or say what is missing."""
-    for package in ("trl", "vllm"):
-        if importlib.util.find_spec(package) is None:
-            print(f"There is no {package} here, nothing to measure.")
-            return 0
-    environment = report.environment(options.dir[:1]) | engines.versions()
-    environment["trl"] = version("trl")
-    print(report.environment_table(environment), flush=True)
+    """Measure and print."""
+    report.begin(options.dir[:1], engines.versions() | {"trl": version("trl")})
     if options.quick:
         model = Model("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5), head_size=64)
     else:
