@@ -542,9 +542,7 @@ def train_under_slurm(connection: Connection, log_dir: Path) -> None:
                 connection.send(value)
 
 
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, mount, monkeypatch):
-    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+def test_engines_of_all_inference_nodes_are_waited_for(tmp_path, network, monkeypatch):
     be_in_job(monkeypatch, tmp_path, "trainer,gpu[08-09]", ("trainer", "gpu08", "gpu09"))
     store = tmp_path / "dbuffer-atropos"
     write_mapping(tmp_path, {})
