@@ -105,7 +105,8 @@ class Program:
             **options,
         )
         timeout_s = 300.0 if store is None else 0.5
-        return over_store(GRPOTrainer, store or self.store, timeout_s=timeout_s, checksum=True)(
+        more: dict[str, Any] = {"checksum": True, "reader_timeout_s": 30.0}
+        return over_store(GRPOTrainer, store or self.store, timeout_s=timeout_s, **more)(
             model=str(self.checkpoints[kind]),
             reward_funcs=self.reward,
             args=config,

@@ -34,6 +34,7 @@ def over_store(
     checksum: bool | Literal["auto"] = "auto",
     delta: bool = False,
     dtype: torch.dtype | None = None,
+    reader_timeout_s: float = 60.0,
     unused_tensors: Literal["refuse", "warn"] = "refuse",
 ) -> Callable[P, TrainerT]:
     """Let a trainer's weights go to vLLM through a store.
@@ -55,6 +56,8 @@ def over_store(
             than what changed. ``"auto"``: on network mounts only.
         delta: publish only the bytes that changed since the last version, if they are few.
         dtype: publish floating-point tensors in this dtype. Default: each in its own.
+        reader_timeout_s: how long a publish waits for readers that still hold the buffer to be
+            written.
         unused_tensors: (colocate mode) what the engine does with tensors that its model has no
             place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
@@ -69,6 +72,7 @@ def over_store(
     options.positive_seconds("timeout_s", timeout_s)
     options.choice("checksum", checksum, (True, False, "auto"))
     options.flag("delta", delta)
+    options.seconds("reader_timeout_s", reader_timeout_s)
     options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
 
     def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
@@ -89,6 +93,7 @@ def over_store(
             checksum=checksum,
             delta=delta,
             dtype=dtype,
+            reader_timeout_s=reader_timeout_s,
         )
         # TRL has no seam for this: all its trainers call this method of their own generation.
         generation.sync_weights = trainer.weight_sync.sync_weights
