@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import os
 import pickle
 import shutil
@@ -301,24 +300,12 @@ def observe_pushes_under_load(llm: Any, models: dict[int, Any], sender: Any) -> 
     return {"answers": answers, "last": greedy(llm), "seeds": seeds}
 
 
-class Warnings(logging.Handler):
-    """What the schemes warn of, from now on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("dbuffer.integrations.torchrl").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def observe_addresses(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
     """``there`` is where a trainer writes, under the name that another host has for it."""
     seen: dict[str, Any] = {}
     there = place / "there" / "store"
     sender = VLLMDoubleBufferSyncScheme(str(there)).create_sender()
-    for name in ("empty", "mounted", "late", "nowhere"):
+    for name in ("empty", "mounted", "late"):
         (place / name).mkdir(parents=True)
 
     def receiver_of(remote: Path, local: Path | None) -> Any:
@@ -369,18 +356,6 @@ def observe_addresses(place: Path, llm: Any, models: dict[int, Any]) -> dict[str
     seen["left behind"] = [*polled, greedy(llm)]
     receiver.shutdown()
     sender.shutdown()
-
-    nowhere = place / "nowhere"
-    for what, remote, local in (
-        ("nothing anywhere", nowhere / "remote", nowhere / "local"),
-        ("nothing at one address", nowhere / "remote", None),
-    ):
-        warnings_of = Warnings()
-        receiver = receiver_of(remote, local)
-        seen[what] = [receiver.poll_and_apply(timeout) for timeout in (0.2, 0, 0)]
-        receiver.shutdown()
-        seen[f"said of {what}"] = warnings_of.lines
-        logging.getLogger("dbuffer.integrations.torchrl").removeHandler(warnings_of)
     return seen
 
 

@@ -33,19 +33,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_server_with_the_routes_answers_with_each_update(seen):
     assert seen["routes"]["answers"] == {str(v): tokens_of(v) for v in VERSIONS}
-
-
-def test_server_with_the_routes_has_taken_note_of_each_update(seen):
     assert seen["routes"]["updates"] == list(VERSIONS)
 
 
-def test_stock_server_answers_with_each_update(seen):
+def test_stock_server_answers_with_each_update_of_a_model_that_lives_in_the_store(seen):
+    assert seen["stock"]["publisher"] == "ResidentModel"
     assert seen["stock"]["answers"] == {str(v): tokens_of(v) for v in VERSIONS}
     assert seen["stock"]["versions"] == [str(v) for v in VERSIONS]
-
-
-def test_model_that_is_trained_lives_in_the_store(seen):
-    assert seen["stock"]["publisher"] == "ResidentModel"
 
 
 def test_misfit_is_raised_at_once_and_the_server_serves_on(seen):
