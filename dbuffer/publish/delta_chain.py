@@ -221,7 +221,7 @@ class DeltaChain:
             log_once(
                 logger,
                 "%s has no room for deltas: publishing versions without, until it has",
-                draft.root,
+                self.writer.root,
             )
 
     def commit(

@@ -87,11 +87,6 @@ class Draft:
         self._is_done = False
 
     @property
-    def root(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
-
-    @property
     def has_file(self) -> bool:
         """Whether it is filled; else it is committed upon the file of an earlier version."""
         return self.claim.file is not None

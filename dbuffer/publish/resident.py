@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -202,35 +202,7 @@ class ResidentModel(Publisher):
                 "the module's tensors: publish with a WeightSender, or the module's own tensors "
                 "(as_checkpoint=False)"
             )
-        own = list(own_tensors(self.module))
-        wholes = {one.untyped_storage().data_ptr(): one for one in own if one.device.type == "cpu"}
-        places: set[int] = set()
-        parts: dict[int, list[int]] = {}
-        for index, (spec, tensor) in enumerate(zip(source.specs, source.eager, strict=True)):
-            if tensor.device.type != "cpu":
-                raise UnsupportedError(
-                    f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
-                    "publish with a WeightSender, which copies it"
-                )
-            if not tensor.numel():
-                continue
-            storage = tensor.untyped_storage()
-            if (whole := wholes.get(storage.data_ptr())) is None:
-                raise UnsupportedError(
-                    f"tensor {spec.name!r} is none of the module's parameters and buffers, but "
-                    "made by its state_dict(): publish with a WeightSender, which copies it"
-                )
-            # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
-            if storage.nbytes() != whole.nbytes or tensor.data_ptr() in places:
-                raise UnsupportedError(
-                    f"tensor {spec.name!r} is a part of something larger, or another view of it, "
-                    "from which moving it would cut it off: publish with a WeightSender"
-                )
-            places.add(tensor.data_ptr())
-            if tensor.nbytes != whole.nbytes:
-                parts.setdefault(storage.data_ptr(), []).append(index)
-        for address, indices in parts.items():
-            _check_parts(source, indices, wholes[address])
+        _require_wholes(source, own_tensors(self.module))
         return source
 
     def _move_in(self, source: Source, *, is_published: bool = False) -> None:
@@ -327,6 +299,38 @@ def _is_at(home: MappedTensors, source: Source) -> bool:
         return False
     pairs = zip(source.eager, home.views, strict=True)
     return all(is_same_memory(tensor, view) for tensor, view in pairs if view.numel())
+
+
+def _require_wholes(source: Source, own: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors that are not the module's own, in main memory, and whole."""
+    wholes = {one.untyped_storage().data_ptr(): one for one in own if one.device.type == "cpu"}
+    places: set[int] = set()
+    parts: dict[int, list[int]] = {}
+    for index, (spec, tensor) in enumerate(zip(source.specs, source.eager, strict=True)):
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
+                "publish with a WeightSender, which copies it"
+            )
+        if not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        if (whole := wholes.get(storage.data_ptr())) is None:
+            raise UnsupportedError(
+                f"tensor {spec.name!r} is none of the module's parameters and buffers, but "
+                "made by its state_dict(): publish with a WeightSender, which copies it"
+            )
+        # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
+        if storage.nbytes() != whole.nbytes or tensor.data_ptr() in places:
+            raise UnsupportedError(
+                f"tensor {spec.name!r} is a part of something larger, or another view of it, "
+                "from which moving it would cut it off: publish with a WeightSender"
+            )
+        places.add(tensor.data_ptr())
+        if tensor.nbytes != whole.nbytes:
+            parts.setdefault(storage.data_ptr(), []).append(index)
+    for address, indices in parts.items():
+        _check_parts(source, indices, wholes[address])
 
 
 def _check_parts(source: Source, indices: list[int], whole: torch.Tensor) -> None:
