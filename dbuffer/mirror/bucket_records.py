@@ -43,7 +43,8 @@ class BucketRecords:
         self._current: list[ReceiverRecord] = []
         self._put: list[ReceiverRecord] = []
         """Records that the object holds."""
-        self._put_at = -TIMING.bucket_heartbeat_s
+        self._put_at = self._same_at = -TIMING.bucket_heartbeat_s
+        """Times of the last put, and at which nothing had changed since."""
 
     @property
     def name(self) -> str:
@@ -51,8 +52,13 @@ class BucketRecords:
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
         self._current = [self._relayed_own(), *records]
-        limit_s = TIMING.bucket_records_s if self._has_changed else TIMING.bucket_heartbeat_s
-        if time.monotonic() - self._put_at >= limit_s:
+        since, limit_s, now = self._put_at, TIMING.bucket_records_s, time.monotonic()
+        if not self._has_changed:
+            self._same_at, limit_s = now, TIMING.bucket_heartbeat_s
+        elif _without_times(self._current[1:]) == _without_times(self._put[1:]):
+            # Receivers apply what the mirror has just copied: their records go with its own.
+            since = max(self._put_at, self._same_at)
+        if now - since >= limit_s:
             self._put_object()
 
     def close(self) -> None:

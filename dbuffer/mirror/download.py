@@ -18,7 +18,7 @@ from dbuffer.errors import (
     VersionRegressedError,
     WaitTimeoutError,
 )
-from dbuffer.format.layout import KeptLayouts
+from dbuffer.format.layout import KeptLayouts, digest
 from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
@@ -41,6 +41,8 @@ from dbuffer.store.records import OwnRecord
 
 class HeldObjects(HeldVersion):
     """A version in a bucket. Deltas that were fetched are kept in memory until it is released.
+
+    A delta that this host has may be taken from there: see :meth:`take_copy`.
 
     Args:
         bucket: where it is.
@@ -100,6 +102,18 @@ class HeldObjects(HeldVersion):
 
         self._fetch([(self._weights, self.record.weights_parts, place)], count)
 
+    def take_copy(self, identity: str, file: Descriptor) -> None:
+        """Take a file for a delta, which then is not fetched, if it is a copy of that."""
+        parts, part_bytes = self.record.delta_parts(identity), self.record.part_bytes
+        found = [
+            digest(filesystem.read_at(file.number, offset, part_bytes))
+            for offset in range(0, os.fstat(file.number).st_size, part_bytes)
+        ]
+        if found == parts.digests:
+            self._deltas[identity] = file
+        else:
+            file.close()
+
     def open_delta(self, identity: str) -> tuple[str, Descriptor]:
         if identity not in self._deltas:
             # With the later ones, which are needed next: a request takes long, side by side or not.
@@ -112,7 +126,7 @@ class HeldObjects(HeldVersion):
     def _fetch_deltas(self, identities: list[str]) -> None:
         files: dict[str, Descriptor] = {}
         wholes: list[_Whole] = []
-        for identity in identities:
+        for identity in (each for each in identities if each not in self._deltas):
             name = f"{self._prefix}/deltas/{identity}"
             file = files[identity] = filesystem.make_memory_file(identity)
             place = functools.partial(_write_at, file)

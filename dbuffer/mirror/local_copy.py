@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
+from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.ends import SourceReceiver
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.delta_chain import names_in, trimmed
 from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
+from dbuffer.store import filesystem
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.store.writer import BufferWriter
 
@@ -112,10 +115,24 @@ class LocalCopy(Closing):
         total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
+            if isinstance(held, HeldObjects):
+                self._lend_deltas(held, since)
             checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
         return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
+
+    def _lend_deltas(self, held: HeldObjects, since: str | None) -> None:
+        """Let a version have the deltas that this store has: those for the other buffer, mostly."""
+        if since is None or since not in held.manifest.chain:
+            return
+        store = self._writer.store
+        for identity in held.manifest.deltas_after(since):
+            if identity in self._chain:
+                path = store.delta_path(identity)
+                with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
+                    file = filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
+                    held.take_copy(identity, file)
 
     def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
         """Return the identity of the version that a draft's file holds, to apply deltas to.

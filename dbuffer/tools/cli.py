@@ -21,8 +21,14 @@ import typer.core
 import typer.main
 
 import dbuffer
-from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError
-from dbuffer.tools.commands.shared import EXIT_FAILED, EXIT_SIGNAL, EXIT_TIMEOUT, EXIT_USAGE
+from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
+from dbuffer.tools.commands.shared import (
+    EXIT_FAILED,
+    EXIT_SIGNAL,
+    EXIT_SUPERSEDED,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+)
 from dbuffer.tools.terminal import LogHandler, print_error, print_line, status_line
 
 COMMANDS = {
@@ -54,7 +60,8 @@ Try it: `dbuffer demo` trains a small model while a real vLLM engine samples fro
 _EPILOG = """`dbuffer COMMAND --help` shows a command's options.
 
 Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out, or nothing
-was published yet; 130 stopped by Ctrl-C; 141 the reader of a pipe is gone; 143 stopped by SIGTERM.
+was published yet; 4 another process took over as the writer; 130 stopped by Ctrl-C; 141 the reader
+of a pipe is gone; 143 stopped by SIGTERM.
 """
 
 _TELLING = (
@@ -172,6 +179,9 @@ def _begin_logging(*, debug: bool) -> None:
 
 
 def _exit_code(error: Exception) -> int:
-    if isinstance(error, OptionError):
-        return EXIT_USAGE
-    return EXIT_TIMEOUT if isinstance(error, WaitTimeoutError) else EXIT_FAILED
+    codes = {
+        OptionError: EXIT_USAGE,
+        WaitTimeoutError: EXIT_TIMEOUT,
+        WriterSupersededError: EXIT_SUPERSEDED,
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)

@@ -30,6 +30,13 @@ def mirror(
     poll_interval_s: Annotated[
         float, typer.Option(help="Seconds between checks of the remote store.")
     ] = 0.5,
+    reader_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest wait for readers of the local buffer that is to be written.",
+            show_default="60",
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -49,6 +56,8 @@ def mirror(
     and started at any time, and can follow another mirror.
     """
     remote, local = shared.parse_place(source), shared.parse_place(target)
+    if isinstance(local, str):
+        shared.refuse_for_bucket(reader_timeout_s=reader_timeout_s is not None)
     num_copied = 0
 
     def report(copied: Publication) -> None:
@@ -64,6 +73,7 @@ def mirror(
             remote,
             local,
             poll_interval_s=poll_interval_s,
+            reader_timeout_s=60.0 if reader_timeout_s is None else reader_timeout_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
             on_copied=report,

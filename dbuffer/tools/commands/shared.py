@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
+EXIT_SUPERSEDED = 4
 EXIT_SIGNAL = 128
 """Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
 

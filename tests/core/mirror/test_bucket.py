@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,7 @@ from dbuffer.mirror.retention import KEEP_ANCHORS, KEEP_VERSIONS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
+from tests.support.damage import flip_bit
 from tests.support.object_store import FAULTS, Hold, Request, lose_answer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
 from tests.support.waiting import until
@@ -165,14 +167,24 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
 
 
 def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
+    """And each once, although both buffers of the far store need it: one from the other's file."""
     with Way(remote, bucket_url, local, delta=True) as way:
         way.carry(1, LONG)
         num_before = len(proxy.requests)
         sent = way.sender.send(LONG.weights(2))
         assert_copied(local, LONG, 2)
         requests = proxy.requests[num_before:]
+        for version in range(3, 7):
+            way.carry(version, LONG)
+            if version == 5:  # a copy that is damaged is not used
+                last = list((local / "deltas").iterdir())
+                for each in last:
+                    flip_bit(each, 8 * 100)
+        assert way.failures == [0, 0]
+        got = Counter(r.path for r in proxy.requests if r.method == "GET" and "/deltas/" in r.path)
     num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
     assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
+    assert sorted(got.values()) == [1, 1, 1, 1, 2]
 
 
 LONG_BYTES = 9 * 8 * (1 << 14)
@@ -421,14 +433,20 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, 
         until("its end is relayed", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 
-@pytest.mark.timing(bucket_list_s=60.0, bucket_expect_s=0.05)
-def test_after_a_version_acknowledgements_are_looked_for_soon(remote, local, bucket_url, far):
+@pytest.mark.timing(bucket_list_s=60.0, bucket_expect_s=0.05, bucket_records_s=2.0)
+def test_after_a_version_acknowledgements_are_looked_for_soon(
+    remote, local, proxy, bucket_url, far
+):
+    """And come with the record of their mirror, which changes before they do, in one put."""
     with Way(remote, bucket_url, local) as way:
         for version in (1, 2):
+            num_before = len(proxy.requests)
             way.sender.send(SMALL.weights(version))
             with far.open(version - 1, timeout_s=20):
                 pass
             way.sender.wait_applied(version, receivers=["far"], timeout_s=20)
+    requests = [each for each in proxy.requests[num_before:] if "/receivers/" in each.path]
+    assert [each.method for each in requests].count("PUT") == 2  # and one as it ended
 
 
 def mirror_for_ever(connection: Connection, source: Path | str, target: Path | str) -> None:

@@ -931,16 +931,19 @@ def command(tmp_path: Path) -> Callable[..., Command]:
 
 def test_the_command_copies_and_ends(remote, local, command):
     publish(remote, 1)
-    with command(remote, local, "--json", "--poll-interval-s", 0.05) as process:
+    options = ("--json", "--poll-interval-s", 0.05, "--reader-timeout-s", 0.05)
+    with command(remote, local, *options) as process, dbuffer.WeightReceiver(local) as reader:
         first = json.loads(process.line(0))
         assert (first["version"], first["num_tensors"], first["num_bytes"]) == (1, 8, 16384)
         assert first["duration_s"] > 0
-        publish(remote, 2)
-        assert json.loads(process.line(1))["version"] == 2
+        with pytest.raises(dbuffer.SnapshotEvictedError), reader.open():
+            for version in (2, 3):  # the second goes into the buffer that is read
+                publish(remote, version)
+                assert json.loads(process.line(version - 1))["version"] == version
         process.signal(signal.SIGTERM)
         code, out, err = process.communicate()
-        assert (code, out.count("\n"), err) == (-signal.SIGTERM, 2, "")
-    assert newest(local, verify=True) == 2
+        assert (code, out.count("\n"), "evict" in err) == (-signal.SIGTERM, 3, True)
+    assert newest(local, verify=True) == 3
     assert_tidy(local)
 
 

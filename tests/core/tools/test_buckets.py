@@ -30,7 +30,7 @@ from dbuffer.mirror.download import newest_pointer
 from dbuffer.tools.doctor import bucket as doctor
 from dbuffer.tools.doctor import examine_bucket
 from dbuffer.tools.verification import verify_bucket
-from tests.support.children import free_port
+from tests.support.children import Command, free_port
 from tests.support.commands import call
 from tests.support.object_store import Request, corrupt_answer, drop, slow, status
 from tests.support.patterns import OTHER, Sparse
@@ -558,6 +558,22 @@ def test_a_mirror_into_a_bucket_that_is_not_there(capsys, sender):
     )
 
 
+def test_a_mirror_that_was_superseded_has_an_exit_code_of_its_own(tmp_path, remote, bucket_url):
+    """A supervisor must not start it again."""
+    with (
+        dbuffer.WeightSender(remote) as sender,
+        Command(tmp_path, "mirror", remote, bucket_url) as first,
+    ):
+        sender.send(LONG.weights(1))
+        assert first.line(0).startswith("version 1")
+        with dbuffer.Mirror(remote, bucket_url, poll_interval_s=0.05).start() as second:
+            second.wait_until_current(TIMEOUT_S)
+            sender.send(LONG.weights(2))
+            code, _, err = first.communicate()
+    assert code == 4
+    assert "this one must stop" in err
+
+
 @pytest.mark.parametrize("has_others", [True, False])
 def test_nothing_was_published(capsys, bucket_url, has_others):
     with Bucket(bucket_url) as bucket:
@@ -607,6 +623,11 @@ WRONG: list[tuple[str, tuple[tuple[str, ...], ...], tuple[str, ...]]] = [
         (f"--allow-shared-store {NO_EFFECT}",),
     ),
     ("s3://bucket/policy", (("doctor", "URL", "--peer"),), (f"--peer {NO_EFFECT}",)),
+    (
+        "s3://bucket/policy",
+        (("mirror", "x", "URL", "--reader-timeout-s", "0"),),
+        (f"--reader-timeout-s {NO_EFFECT}",),
+    ),
     *(
         (
             "s3://bucket/policy",
