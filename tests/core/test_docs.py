@@ -149,11 +149,7 @@ def test_a_block_that_is_not_run_says_why(block):
         assert "def test_" in (ROOT / name).read_text(encoding="utf-8")
     if "shown by" in block.reason:
         assert named
-
-
-def test_bash_and_yaml_are_marked():
-    assert not blocks("bash")
-    assert not blocks("yaml")
+    assert not blocks("bash") + blocks("yaml"), "these are not run at all"
 
 
 # Commands.
@@ -206,16 +202,6 @@ def test_the_tutorial_shows_its_programs():
 def test_the_readme_shows_every_command():
     shown = {name for b in blocks("console") for name, *_ in dbuffer_commands_in(b.code)}
     assert shown == set(COMMANDS)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_modules_that_are_run_exist(page):
-    for name in re.findall(r"python3? -m ([\w.]+)", page.read_text(encoding="utf-8")):
-        if name.startswith(("dbuffer", "benchmarks")):
-            path = ROOT.joinpath(*name.rstrip(".").split("."))
-            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
-    for name in re.findall(r"examples/\w+\.py", page.read_text(encoding="utf-8")):
-        assert (ROOT / name).is_file(), name
 
 
 # JSON.
@@ -413,13 +399,10 @@ def metric_names(tmp_path: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_every_metric_is_documented(metric_names):
+def test_every_metric_is_documented_and_on_the_dashboard(metric_names):
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     documented_names = re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)
     assert set(documented_names) == set(metric_names)
-
-
-def test_the_dashboard_shows_each_metric(metric_names):
     board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
@@ -500,14 +483,11 @@ def public_names() -> list[str]:
     return names
 
 
-def test_every_public_name_is_in_the_reference():
+def test_every_public_name_is_in_the_reference_and_has_an_example():
+    """The example is run, or says which test shows it."""
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"\bdbuffer(?:\.\w+)+", text))
     assert {name for name in public_names() if name not in shown} == set()
-
-
-def test_every_public_name_has_an_example():
-    """The example is run, or says which test shows it."""
     code = "\n".join(
         block.code
         for block in BLOCKS
@@ -738,9 +718,6 @@ def test_figures_of_deltas_are_those_of_the_results():
 def test_outputs_of_figures_are_kept() -> None:
     pages = [p for p in PAGES if re.search(r"not\s+kept", p.read_text(encoding="utf-8"))]
     assert pages == []
-
-
-def test_the_counts_of_soaks_are_those_of_the_results() -> None:
     page = (DOCS / "guarantees.md").read_text(encoding="utf-8").partition("## Soak results")[2]
     rows = " ".join(" ".join(row) for row in rows_of(page.partition("## ")[0]))
     shown = re.findall(r"\d[\d,]*", rows)
@@ -755,8 +732,9 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+def test_links_and_names_of_programs_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith("http"):
             continue
         name, _, anchor = link.partition("#")
@@ -765,6 +743,11 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(slug, headings), link
+    for name in re.findall(r"python3? -m ((?:dbuffer|benchmarks)[\w.]*)", text):
+        path = ROOT.joinpath(*name.rstrip(".").split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for name in re.findall(r"examples/\w+\.py", text):
+        assert (ROOT / name).is_file(), name
 
 
 def test_the_readme_is_short():

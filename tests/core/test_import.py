@@ -8,10 +8,8 @@ import importlib
 import importlib.metadata
 import itertools
 import json
-import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -281,32 +279,3 @@ def test_docstrings_begin_with_their_object_or_action():
         and text.startswith(VAGUE)
     ]
     assert not vague, "\n".join(vague)
-
-
-def test_raises_blocks_name_each_error_once():
-    twice = [
-        f"{path.relative_to(ROOT)}: {name!r} in the docstring that begins with {text[:60]!r}"
-        for path in sorted(ROOT.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        for text in [ast.get_docstring(node) or ""]
-        for name, count in Counter(errors_in_raises_block(text)).items()
-        if count > 1
-    ]
-    assert not twice, "\n".join(twice)
-
-
-def errors_in_raises_block(docstring: str) -> list[str]:
-    """Return the names before the colons of a block ``Raises:``."""
-    _, _, rest = docstring.partition("\nRaises:\n")
-    block, _, _ = f"{rest}\n".partition("\n\n")
-    heads = re.findall(r"^    (?=\S)([\w\s,.]+):", block, flags=re.MULTILINE)
-    return re.findall(r"\w+", " ".join(heads))
-
-
-def test_errors_in_raises_block():
-    block = (
-        "Do.\n\nRaises:\n    A, B,\n        C: one; more: B\n    D: two\n    A: three\n\nE: last"
-    )
-    assert errors_in_raises_block(block) == ["A", "B", "C", "D", "A"]
-    assert errors_in_raises_block("Do.") == []

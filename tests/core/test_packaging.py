@@ -51,42 +51,32 @@ def wheel_in(built: Path) -> Path:
     return wheel
 
 
-def test_the_wheel_holds_the_package(built):
+def test_the_wheel_holds_the_package_and_says_what_the_project_does(built):
     with zipfile.ZipFile(wheel_in(built)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
-    assert names == {str(path.relative_to(ROOT)) for path in package}
-
-
-def test_the_wheel_says_what_the_project_does(built):
-    with zipfile.ZipFile(wheel_in(built)) as wheel:
         [metadata] = (name for name in wheel.namelist() if name.endswith("METADATA"))
         told = email.message_from_bytes(wheel.read(metadata))
         [points] = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
         entry_points = wheel.read(points).decode()
-    assert told["Name"] == PROJECT["name"]
-    assert told["Version"] == PROJECT["version"]
+    package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
+    assert names == {str(path.relative_to(ROOT)) for path in package}
+    assert (told["Name"], told["Version"]) == (PROJECT["name"], PROJECT["version"])
     assert set(told.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     needed = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(needed) == sorted(PROJECT["dependencies"])
     assert "dbuffer = dbuffer.integrations.vllm.plugin:register" in entry_points
 
 
-def test_an_index_would_take_both(built):
-    [sources] = built.glob("*.tar.gz")
-    archives = [str(sources), str(wheel_in(built))]
-    printed = run("-m", "twine", "check", "--strict", *archives, cwd=built)
-    assert printed.count("PASSED") == len(archives)
-
-
 def test_the_sources_can_be_tested(built):
-    """What the README's commands need is among them."""
+    """What the README's commands need is among them. An index would take both archives."""
     [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
     for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
         assert (source_tree / name).is_file(), name
     for folder in ("tests", "examples"):
         there = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")}
         assert there == {p.relative_to(source_tree) for p in source_tree.glob(f"{folder}/**/*.py")}
+    archives = map(str, [*built.glob("*.tar.gz"), wheel_in(built)])
+    assert run("-m", "twine", "check", "--strict", *archives, cwd=built).count("PASSED") == 2
 
 
 def test_what_is_installed_publishes_and_receives(built, tmp_path):

@@ -46,30 +46,22 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "clone"
 
 
-def test_a_clean_clone_leaves_out_nothing(clone):
-    assert changed_since("origin/main", clone) == []
-    assert left_out([]) == []
-
-
 def test_what_changed_is_committed_or_not_and_new_or_gone(clone):
+    assert changed_since("origin/main", clone) == left_out([]) == []
     (clone / "README.md").write_text("more\n")
     assert changed_since("origin/main", clone) == ["README.md"]
     git(clone, "commit", "-a", "-m", "two")
+    origin = clone.parent / "origin"
+    (origin / "dbuffer" / "store" / "mounts.py").write_text("2\n")
+    git(origin, "commit", "-a", "-m", "theirs")
+    git(clone, "fetch")
+    assert changed_since("origin/main", clone) == ["README.md"], "what others landed is no change"
     git(clone, "mv", "dbuffer/store/mounts.py", "dbuffer/mounts.py")
     (clone / "a name\nof two lines").touch()
     changed = changed_since("origin/main", clone)
     moved = {"dbuffer/store/mounts.py", "dbuffer/mounts.py"}
     assert changed is not None
     assert set(changed) == {"README.md", "a name\nof two lines", *moved}
-
-
-def test_what_others_landed_is_no_change(clone):
-    (clone.parent / "origin" / "dbuffer" / "store" / "mounts.py").write_text("2\n")
-    git(clone.parent / "origin", "commit", "-a", "-m", "theirs")
-    (clone / "README.md").write_text("more\n")
-    git(clone, "commit", "-a", "-m", "ours")
-    git(clone, "fetch")
-    assert changed_since("origin/main", clone) == ["README.md"]
 
 
 def test_without_a_landing_everything_runs(clone, tmp_path, monkeypatch):
@@ -193,38 +185,30 @@ def test_files_that_run_vllm_are_in_scopes():
         name = path.relative_to(unchanged.ROOT).as_posix()
         if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
             assert scope_of(name) != name, f"tests/support/scopes.py does not name {name}"
-
-
-def test_scopes_name_files_that_exist():
     for name, beginnings in SCOPES.items():
         assert all((unchanged.ROOT / beginning).exists() for beginning in beginnings)
         assert {scope_of(beginning) for beginning in beginnings} == {name}
 
 
-def test_no_test_file_imports_at_once_what_takes_seconds():
-    """`Later` imports it when a test uses it."""
+def test_imports_of_tests():
+    """`Later` imports what takes seconds when a test uses it; tests share code in `support`."""
     slow = re.compile(r"(peft|transformers|trl|vllm|torchrl\.(collectors|envs|modules))(\.|$)")
-    importing = [
-        f"{path.relative_to(unchanged.ROOT)}: {name}"
-        for path, module in modules().items()
-        if path.name.startswith("test_")
-        for statement in module.body
-        if isinstance(statement, ast.Import | ast.ImportFrom | ast.With)
-        for name in names_imported(statement)
-        if slow.match(name)
-    ]
-    assert not importing, "\n".join(importing)
-
-
-def test_no_module_imports_a_test_module():
-    """Tests share code in `tests/support/`."""
-    importing = [
-        f"{path.relative_to(unchanged.ROOT)}: {name}"
-        for path, module in modules().items()
-        for name in names_imported(module)
-        if name.startswith("tests.") and re.search(r"\.test_\w+(\.|$)", name)
-    ]
-    assert not importing, "\n".join(importing)
+    wrong = []
+    for path, module in modules().items():
+        at_once = [
+            name
+            for statement in module.body
+            if isinstance(statement, ast.Import | ast.ImportFrom | ast.With)
+            for name in names_imported(statement)
+            if path.name.startswith("test_") and slow.match(name)
+        ]
+        of_tests = [
+            name
+            for name in names_imported(module)
+            if name.startswith("tests.") and re.search(r"\.test_\w+(\.|$)", name)
+        ]
+        wrong += [f"{path.relative_to(unchanged.ROOT)}: {name}" for name in at_once + of_tests]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_programs_hold_no_tests():

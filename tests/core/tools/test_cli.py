@@ -246,21 +246,6 @@ def test_a_version_that_can_never_be_verified_is_not_tried_again(tmp_path, check
     assert (code, out.splitlines()[0][:10]) == (0, "version 2:")
 
 
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("publish", """'{"step": 80}'. `step` is the trainer's"""),
-        ("publish", """such as {"rules": [{"prefix": "actor.", "to": ""}]}"""),
-        ("unpin", "drops it with its next publish"),
-        ("verify", "Print a JSON list of one object per version."),
-        ("follow", "`follow` acknowledges nothing"),
-    ],
-)
-def test_help_says(capsys, command, text):
-    _, out, _ = call(capsys, command, "--help")
-    assert text in " ".join(out.split())
-
-
 def contents(directory: Path) -> dict[str, bytes | None]:
     """Contents of all files below a directory; None for directories."""
     paths = directory.rglob("*")
