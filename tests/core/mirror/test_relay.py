@@ -92,7 +92,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
             for reader in readers.values():
                 assert reader.receive() == version
             for receivers in (["near", "far"], 2):
-                sender.wait_applied(version, receivers=receivers, timeout_s=5)
+                sender.wait_applied(version, receivers=receivers, timeout_s=20)
             metadata = {"step": version} if version > 1 else {}
             assert record_of(stores[0], "far").metadata == metadata
             assert newest(stores[3], verify=True) == version
@@ -103,7 +103,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
         readers["near"].kill()
         sender.send(SMALL.weights(4))
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"near .*\b3\b"):
-            sender.wait_applied(4, receivers=["near"], timeout_s=5)
+            sender.wait_applied(4, receivers=["near"], timeout_s=20)
 
 
 def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
@@ -142,11 +142,11 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
         with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
         may_go_on.set()
-        sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+        sender.wait_applied(2, receivers=["rank"], timeout_s=20)
         until("its end is told", lambda: record_of(remote).has_ended)
         assert record_of(remote).applied_version == 2
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"\b2\b"):
-            sender.wait_applied(3, receivers=["rank"], timeout_s=5)
+            sender.wait_applied(3, receivers=["rank"], timeout_s=20)
 
 
 def test_what_concerns_the_sender_is_relayed(relay, remote, local):
@@ -163,7 +163,7 @@ def test_what_concerns_the_sender_is_relayed(relay, remote, local):
         record.write(part_of=None, problem="out of memory", problem_version=2)
         until("its problem is relayed", lambda: record_of(remote).problem)
         with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
-            sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+            sender.wait_applied(2, receivers=["rank"], timeout_s=20)
     record.remove()
     until("it has gone", lambda: record_of(remote) is None)
 
@@ -238,7 +238,7 @@ def test_a_mirror_that_is_killed_and_started_again_carries_on(remote, local):
             assert reader.receive() == 1
             assert record_of(remote) is None
             with mirrored(remote, local):  # there is nothing new to copy
-                sender.wait_applied(1, receivers=["rank"], timeout_s=5)
+                sender.wait_applied(1, receivers=["rank"], timeout_s=20)
 
 
 def mirror_for_ever(connection: Connection, remote: Path, local: Path) -> None:

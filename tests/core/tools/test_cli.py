@@ -1,6 +1,7 @@
 """The command line, run as a user runs it: a process, its output, its exit code."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,9 @@ from tensordict import TensorDict
 from torch import distributed
 
 import dbuffer
+from dbuffer.tools import cli
 from dbuffer.tools.cli import COMMANDS
-from tests.support.children import Child, Command
+from tests.support.children import Command
 from tests.support.commands import call
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -664,61 +665,37 @@ def squeezed(text: str) -> str:
     return "".join(letter for letter in text if letter not in " \n\t")
 
 
-def run_commands(
-    connection: Connection, commands: list[list[str]], output: Path, encoding: str
-) -> None:
-    """Run each with its output in the encoding of a terminal, and in a file."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    sys.stdout = os.fdopen(1, "w", encoding=encoding, closefd=False)
-    sys.stderr = os.fdopen(
-        2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
-    )
-    from dbuffer.tools import cli  # looks at both
-
-    for arguments in commands:
-        before = output.stat().st_size
-        code = cli.run(arguments)
-        sys.stdout.flush()
-        connection.send((code, output.read_bytes()[before:].decode(encoding)))
-
-
-def commands_for(store: Path, tmp_path: Path) -> dict[str, tuple[tuple, int]]:
-    model = tmp_path / "model.safetensors"
-    save_file({"b\x1b": torch.ones(4)}, model)
-    return {
-        "ls": (("ls", store), 0),
-        "ls against": (("ls", store, "--against", model), 1),
-        "status": (("status", store), 0),
-        "verify": (("verify", store), 1),
-        "follow": (("follow", store, "--count", "1"), 0),
-        "exec": (("exec", store, f"false '{ODD}'", "--count", "1"), 1),
-        "publish": (("publish", tmp_path / "[/x]\x1b[31m", tmp_path / "[/y]"), 1),
-        "debug": (("--debug", "ls", tmp_path / "[/x]\x1b[31m"), 1),
-        "help": (("--help",), 0),
-    }
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
-    file = newest_file(odd_store)
+def test_nothing_raw_reaches_the_terminal(monkeypatch, tmp_path, odd_store, encoding):
+    file, model = newest_file(odd_store), tmp_path / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[2] ^= 1  # in the first tensor
     file.write_bytes(data)
-    shown = squeezed(SHOWN) if encoding == "utf-8" else squeezed(SHOWN.replace("ü", r"\xfc"))
-    commands = commands_for(odd_store, tmp_path)
-    listed = [[str(each) for each in arguments] for arguments, _ in commands.values()]
-    with Child(run_commands, listed, tmp_path / "output", encoding) as child:
-        outcomes = {name: child.receive() for name in commands}
-    for name, (code, told) in outcomes.items():
-        assert code == commands[name][1], (name, told)
-        assert not [c for c in told if not c.isprintable() and c not in "\t\n"], (name, told)
-        assert ("Traceback" in told) == (name == "debug"), (name, told)
-        if name in ("ls", "ls against", "verify", "exec", "status"):
-            assert shown in squeezed(told), (name, told)
-        if name == "publish":
-            assert r"[/x]\x1b[31m" in told
+    save_file({"b\x1b": torch.ones(4)}, model)
+    missing = tmp_path / "[/x]\x1b[31m"
+    name = squeezed(SHOWN if encoding == "utf-8" else SHOWN.replace("ü", r"\xfc"))
+    for arguments, expected, shown in (
+        (("ls", odd_store), 0, name),
+        (("ls", odd_store, "--against", model), 1, name),
+        (("status", odd_store), 0, name),
+        (("verify", odd_store), 1, name),
+        (("follow", odd_store, "--count", "1"), 0, "version1:2tensors"),
+        (("exec", odd_store, f"false '{ODD}'", "--count", "1"), 1, name),
+        (("publish", missing, tmp_path / "[/y]"), 1, r"[/x]\x1b[31m"),
+        (("--debug", "ls", missing), 1, "Traceback"),
+        (("--help",), 0, "publish"),
+    ):
+        output = io.BytesIO()
+        for stream, errors in (("stdout", "strict"), ("stderr", "backslashreplace")):
+            encoded = io.TextIOWrapper(output, encoding, errors, write_through=True)
+            monkeypatch.setattr(sys, stream, encoded)
+        code = cli.run(list(map(str, arguments)))
+        told = output.getvalue().decode(encoding)
+        monkeypatch.undo()
+        assert code == expected, told
+        assert not [c for c in told if not c.isprintable() and c not in "\t\n"], told
+        assert ("Traceback" in told) == ("--debug" in arguments), told
+        assert shown in squeezed(told), told
 
 
 def test_json_is_as_it_was(capsys, odd_store):
