@@ -744,7 +744,8 @@ def test_one_of_three_is_elected_and_another_takes_over(remote, local):
         assert newest(local, verify=True) == 3
 
 
-def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local):
+def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local, shm_path):
+    """At once, also while the network is away."""
     publish(remote, 1)
     with quick(remote, local).start() as first:
         first.wait_until_current(10)
@@ -758,11 +759,6 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local):
         first.wait_until_current(10)  # it has told of it, too
         assert (first.version, second.version) == (2, None)
         assert second.stats["copied"] == 0
-
-
-def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(remote, local, shm_path):
-    publish(remote, 1)
-    mirror_once(remote, local)
     with dbuffer.WeightReceiver(local) as receiver, receiver.open():
         remote.rename(shm_path / "elsewhere")
         with quick(remote, local).start():
@@ -770,7 +766,7 @@ def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(remote, 
             with quick(remote, local).start() as second:
                 assert not second.is_elected
             assert time.monotonic() - started < 2
-    assert newest(local) == 1
+    assert newest(local) == 2
 
 
 def read_and_stay(connection: Connection, store: Path, name: str) -> None:
