@@ -43,22 +43,19 @@ def all_commands(job: SlurmJob) -> list[list[str]]:
 # SLURM, by stand-ins for its commands.
 
 
-def test_a_job_ends_with_its_trainer_and_leaves_nothing(job):
+def test_a_job_runs_and_leaves_nothing(job):
+    """It passes options to vLLM, waits for all engines, and ends with its trainer."""
     assert job.code == 0, job.errors
     assert job.left == []
-
-
-def test_a_job_whose_trainer_fails_fails_and_leaves_nothing(tmp_path):
-    failed = SlurmJob(tmp_path / "job", trainer_exits_with=7)
-    assert failed.code == 7
-    assert failed.left == []
-
-
-def test_a_job_passes_options_to_vllm_and_waits_for_all_engines(job):
     server, trainer = job.commands
     assert server[:3] == ["vllm", "serve", "/shared/checkpoint"]
     assert tuple(server[-2:]) == MODEL_OPTIONS
     assert trainer[-2:] == ["--receivers", "2"]
+
+
+def test_a_job_whose_trainer_fails_fails_and_leaves_nothing(tmp_path):
+    failed = SlurmJob(tmp_path / "job", trainer_exits_with=7)
+    assert (failed.code, failed.left) == (7, [])
 
 
 # Commands.
@@ -130,15 +127,13 @@ def test_mounts_of_pods_are_volumes():
                 assert volume["emptyDir"].keys() == {"medium", "sizeLimit"}
 
 
-def test_pods_run_as_one_user_without_a_group_of_the_volume():
+def test_pods_run_as_one_user_and_fit_their_memory():
+    """Without a group of the volume; and the copy fits its volume and its writer."""
     users = [pod["securityContext"] for pod in pods()]
     assert users[0]["runAsNonRoot"]
     assert all(user == users[0] for user in users)
     assert not any("fsGroup" in user for user in users)
     assert not any("runAsUser" in container["securityContext"] for container in containers())
-
-
-def test_memory_of_the_copy_fits_its_volume_and_its_writer():
     (pod,) = (pod for pod in pods() if "initContainers" in pod)
     (mirror,) = pod["initContainers"]
     (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
