@@ -283,6 +283,7 @@ def test_a_toml_file_has_the_same_rules(tmp_path):
             {preset = "actor."},
             {part = "base_layer", to = ""},
             {split = "*.qkv", to = ["*.q", "*.k"], dim = 1},
+            {split = "*.kv", to = ["*.k", "*.v"]},
             {stack = "*.#.up", to = "*.up"},
             {transpose = "a", dims = [1, 2]},
         ]
@@ -293,6 +294,7 @@ def test_a_toml_file_has_the_same_rules(tmp_path):
         Rule("prefix", "actor.", ""),
         Rule("part", "base_layer", ""),
         Rule("split", "*.qkv", ("*.q", "*.k"), (1,)),
+        Rule("split", "*.kv", ("*.k", "*.v"), (0,)),
         Rule("stack", "*.#.up", "*.up", (0,)),
         Rule("transpose", "a", dims=(1, 2)),
     )
