@@ -1,7 +1,7 @@
 """What runs inside a guest: the scenarios, one process each, and what they can do to the machines.
 
-The guest is the server; its clients are network namespaces, mounted at ``/nfs/NAME``. As a
-program, this file runs the queue that `lab.py` has made.
+The guest is the server; its clients are network namespaces, mounted at ``/nfs/NAME``. `init_nfs.sh`
+calls `main`, which runs the queue that `lab.py` has made.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Guest:
         """Boot the server again, from what its disk holds: what it had in memory is gone."""
         _do("exportfs -ua")
         _do("exportfs -f")
-        until("the export is unmounted", lambda: _do("umount /export", check=False), 20)
+        until("/export is unmounted", lambda: _do("umount /export", check=False), 20, every_s=0.2)
         _set_disk("linear {disk} 0")
         _do(f"mount {_DEVICE} /export")
         _do("exportfs -ra")
@@ -354,12 +354,10 @@ def _wait(running: list[Running], *, at_most: int) -> None:
         time.sleep(0.1)
 
 
-if __name__ == "__main__":
-    # What scenarios import is this module.
-    sys.modules["tests.lab.guest"] = sys.modules["__main__"]
+def main() -> None:
+    """Run the queue; imports come first, and not in each of the many processes forked off this."""
     _do("dmesg --clear")  # of the boot
     queue = json.loads((LAB / "queue.json").read_text())
-    # Once, and not in each of the many processes that are forked off this one.
     for module in dict.fromkeys(one["module"] for one in queue if one["module"] not in LARGE):
         importlib.import_module(module)
     for name in dbuffer.__all__:

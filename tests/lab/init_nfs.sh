@@ -22,13 +22,17 @@ halt_now() {
 # Each client is a network namespace of its own, which the kernel's NFS client takes for a machine
 # of its own: own connections, own caches. Its line ends on the server in vNAME.
 make_client() { # NAME NUMBER
-  ip netns add "$1"
-  ip link add "v$1" type veth peer name eth0 netns "$1"
-  ip address add "10.77.$2.1/24" dev "v$1"
-  ip link set "v$1" up
-  ip -n "$1" address add "10.77.$2.2/24" dev eth0
-  ip -n "$1" link set eth0 up
-  ip -n "$1" link set lo up
+  ip -batch - << END
+netns add $1
+link add v$1 type veth peer name eth0 netns $1
+address add 10.77.$2.1/24 dev v$1
+link set v$1 up
+END
+  ip -n "$1" -batch - << END
+address add 10.77.$2.2/24 dev eth0
+link set eth0 up
+link set lo up
+END
 }
 
 # The export lies on ext4, on a device that can be told to lose writes, on a file in memory.
@@ -57,14 +61,15 @@ start_server() {
 }
 
 mount_client() { # NAME NUMBER
+  commands="hostname $1"
   for version in $VERSIONS; do
     options=retry=0,hard,vers=$version
     from="10.77.$2.1:/"
     if [ "$version" = 3 ]; then options=$options,nolock from=${from}export; fi
-    mkdir -p "/nfs/$version/$1"
-    unshare --uts nsenter --net="/run/netns/$1" sh -c \
-      "hostname $1; mount -t nfs -o $options $from /nfs/$version/$1" || fail "$1 cannot mount"
+    commands="$commands && mkdir -p /nfs/$version/$1"
+    commands="$commands && mount -t nfs -o $options $from /nfs/$version/$1"
   done
+  unshare --uts nsenter --net="/run/netns/$1" sh -c "$commands" || fail "$1 cannot mount"
 }
 
 for_each_client() { # COMMAND
@@ -80,5 +85,6 @@ for_each_client make_client
 make_export
 start_server
 for_each_client mount_client
-"$PYTHON" -m tests.lab.guest < /dev/null || echo "lab: the guest's runner ended with $?"
+# Of what imports make, hardly anything is garbage: to look for it would take seconds.
+"$PYTHON" -c "import gc; gc.disable(); from tests.lab import guest; guest.main()" < /dev/null || echo "lab: the guest's runner ended with $?"
 halt_now
