@@ -95,17 +95,17 @@ def test_forward_calls_do_not_wait_for_each_other(pool, model):
 
 
 def test_a_model_that_calls_itself_does_not_wait_for_itself(pool, guard, model):
-    forward = pool.submit(model, 2)
+    forward = pool.submit(model, 3)
     assert model.entered.acquire(timeout=WAIT_S)
     loading = pool.submit(load, guard)
     assert_waits(loading)
-    model.may_leave.release(2)
-    for _ in range(2):
+    model.may_leave.release(3)
+    for _ in range(3):
         assert model.entered.acquire(timeout=WAIT_S)
     assert_waits(loading)
     model.may_leave.release()
     loading.result(WAIT_S)
-    assert forward.result(WAIT_S) == 3
+    assert forward.result(WAIT_S) == 4
 
 
 def test_a_forward_call_that_raises_is_over(pool, guard):
