@@ -13,10 +13,10 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import cut_work, find_changes
+from dbuffer.io.changes import find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, encode_delta
-from dbuffer.io.tensors import DTYPES, FileTensors, join_blocks
+from dbuffer.io.tensors import DTYPES, FileTensors
 
 BASE, IDENTITY = f"{1:016x}-7", f"{2:016x}-8"
 GUARD_BYTES = 4096
@@ -142,22 +142,11 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     Raises:
         StoreCorruptError: a tensor differs, or the delta has no checksums.
     """
-    wanted = header.checksums
-    if wanted is None:
-        raise StoreCorruptError("the delta has no checksums: make the sender with checksum=True")
-    blocks = [block for block in contents.layout.blocks if block.tensor in wanted]
-    digests = [0] * len(blocks)
-
-    def work(first: int, end: int) -> None:
-        for index in range(first, end):
-            digests[index] = contents.hash_block(blocks[index])
-
-    copier.in_parallel(work, cut_work([block.num_bytes for block in blocks], copier))
-    tensors = dict.fromkeys(block.tensor for block in blocks)
-    found = dict(zip(tensors, join_blocks(blocks, digests), strict=True))
-    if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
-        names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
+    if header.checksums is None:
+        raise StoreCorruptError("the delta has no checksums")
+    found, specs = copier.checksums(contents), contents.layout.specs
+    wrong = [specs[at].name for at, checksum in header.checksums.items() if found[at] != checksum]
+    if wrong:
         raise StoreCorruptError(
-            f"{len(wrong)} tensors are not what delta {header.record.identity} leads to, "
-            f"{names:.300} among them; publish again"
+            f"{len(wrong)} tensors are not what delta {header.record.identity} leads to: {wrong}"
         )

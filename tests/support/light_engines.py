@@ -240,10 +240,8 @@ class Scene:
     def follower(self, **more: Any) -> Follower:
         return Follower(self.engine, options(self.store, self.engine_id, **more))
 
-    @contextlib.contextmanager
-    def background(self, **more: Any) -> Iterator[BackgroundFollower]:
-        with BackgroundFollower(self.follower(**more)) as follower:
-            yield follower
+    def background(self, **more: Any) -> BackgroundFollower:
+        return BackgroundFollower(self.follower(**more))
 
     @contextlib.contextmanager
     def following(self, *, is_server: bool = False) -> Iterator[BackgroundFollower]:
