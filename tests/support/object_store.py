@@ -210,17 +210,6 @@ def repeat(exchange: Exchange) -> None:
     exchange.answer(exchange.forward())
 
 
-def delay(seconds: float) -> Fault:
-    """Forward the request later, even if the client no longer waits."""
-
-    def fault(exchange: Exchange) -> None:
-        exchange.body()
-        exchange.wait(seconds)
-        exchange.answer(exchange.forward())
-
-    return fault
-
-
 def status(code: int) -> Fault:
     """Answer with an error; the server never sees the request."""
     text = f"<Error><Code>{http.client.responses[code]}</Code><Message>test</Message></Error>"
