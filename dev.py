@@ -177,7 +177,7 @@ def install(cpu_pins: bool) -> None:
 
 
 def make_environment() -> None:
-    """Make .venv unless a whole one is there; its stamp is first to go and last to come."""
+    """Make .venv unless a whole one of dev.py's is there: its stamp says from what it was made."""
     cpu_pins = takes_cpu_pins()
     wanted = fingerprint(cpu_pins)
     if STAMP.is_file() and STAMP.read_text() == wanted:
@@ -186,10 +186,12 @@ def make_environment() -> None:
         sys.exit("dev.py: this Python cannot make environments; apt install python3-venv first.")
     if VENV.is_symlink():  # others may be at work in it
         sys.exit(f"dev.py: {VENV} is a link to an environment made of something else; remove it.")
-    say(f"making {VENV} ({'CPU vLLM, pinned' if cpu_pins else 'GPU vLLM, newest'})")
+    if VENV.exists() and not STAMP.exists():
+        sys.exit(f"dev.py: {VENV} was not made by dev.py; remove it, or give it another name.")
+    say(f"making {VENV} ({'CPU vLLM, pinned' if cpu_pins else 'GPU vLLM, newest'}): 2.8 GB")
     started_s = time.monotonic()
-    STAMP.unlink(missing_ok=True)
     venv.create(VENV, clear=True, symlinks=True, with_pip=True)
+    STAMP.write_text("not yet whole")
     try:
         install(cpu_pins)
     except InstallError as error:

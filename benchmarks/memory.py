@@ -15,7 +15,7 @@ def anonymous_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not say RssAnon in /proc/PID/status")
+    raise ProcessLookupError(f"process {pid} has ended")
 
 
 class NodeMemory:
@@ -45,7 +45,7 @@ class NodeMemory:
 
         def sample() -> None:
             while not is_over.wait(_SAMPLE_S):
-                with contextlib.suppress(FileNotFoundError):  # a file that was removed
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # gone meanwhile
                     self.peak_bytes = max(self.peak_bytes, self.in_use())
 
         sampler = threading.Thread(target=sample)

@@ -605,13 +605,13 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"memory {pauses['vLLM, from memory (the floor)']} ms",
         f"to the end of the switch it took {total_ms:.0f} ms",
         f"[{lost_tokens('latency.txt', 'dbuffer')} with a version 2 s after each switch]",
-        f"[{lost_tokens('served.txt', 'dbuffer')} with one every second]",
-        f"vLLM's own reload cost {lost_tokens('latency.txt', 'vLLM, from safetensors')}",
+        f"[{lost_tokens('served.txt', 'dbuffer')} with a version every second]",
+        f"(vLLM's own reload: {lost_tokens('latency.txt', 'vLLM, from safetensors')})",
         f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "
         f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
         "times it loads a mix",
         f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model; "
-        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with anchors",
+        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with the full versions between",
     ):
         yield "README.md", phrase
 

@@ -40,10 +40,7 @@ def unpin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Unpin a version: the store's sender drops it with its next publish, unless it keeps so many.
-
-    Without a sender, the version stays until one publishes.
-    """
+    """Unpin a version: the next publish drops it, unless the sender's ``keep`` covers it."""
     kept.unpin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.report({"version": version, "is_pinned": False}, text, as_json=as_json)

@@ -128,8 +128,8 @@ class FollowOptions:
     receiver_id: Annotated[
         str | None,
         typer.Option(
-            help="Name under which versions are acknowledged. Default: `exec` makes one; `follow` "
-            "acknowledges nothing.",
+            help="Name under which versions are acknowledged. Default: `exec` makes one, "
+            "`follow-server` takes the engine's, `follow` acknowledges nothing.",
             metavar="ID",
         ),
     ] = None
