@@ -611,7 +611,8 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
         "times it loads a mix",
         f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model; "
-        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with the full versions between",
+        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with the full "
+        "versions between",
     ):
         yield "README.md", phrase
 
