@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import multiprocessing
+import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -122,12 +125,36 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
     """
     if not isinstance(model, nn.Module):
         return
-    shared = [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
+    shared = _shared_tensors(model)
     with guard.loading():
         for tensor in shared:
             tensor.data = tensor.data.clone()
     if shared:
         logger.info("%d tensors of the model no longer share memory", len(shared))
+
+
+def unshared(policy: Any) -> Any:
+    """Return a policy for processes that are started with it, each of which gets its own memory.
+
+    Multiprocessing moves the tensors of its arguments into shared memory.
+    """
+    if not isinstance(policy, nn.Module):
+        return policy
+    if multiprocessing.get_start_method() != "fork":
+        return _PickledByValue(policy)
+    # A forked process has a copy of all memory but the shared one.
+    return copy.deepcopy(policy) if _shared_tensors(policy) else policy
+
+
+class _PickledByValue:
+    """Stand-in for a module: another process receives a copy of the module in its place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A plain pickle holds values, where multiprocessing's own holds the names of shared memory.
+        return pickle.loads, (pickle.dumps(self._module),)
 
 
 def has_weights(model: Any) -> bool:
@@ -154,6 +181,10 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
     if not callable(model):
         raise OptionError(f"weights cannot be loaded into a {type(model).__name__}")
     return {}  # a policy without weights, such as a random one
+
+
+def _shared_tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

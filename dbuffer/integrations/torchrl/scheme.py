@@ -23,7 +23,7 @@ from dbuffer.integrations.torchrl.base import (
     model_of_factory,
 )
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
-from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
+from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
     PublishedVersion,
@@ -142,6 +142,10 @@ class DoubleBufferSyncScheme(StoreScheme):
                 source = _mapped(source(), device_map_fn, num_workers)
             self._source = source
             self._first_weights_for = self._choose_first_weights(source())
+            if isinstance(context, DistributedCollector) and context.launcher == "mp":
+                # A node starts its own workers with the policy before its scheme is initialized,
+                # which would be too late to give them memory that the trainer does not share.
+                context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self._close()
             raise
