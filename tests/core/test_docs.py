@@ -604,15 +604,15 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"live layers¹ | {ours} ms | memcpy of the same bytes {memcpy} ms, vLLM's own reload from "
         f"memory {pauses['vLLM, from memory (the floor)']} ms",
         f"to the end of the switch it took {total_ms:.0f} ms",
-        f"[{lost_tokens('latency.txt', 'dbuffer')} with a version 2 s after each switch]",
+        f"[{lost_tokens('latency.txt', 'dbuffer')} if the next version comes 2 s after each switch]",
         f"[{lost_tokens('served.txt', 'dbuffer')} with a version every second]",
         f"(vLLM's own reload: {lost_tokens('latency.txt', 'vLLM, from safetensors')})",
         f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "
         f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
         "times it loads a mix",
         f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model; "
-        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, with the full "
-        "versions between",
+        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, as some "
+        "versions go out in full",
     ):
         yield "README.md", phrase
 
