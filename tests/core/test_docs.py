@@ -604,7 +604,8 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"live layers¹ | {ours} ms | memcpy of the same bytes {memcpy} ms, vLLM's own reload from "
         f"memory {pauses['vLLM, from memory (the floor)']} ms",
         f"to the end of the switch it took {total_ms:.0f} ms",
-        f"[{lost_tokens('latency.txt', 'dbuffer')} if the next version comes 2 s after each switch]",
+        f"[{lost_tokens('latency.txt', 'dbuffer')} if the next version comes 2 s after each "
+        "switch]",
         f"[{lost_tokens('served.txt', 'dbuffer')} with a version every second]",
         f"(vLLM's own reload: {lost_tokens('latency.txt', 'vLLM, from safetensors')})",
         f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "

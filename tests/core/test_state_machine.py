@@ -471,11 +471,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Damage to what is not the newest
 
-    @precondition(lambda self: self.newest)
+    def holds_at_most_the_newest(self) -> bool:
+        return {held.version for held in self.held} <= {self.newest}
+
+    # Else it would be a snapshot's own file.
+    @precondition(
+        lambda self: self.newest and {held.version for held in self.held} <= {self.newest}
+    )
     @rule(damage=st.sampled_from(["garbled", "no manifest", "no file", "cut short", "emptied"]))
     def damage_the_idle_buffer(self, damage: str) -> None:
-        if any(held.version != self.newest for held in self.held):
-            return  # it would be the snapshot's own file
         store = DoubleBuffer(self.store)
         pointer = store.pointer()
         directory = self.store / other_buffer(pointer.buffer)
@@ -650,12 +654,12 @@ class KeepingMachine(StoreMachine):
     def begin_anew(self, leave: set[str]) -> None:  # type: ignore[override]
         """Without its rule: what is kept is not what that is about."""
 
-    @precondition(lambda self: self.newest)
+    # Else it may be a snapshot's or a kept version's file, too.
+    @precondition(lambda self: self.newest and not self.kept and self.holds_at_most_the_newest())
     @rule(damage=st.sampled_from(["garbled", "no manifest", "no file", "emptied"]))
     def damage_the_idle_buffer(self, damage: str) -> None:
-        if not self.kept:  # else the file may be that of a kept version, too
-            super().damage_the_idle_buffer(damage)
-            self.idle = None
+        super().damage_the_idle_buffer(damage)
+        self.idle = None
 
     @precondition(lambda self: self.newest)
     @rule(which=st.integers(0, 9))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import multiprocessing
-import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -141,20 +140,19 @@ def unshared(policy: Any) -> Any:
     if not isinstance(policy, nn.Module):
         return policy
     if multiprocessing.get_start_method() != "fork":
-        return _PickledByValue(policy)
+        return _CopiedOnArrival(policy)
     # A forked process has a copy of all memory but the shared one.
     return copy.deepcopy(policy) if _shared_tensors(policy) else policy
 
 
-class _PickledByValue:
+class _CopiedOnArrival:
     """Stand-in for a module: another process receives a copy of the module in its place."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain pickle holds values, where multiprocessing's own holds the names of shared memory.
-        return pickle.loads, (pickle.dumps(self._module),)
+        return copy.deepcopy, (self._module,)
 
 
 def has_weights(model: Any) -> bool:
