@@ -302,9 +302,10 @@ class BucketReceiver:
             )
 
     def _wait(self, timeout_s: float) -> bool:
-        is_woken = self._is_woken.wait(timeout_s)
+        if not self._is_woken.wait(timeout_s):
+            return False  # and not cleared: it may be woken right now
         self._is_woken.clear()
-        return is_woken
+        return True
 
 
 class BucketSource:

@@ -53,9 +53,10 @@ class Watcher(FileSystemEventHandler):
     def wait(self, timeout_s: float) -> bool:
         """Return when the file may have been replaced since the last call, or False on time-out."""
         self._follow_directory()
-        may_have_changed = self._changed.wait(timeout_s)
+        if not self._changed.wait(timeout_s):
+            return False  # and not cleared: it may change right now
         self._changed.clear()
-        return may_have_changed
+        return True
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         """End a wait if an event, which the observer's thread has seen, is about the file."""
