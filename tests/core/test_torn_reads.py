@@ -190,9 +190,11 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
         sender.send(layers.pattern.weights(1))
         connection.send("published")
         connection.recv()
+        # So often that readers on a slow machine come to an end several times.
+        between_pauses = min(50, layers.num_publishes // 15)
         for version in range(2, layers.num_publishes + 1):
             sent_s = sender.send(layers.pattern.weights(version)).duration_s
-            if version % 50 == 0:  # so that readers on a busy machine come to an end at times
+            if version % between_pauses == 0:
                 time.sleep(max(0.02, min(10 * sent_s, 0.2)))
     connection.send(counts)
 
