@@ -139,7 +139,9 @@ def unshared(policy: Any) -> Any:
     """
     if not isinstance(policy, nn.Module):
         return policy
-    if multiprocessing.get_start_method() != "fork":
+    # Not get_start_method(), which settles the program's method where nobody has chosen one.
+    by_default, *_ = multiprocessing.get_all_start_methods()
+    if (multiprocessing.get_start_method(allow_none=True) or by_default) != "fork":
         return _CopiedOnArrival(policy)
     # A forked process has a copy of all memory but the shared one.
     return copy.deepcopy(policy) if _shared_tensors(policy) else policy
