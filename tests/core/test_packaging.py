@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(built):
 
 
 def test_the_sources_can_be_tested(built):
-    """What the README's commands need is among them. An index would take both archives."""
+    """The sources have what the README's commands need. An index would take both archives."""
     [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
     for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
         assert (source_tree / name).is_file(), name

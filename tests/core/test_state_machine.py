@@ -435,7 +435,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(held=snapshots, scribbles=st.booleans())
     def let_go(self, held: Held, scribbles: bool) -> None:
-        """What a program writes into its snapshot's tensors, nobody else sees."""
+        """A snapshot's tensors are a program's own: nobody else sees what it writes into them."""
         if held not in self.held:
             return
         self.held.remove(held)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 TIMEOUT_S = 120.0
-
 """No child is waited for longer: a test that hangs must fail, and say where."""
 
 

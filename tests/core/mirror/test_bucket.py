@@ -167,7 +167,7 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
 
 
 def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url):
-    """And each once, although both buffers of the far store need it: one from the other's file."""
+    """Each delta goes once, although both buffers of the far store need it."""
     with Way(remote, bucket_url, local, delta=True) as way:
         way.carry(1, LONG)
         num_before = len(proxy.requests)
@@ -392,7 +392,7 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
 
 
 def test_versions_of_an_anchor_are_kept_with_their_deltas(remote, bucket, timing):
-    """And objects that are not needed for a while."""
+    """Objects without use stay for a while, too."""
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         for version in range(1, 2 * KEEP_VERSIONS):
             # Each is another mirror, which learns from the bucket what is there.
@@ -437,7 +437,7 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, 
 def test_after_a_version_acknowledgements_are_looked_for_soon(
     remote, local, proxy, bucket_url, far
 ):
-    """And come with the record of their mirror, which changes before they do, in one put."""
+    """One put has them and their mirror's record, which changes before they do."""
     with Way(remote, bucket_url, local) as way:
         for version in (1, 2):
             num_before = len(proxy.requests)

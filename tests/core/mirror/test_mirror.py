@@ -134,7 +134,7 @@ def refused(source: Path, target: Path, *begins: Callable[[Mirror], object]) -> 
 
 @pytest.fixture
 def another(shm_path: Path) -> Path:
-    """Where another store than the remote one will be."""
+    """Path of a store that is another than the remote one."""
     return shm_path / "another"
 
 
@@ -526,7 +526,7 @@ def test_room_for_two_versions_is_enough_after_a_failure(remote, disk, caplog):
 
 @pytest.mark.parametrize("trouble", ["away", "open to others", "damaged", "emptied"])
 def test_trouble_with_the_remote_store_passes(shm_path, local, trouble):
-    """And is not shown any more, also while there is nothing new to copy."""
+    """Its problem is not shown any more, also while there is nothing new to copy."""
     remote, away = shm_path / "mount" / "remote", shm_path / "elsewhere"
     publish(remote, 5)
     with quick(remote, local).start() as one:

@@ -71,7 +71,7 @@ def load_each(connection: Connection, store: Path, name: str) -> None:
 
 
 def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
-    """And of the death of one."""
+    """A reader's death is heard of as well."""
     stores = [shm_path / name for name in ("first", "second", "third", "fourth")]
     with contextlib.ExitStack() as stack:
         sender = stack.enter_context(dbuffer.WeightSender(stores[0], checksum=True))

@@ -156,7 +156,7 @@ IN_ROWS = {uneven_rows, fsdp, partly_fsdp, state_dict, replicated, tied, compile
 @pytest.mark.soak
 @in_turn(("case", "mount"), CASES, MOUNTS)
 def test_the_version_is_that_of_the_whole_weights(world, store, case, mount):
-    """What is a box is not gathered; on a network mount each rank writes boxes of rows."""
+    """Boxes are not gathered; on a network mount each rank writes boxes of rows."""
     published = world.run(send_both, case, store, {"checksum": True}, mount)
     assert_equal_stores(store, verify=True, mount=mount)
     [(num_bytes, gathers)] = set(published)
@@ -441,6 +441,15 @@ PROBLEMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Calls of one rank that fit the others' in no way, by what is said then."""
 
 
+def send_what_failed(sender: ShardedWeightSender, version: int) -> None:
+    """Send a version of which nothing may be there yet; it is there, whole, then."""
+    assert newest(sender.store, verify=True) == version - 1
+    distributed.barrier()
+    sender.send(pattern_of(version, distributed.get_world_size()), version=version)
+    assert newest(sender.store, verify=True) == version
+    distributed.barrier()
+
+
 def send_between_problems(rank: int, store: Path) -> list[tuple[str, str]]:
     """Publish, try what cannot be published, and publish again, for each problem, with one sender.
 
@@ -456,11 +465,7 @@ def send_between_problems(rank: int, store: Path) -> list[tuple[str, str]]:
                 sender.send(**{"weights": weights} | (spoil(weights) if rank == BAD else {}))
             except dbuffer.DBufferError as error:
                 failures.append((type(error).__name__, str(error)))
-            assert newest(store, verify=True) == version - 1
-            distributed.barrier()
-            sender.send(pattern_of(version, size), version=version)
-            assert newest(store, verify=True) == version
-            distributed.barrier()
+            send_what_failed(sender, version)
     return failures
 
 
@@ -518,11 +523,7 @@ def send_where_one_cannot(rank: int, store: Path) -> list[str]:
                 with pytest.raises(dbuffer.RankFailedError) as caught:
                     sender.send(pattern_of(version, size))
             messages.append(str(caught.value))
-            assert newest(store, verify=True) == version - 1
-            distributed.barrier()
-            sender.send(pattern_of(version, size), version=version)
-            assert newest(store, verify=True) == version
-            distributed.barrier()
+            send_what_failed(sender, version)
     return messages
 
 

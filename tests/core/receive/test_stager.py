@@ -737,7 +737,7 @@ def mappings_of(path: Path) -> list[str]:
 
 
 def test_files_stay_mapped_and_what_a_loader_writes_into_them_is_gone(store, sender):
-    """One that was written into is mapped anew, which takes 63 ms a GB."""
+    """A written file is mapped anew, which takes 63 ms a GB."""
     with staging(store) as follower:
         seen = {}
         for version in range(1, 10):

@@ -32,7 +32,7 @@ def take_away(store: Path) -> None:
 
 
 def test_readers_go_by_the_manifests(store, sender, receiver, caplog):
-    """And say so once."""
+    """One warning says so."""
     publish(sender, 1)
     take_away(store)
     # With one manifest there is no telling whether the version was published.
@@ -175,7 +175,7 @@ def at_look(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], N
 def test_writer_that_comes_round_between_the_looks_at_two_manifests(
     store, sender, receiver, monkeypatch, times, look, step
 ):
-    """What is put together of two moments may be neither old nor new, nor published at all."""
+    """A version of two moments may be neither old nor new, nor published at all."""
     publish(sender, 1, 2)
     assert load(receiver) == 2
     publish(sender, 3)

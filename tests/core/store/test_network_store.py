@@ -291,7 +291,7 @@ def test_a_snapshot_of_any_version_outlives_its_file(store, sender, receiver):
 
 
 def test_loading_again_takes_no_new_memory(store, sender, receiver):
-    """What was loaded does not lie in it; TensorDict opens the file that was written in spans."""
+    """Loaded tensors do not lie in it; TensorDict opens the file that was written in spans."""
     places, loaded = set(), []
     for version in range(1, 6):
         publish(sender, version, pattern=LARGE)

@@ -399,7 +399,7 @@ def plain_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class TestOutOfReach:
-    """What would be filled in vain is refused, and the rest is not touched."""
+    """Tensors that would be filled in vain are refused, and the rest is not touched."""
 
     @pytest.mark.parametrize(
         ("target", "weights", "message"),

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +35,7 @@ from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, Pa
 from tests.support.children import Child, free_port
 from tests.support.patterns import received as stored
 from tests.support.slurm_job import be_in_job
-from tests.support.waiting import TIMEOUT_S, until
+from tests.support.waiting import TIMEOUT_S, meanwhile, until
 
 SOON_S = 0.5
 
@@ -118,17 +118,6 @@ def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Ite
         if follows:
             follower = stack.enter_context(contextlib.closing(Follower(store)))
         yield SimpleNamespace(http=http, url=http.url, follower=follower)
-
-
-@contextlib.contextmanager
-def soon(action: Callable[..., object], *arguments: object) -> Iterator[None]:
-    """Act in a moment, in another thread."""
-    timer = threading.Timer(SOON_S, action, arguments)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
 
 
 def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
@@ -504,7 +493,7 @@ def test_server_that_comes_late_is_waited_for(store):
             stack.enter_context(contextlib.closing(BridgeHTTP(WITH_ROUTES, port)))
             stack.enter_context(contextlib.closing(Follower(store)))
 
-        with opened(store, f"http://127.0.0.1:{port}") as bridge, soon(come):
+        with opened(store, f"http://127.0.0.1:{port}") as bridge, meanwhile(come, after_s=SOON_S):
             bridge.notify_update()
 
 
@@ -692,7 +681,7 @@ def test_mapping_is_waited_for_while_it_is_written(tmp_path):
     path = write_mapping(tmp_path, RENAMED)
     whole = path.read_text()
     path.write_text(whole[:40])
-    with soon(path.write_text, whole):
+    with meanwhile(path.write_text, whole, after_s=SOON_S):
         mapping = ParameterMapping.find(str(tmp_path))
     assert mapping.names("0.weight") == "first.w"
 
@@ -721,7 +710,7 @@ def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, wh
 @pytest.mark.parametrize("nodes", [0, 1])
 def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypatch):
     be_in_job(monkeypatch, tmp_path)
-    with soon(write_mapping, tmp_path, RENAMED):
+    with meanwhile(write_mapping, tmp_path, RENAMED, after_s=SOON_S):
         with opened(store, log_dir=str(tmp_path), num_inference_nodes=nodes) as bridge:
             assert bridge.param_mappings.keys() == {"0.weight"}
             assert bridge.name_conversions == {"first.w": ["0.weight"]}

@@ -204,7 +204,7 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
     ],
 )
 def test_engine_that_cannot_follow_is_refused(server, engine, changed, says):
-    """One that was started again is another one."""
+    """An engine that was started again is another one."""
     before = engine.facts().instance_id
     assert engine.facts().instance_id == before
     server.info["startup_time"] = {"load_weight": 0.2}
