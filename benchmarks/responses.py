@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from benchmarks import engines, models, report
 from benchmarks.engines import Checkpoint, Model
 from benchmarks.measure import median
 from benchmarks.processes import scratch_folder
+from tests.support.children import free_port
 
 PLAIN, FOLLOWS, TOLD = "no dbuffer", "follows", "follows, spans asked for"
 _KINDS = {"one token": 1, "a stream of 32": 32}
@@ -105,9 +105,7 @@ class _Server:
     def __init__(
         self, checkpoint: Checkpoint, log: Path, *flags: str, plugins: str | None = None
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]

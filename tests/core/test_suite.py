@@ -5,19 +5,22 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import random
 import re
 import runpy
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support import durations, unchanged
-from tests.support.children import Child
+from tests.support.children import Child, free_port
 from tests.support.durations import Duration
 from tests.support.scopes import SCOPES, scope_of
 from tests.support.unchanged import RULES, changed_since, left_out, mark
@@ -178,6 +181,18 @@ def names_imported(module: ast.AST) -> Iterator[str]:
             yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def test_a_free_port_is_for_one_test_and_for_no_connection(monkeypatch):
+    theirs = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
+    first_theirs = min(server.getsockname()[1] for server in theirs)
+    for server in theirs:
+        server.close()
+    seen = free_port()
+    monkeypatch.setattr(
+        random.SystemRandom, "randrange", Mock(side_effect=[seen, *range(seen - 50, seen)])
+    )
+    assert seen != free_port() < first_theirs
 
 
 def test_files_that_run_vllm_are_in_scopes():

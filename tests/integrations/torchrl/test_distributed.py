@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 import warnings
@@ -24,7 +23,7 @@ import torch
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support import ROOT
-from tests.support.children import Child
+from tests.support.children import Child, free_port
 from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn
 from tests.support.waiting import TIMEOUT_S, until
@@ -88,12 +87,9 @@ def _call(
 
 def local(num_batches: int, **options: Any) -> dict[str, Any]:
     """How to start nodes as processes of this machine, and for how long."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     return {
         "launcher": "mp",
-        "tcp_port": str(port),
+        "tcp_port": str(free_port()),
         "frames_per_batch": FRAMES,
         "total_frames": FRAMES * num_batches,
         "collector_kwargs": {"auto_register_policy_transforms": False},
