@@ -102,8 +102,10 @@ def received(store: Path) -> dict[str, torch.Tensor]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes: two NaNs may be the same, and 0.0 is not -0.0."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg().flatten()
+    # Not `contiguous`: one element of a larger tensor is, and has a stride all the same.
+    contiguous = plain.clone(memory_format=torch.contiguous_format)
+    return contiguous.view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_positions
-from tests.support.deltas import Guarded, Step, decoded, make_step, random_step, verify_result
+from tests.support.deltas import Step, decoded, make_step, random_step, verify_result
 from tests.support.soak import is_soak
 
 FUZZ_CASES = 20_000 if is_soak() else 1_500
@@ -272,12 +272,6 @@ def test_fuzz(steps, copier, way, record_property):
 
 
 class TestPrefix:
-    def test_tells_length_and_digest(self, steps):
-        header = steps[0].encoded.header
-        num_bytes, xxh3 = delta.decode_prefix(header)
-        assert num_bytes == len(header) - delta.PREFIX_BYTES
-        assert xxh3 == xxhash.xxh3_64_hexdigest(header[delta.PREFIX_BYTES :])
-
     @pytest.mark.parametrize(
         ("prefix", "error"),
         [
@@ -400,12 +394,3 @@ def test_the_steps_hold_every_kind_of_chunk(steps):
     tensors = [len(words_of(step, chunk)) for step in steps for chunk in step.header.chunks]
     assert min(tensors) == 1 < max(tensors)
     assert any(len(step.header.chunks) > len(step.layout.specs) for step in steps)
-
-
-def test_words_that_no_tensor_owns_are_guarded(copier):
-    step = grouped(copier)
-    contents = step.contents()
-    assert isinstance(contents, Guarded)
-    contents.all[5] = 0
-    with pytest.raises(AssertionError):
-        contents.assert_guarded()

@@ -18,7 +18,7 @@ from dbuffer.io import changes as io_changes
 from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
-from dbuffer.io.tensors import DTYPES, FileTensors
+from dbuffer.io.tensors import DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
     BASE,
@@ -32,7 +32,6 @@ from tests.support.deltas import (
 from tests.support.patterns import bits
 from tests.support.soak import is_soak
 
-SIZES = (0, 1, 2, 7, 64, 1001, 40_000)
 SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
 EXAMPLES = 200 if is_soak() else 8
 
@@ -86,21 +85,6 @@ def random_step(seed, dtypes, sizes, shares, copier, **options):
     return deltas.random_step(rng, dtypes, sizes, shares, copier, **options)
 
 
-@pytest.mark.parametrize("dtype", ITEM_BYTES)
-@settings(max_examples=EXAMPLES)
-@given(
-    seed=st.integers(0, 2**32),
-    shapes=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(SHARES)), max_size=5),
-    absolute=st.booleans(),
-)
-def test_round_trip(copier, dtype, seed, shapes, absolute):
-    sizes, shares = [size for size, _ in shapes], [share for _, share in shapes]
-    dtypes = [dtype] * len(sizes)
-    step = random_step(seed, dtypes, sizes, shares, copier, absolute=absolute)
-    assert_leads_there(step, copier, times=2 if absolute else 1)
-    assert_positions(step, copier)
-
-
 @settings(max_examples=10 * EXAMPLES)
 @given(
     seed=st.integers(0, 2**32),
@@ -125,8 +109,6 @@ def test_round_trip_of_mixed_tensors_in_small_chunks(
         assert all(expected[index] == found for index, found in step.header.checksums.items())
     else:
         assert step.header.checksums is None
-        with pytest.raises(StoreCorruptError):
-            verify_result(step.header, contents, copier)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64", "complex128"])
@@ -140,22 +122,24 @@ def test_tensors_of_several_blocks(copier, dtype):
         verify_result(step.header, step.contents(of_after=True), copier)
 
 
+@pytest.mark.parametrize("absolute", [False, True])
 @pytest.mark.parametrize("hashed", [False, True])
-def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed):
+def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed, absolute):
     """Some lie side by side and are compared where they are, some have others between them."""
     rng = np.random.default_rng(7)
     dtypes = [str(dtype) for dtype in rng.choice([*ITEM_BYTES], 80)]
     sizes = rng.choice([0, 1, 31, 32, 4096, 10_001, 60_000, 400_000], 80).tolist()
     shares = rng.choice([0.0, 1e-4, 0.01, 0.4, 0.51, 1.0], 80).tolist()
-    step = random_step(7, dtypes, sizes, shares, copier, hashed=hashed)
-    assert_leads_there(step, copier)
+    step = random_step(7, dtypes, sizes, shares, copier, hashed=hashed, absolute=absolute)
+    assert_leads_there(step, copier, times=2 if absolute else 1)
     assert_positions(step, copier)
     if hashed:
         verify_result(step.header, step.contents(of_after=True), copier)
     found = find_changes(step.contents(), step.after, copier, hashed=False)
     contents = step.contents()
-    write_changes(found.changes, contents, copier)
-    assert torch.equal(contents.data, step.contents(of_after=True).data)
+    for _ in range(2):
+        write_changes(found.changes, contents, copier)
+        assert torch.equal(contents.data, step.contents(of_after=True).data)
     contents.assert_guarded()
 
 
@@ -190,13 +174,6 @@ def test_gaps_longer_than_16_bits(copier):
     step = make_step([before], [after], ["uint8"], copier)
     assert_leads_there(step, copier)
     assert_positions(step, copier)
-
-
-def test_nothing_changed(copier):
-    step = random_step(1, ["bfloat16", "int8"], [100, 3], [0.0, 0.0], copier)
-    assert step.encoded.chunks == []
-    assert not len(step.header.tensors)
-    assert_leads_there(step, copier)
 
 
 def test_bits_are_compared(copier):
@@ -290,15 +267,6 @@ def test_a_layout_of_parts_has_its_own_blocks(copier):
 
 
 class TestWriteChanges:
-    def test_twice_is_once(self, copier):
-        step = random_step(3, ["bfloat16", "int64"], [5000, 70], [0.1, 1.0], copier)
-        found = find_changes(step.contents(), step.after, copier, hashed=False)
-        contents = step.contents()
-        for _ in range(2):
-            write_changes(found.changes, contents, copier)
-            assert torch.equal(contents.data, step.contents(of_after=True).data)
-        contents.assert_guarded()
-
     def test_what_does_not_fit_is_named_among_many(self, copier):
         step = random_step(4, ["bfloat16"] * 50, [100] * 50, [0.1] * 50, copier)
         changes = find_changes(step.contents(), step.after, copier, hashed=False).changes
@@ -399,19 +367,6 @@ class TestApply:
         with pytest.raises(OSError, match="gone"):
             apply_delta(step.header, fail, step.contents(), copier)
 
-    def test_a_wrong_result_is_told(self, copier):
-        step = random_step(3, ["bfloat16"] * 2, [100] * 2, [0.1] * 2, copier)
-        contents = step.contents()
-        contents.views[1].view(torch.int16)[0] += 1
-        apply_delta(step.header, step.encoded.chunks.__getitem__, contents, copier)
-        with pytest.raises(StoreCorruptError, match=r"1 tensors .*'t1'"):
-            verify_result(step.header, contents, copier)
-
-    def test_with_one_thread(self):
-        copier = Copier(1)
-        step = random_step(3, ["bfloat16"] * 9, [100_000] * 9, [0.1] * 9, copier)
-        assert_leads_there(step, copier)
-
 
 class TestSize:
     """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""
@@ -455,23 +410,3 @@ def test_without_zstandard(copier, monkeypatch):
     monkeypatch.setattr(delta_format, "_tools", delta_format._Tools())
     with pytest.raises(DBufferError, match=r"pip install zstandard"):
         random_step(3, ["bfloat16"], [100], [0.1], copier)
-
-
-def test_a_change_needs_no_version_before(copier):
-    """Made by hand, as a union of two deltas' changes is."""
-    tensors = [torch.zeros(100).bfloat16(), torch.zeros(8)]
-    contents = Guarded(layout_of(tensors, ["bfloat16", "float32"]), tensors)
-    assert isinstance(contents, FileTensors)
-    changes = [
-        TensorDiff(1, None, np.arange(8, dtype=np.uint32)),
-        TensorDiff(0, np.array([5, 90]), np.array([7, 9], np.uint16)),
-    ]
-    encoded = encode(contents.layout, changes, copier)
-    rest = encoded.header[delta_format.PREFIX_BYTES :]
-    _, xxh3 = delta_format.decode_prefix(encoded.header)
-    header = delta_format.decode_header(rest, xxh3, contents.layout, "0" * 16)
-    target = Guarded(contents.layout, tensors)
-    apply_delta(header, encoded.chunks.__getitem__, target, copier)
-    expected = Guarded(contents.layout, tensors)
-    write_changes(changes, expected, copier)
-    assert torch.equal(target.data, expected.data)

@@ -173,25 +173,6 @@ def test_a_chain_may_have_more_deltas_than_descriptors(store, network, monkeypat
         assert None not in child.receive(), "the next sender builds upon it"
 
 
-@pytest.mark.usefixtures("mount", "short_chains")
-@pytest.mark.timing(keep_superseded_s=0.0)
-def test_readers_that_follow_skip_and_come_late_see_each_version_whole(store):
-    target = SPARSE.empty()
-    with (
-        make_sender(store) as sender,
-        reader_of(store, "follows", verify=True) as follows,
-        reader_of(store, "loads") as loads,
-        reader_of(store, "skips", verify=True) as skips,
-    ):
-        for version in range(1, 16):
-            publish(sender, version)
-            assert opened(follows) == version
-            assert loads.load_into(target) == version == SPARSE.version_of(target)
-            assert newest(store, verify=True) == version, "who comes late reads it too"
-            if version % 6 == 0:
-                assert opened(skips) == version
-
-
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_a_reader_that_follows_reads_no_file_again(store):

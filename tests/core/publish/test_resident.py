@@ -178,23 +178,6 @@ def test_each_version_is_the_model_as_it_was(any_store, warnings, pattern, delta
     assert warnings() == []
 
 
-def test_who_follows_goes_on_by_what_changed(store):
-    """A mirror, which skips some versions."""
-    model, local = Patterned(SPARSE), store.parent / "local"
-    with (
-        ResidentModel(model, store, delta=True, checksum=True) as resident,
-        dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror,
-    ):
-        for version in range(1, 12):
-            model.step(version)
-            resident.publish()
-            if version % 3:
-                mirror.wait_until_current(10)
-                assert newest(local) == version
-    double = DoubleBuffer(store)
-    assert len(double.manifest(double.undamaged_pointer().buffer).chain) > 5
-
-
 def test_what_did_not_change_is_not_copied(store, monkeypatch):
     """Into the other buffer, from the third version on: it holds the one before the last."""
     copied: list[int] = []

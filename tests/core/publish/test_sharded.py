@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 import dbuffer
@@ -40,9 +39,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
 from tests.support.damage import flip_bit
-from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.moments import COPIES, at_call, die, stop
-from tests.support.patterns import SMALL, assert_same, newest, received
+from tests.support.patterns import SMALL, assert_same, newest
 from tests.support.sharded import (
     CASES,
     STRIDED,
@@ -66,7 +64,6 @@ from tests.support.sharded import (
 )
 from tests.support.soak import (
     IN_SOAKS_ALONE,
-    in_soaks_alone,
     in_turn,
     is_soak,
     numbers,
@@ -184,28 +181,6 @@ def assert_in_parts(store: Path, num_bytes: int, num_parts: int | None) -> None:
 
 def parts_of(store: Path, buffer: str) -> list[Path]:
     return sorted((store / buffer).glob("weights-*.r*.td"))
-
-
-def send_family(rank: int, family: str, store: Path, mount: str) -> None:
-    model = make_family(family, 0, embeds=family == "bert")
-    if rank == 0:
-        model.save_pretrained(store / "saved")
-    for layers in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
-        for layer in layers:
-            fully_shard(layer)
-    fully_shard(model)
-    with mounted(mount), ShardedWeightSender(store / "sharded") as sender:
-        sender.send(model)
-
-
-@in_soaks_alone
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
-def test_sharded_families_are_published_as_their_checkpoints(four, store, family, mount):
-    four.run(send_family, family, store, mount)
-    expected = load_file(store / "saved" / "model.safetensors")
-    with mounted(mount):
-        assert_same(received(store / "sharded"), expected)
 
 
 def flushes_of(rank: int, store: Path) -> list[str]:

@@ -259,34 +259,6 @@ def test_descriptor_is_closed_once_when_dropped_and_in_a_fork(tmp_path):
 # Trust
 
 
-def test_directory_is_made_for_its_owner_alone(tmp_path):
-    before = os.umask(0)
-    try:
-        filesystem.make_directory(tmp_path / "a" / "b", parents=True)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
-    filesystem.make_directory(tmp_path / "a" / "b")
-
-
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o500, 0o770, 0o707, 0o1777, 0o720, 0o702])
-def test_directory_that_others_can_write_to_is_not_trusted(tmp_path, mode):
-    tmp_path.chmod(mode)
-    if mode & 0o022:
-        advice = "name a directory below it" if mode & stat.S_ISVTX else f"chmod go-w {tmp_path}"
-        with pytest.raises(StoreAccessError, match=advice):
-            filesystem.check_trust(tmp_path)
-    else:
-        filesystem.check_trust(tmp_path)
-    tmp_path.chmod(0o700)
-
-
-def test_directory_of_someone_else_is_not_trusted(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(StoreAccessError, match=str(tmp_path)):
-        filesystem.check_trust(tmp_path)
-
-
 def test_what_is_not_there(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreNotFoundError):

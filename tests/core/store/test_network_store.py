@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensordict import TensorDict
 
 import dbuffer
 from dbuffer.errors import StoreCorruptError
-from dbuffer.receive.stager import Stager
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, hold_newest, hold_version
@@ -306,24 +304,6 @@ def test_loading_again_takes_no_new_memory(store, sender, receiver):
     assert load(receiver) == 6
     memory = receiver.reader._in_memory[1].data
     assert memory.numel() < MEGABYTE, "memory for another layout is let go of"
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [[(0,)], [(0, 3), (2, 0)], [(0,), (5,), (0,)], [()], [(MEGABYTE * 4 + 1,)], [(1,)] * 300],
-    ids=str,
-)
-def test_shapes_that_end_where_spans_do_not(sender, receiver, shapes):
-    weights = {
-        f"t{index}": torch.randint(0, 256, shape, dtype=torch.uint8)
-        for index, shape in enumerate(shapes)
-    }
-    for given in (weights, iter(weights.items())):
-        version = sender.send(given).version
-        target = {name: torch.full_like(tensor, 7) for name, tensor in weights.items()}
-        assert receiver.load_into(target) == version
-        for name, tensor in weights.items():
-            assert torch.equal(target[name], tensor)
 
 
 # Two ends that take one mount for different things
@@ -622,15 +602,6 @@ def test_damage_is_refused_before_the_target_is_touched(store, sender, receiver)
     assert load(receiver, LARGE) == 1
 
 
-def test_a_file_cut_short_under_a_reader_is_refused(store, sender):
-    """Its size was right when it was looked at; a mapping would be a SIGBUS here."""
-    publish(sender, 1, 2)
-    path, _ = weights_file(store, "A")
-    with pytest.raises(dbuffer.StoreCorruptError, match=str(path)):
-        read_at_last(store, "load", lambda: os.truncate(path, 1000), Step("call", "read_tensors"))
-    sys.setprofile(None)
-
-
 def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
     """A server may give less than it was asked for, and take less than it was given."""
     pwrite, preadv = os.pwrite, os.preadv
@@ -771,30 +742,6 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(s
 
 
 # The rest of the package
-
-
-@pytest.fixture
-def stager(store: Path) -> Iterator[Stager]:
-    receiver = dbuffer.WeightReceiver(
-        store, receiver_id="rank-0", poll_interval_s=0.05, num_threads=1
-    )
-    with contextlib.closing(Stager(receiver)) as stager:
-        yield stager
-
-
-@hasty
-def test_the_stager_survives_a_file_that_goes(store, sender, faults, request):
-    publish(sender, 1)
-    faults.fail("preadv", errno.ESTALE, is_weights, times=2)
-    faults.fail("pread", errno.ESTALE, is_weights)
-    stager = request.getfixturevalue("stager")
-    staged = stager.take(1, timeout_s=30)
-    publish(sender, 2, 3, 4, 5)
-    assert sum(map(len, weights_files(store).values())) == 2, "it keeps no file from going"
-    assert SMALL.version_of(staged.tensors) == 1
-    stager.release(applied=1)
-    assert stager.stats["failures"] == 0
-    assert len(faults.hits) == 3
 
 
 def test_the_commands(store, sender, receiver, faults, capsys):

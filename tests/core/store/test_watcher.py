@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -236,24 +235,3 @@ def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
             for version in range(1, 4):
                 with sent_soon(lambda: sender.send(WEIGHTS)):
                     assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
-
-
-def test_a_receiver_without_inotify_follows_all_the_same(directory, monkeypatch, caplog):
-    fail_to_observe(monkeypatch, errno.EMFILE)
-    stop = threading.Event()
-    with (
-        WeightSender(directory) as sender,
-        WeightReceiver(directory, poll_interval_s=0.02) as receiver,
-        ThreadPoolExecutor(1) as thread,
-    ):
-
-        def publish() -> None:
-            for _ in range(5):
-                sender.wait_applied(sender.send(WEIGHTS).version, timeout_s=10)
-            stop.set()
-
-        publishing = thread.submit(publish)
-        seen = [snapshot.version for snapshot in receiver.follow(stop_event=stop)]
-        publishing.result()
-    assert seen == [1, 2, 3, 4, 5]
-    assert len(caplog.records) == 1

@@ -12,8 +12,6 @@ from typing import ClassVar, NamedTuple
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import SafetensorError
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
@@ -77,50 +75,6 @@ def pairs_of(weights: dict[str, torch.Tensor], as_stream: bool):
     return iter(weights.items()) if as_stream else weights
 
 
-class TestTensors:
-    @AS_STREAM
-    def test_every_dtype(self, publish, as_stream):
-        weights = {}
-        for name in ITEM_BYTES:
-            dtype = getattr(torch, name)
-            square = random_bits(dtype, 6, 8)
-            weights |= {
-                f"{name}, plain": random_bits(dtype, 33, 65),
-                f"{name}, zero-dimensional": random_bits(dtype),
-                f"{name}, empty": random_bits(dtype, 0),
-                f"{name}, empty, of three dimensions": random_bits(dtype, 2, 0, 3),
-                f"{name}, transposed": square.t(),
-                f"{name}, every other": square[:, ::2],
-                f"{name}, one row": square[3],
-                f"{name}, one element": square[2, 1],
-            }
-        check(publish(pairs_of(weights, as_stream)), weights)
-
-    @AS_STREAM
-    @pytest.mark.parametrize("checksum", [False, True], ids=["plain", "checksum"])
-    def test_every_kind_of_view(self, publish, as_stream, checksum):
-        real = torch.randn(6, 5, 4)
-        complex_, other = torch.randn(2, 6, 5, dtype=torch.complex64)
-        weights = {
-            "narrowed": real.narrow(1, 1, 3),
-            "permuted": real.permute(2, 0, 1),
-            "diagonal": real.diagonal(),
-            "unfolded": real.unfold(0, 3, 1),
-            "expanded": real[:1].expand(9, 5, 4),
-            "flipped": real.flip(0),
-            "as strided": real.as_strided((3, 3), (7, 2), 5),
-            "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-            "complex": complex_,
-            "conjugate of it": complex_.conj(),
-            "conjugate and transposed": complex_.conj().t(),
-            "imaginary part": other.imag,
-            "negative of it": other.conj().imag,
-            "parameter": nn.Parameter(torch.randn(3)),
-            "result with a graph": nn.Parameter(torch.randn(3)) * 2,
-        }
-        check(publish(pairs_of(weights, as_stream), checksum=checksum), weights)
-
-
 class TestNames:
     NAMES = (
         *("shape", "device", "_type", "<NJT>x", "", "batch_size", "data", "keys", "cls", "0"),
@@ -139,12 +93,6 @@ class TestNames:
         with WeightReceiver(store) as receiver:
             receiver.load_into(target)
         assert all(map(torch.equal, weights.values(), target.values()))
-
-    @settings(max_examples=8)
-    @given(names=st.lists(st.text(max_size=30), min_size=1, max_size=30, unique=True))
-    def test_any_text(self, publish, names):
-        weights = {name: torch.full((2,), float(n)) for n, name in enumerate(["first", *names])}
-        check(publish(weights), weights)
 
     def test_two_surrogates_in_a_row_are_refused_or_kept(self, publish):
         # To JSON they are the one character that the second name is.
@@ -217,13 +165,17 @@ class TestTies:
             assert published.publication.num_bytes == 4 * (7 * 4 + 4 * 4 + 4)
 
     def test_names_of_one_tensor_among_views_of_it(self, publish):
-        tensor = torch.randn(4, 4)
+        tensor = torch.randn(4, 4, dtype=torch.complex64)
         weights = {
             "row": tensor[0],
             "whole": tensor,
             "transposed": tensor.t(),
             "flat": tensor.view(-1),
-            "as integers": tensor.view(torch.int32),
+            "expanded": tensor[:1].expand(9, 4),
+            "as floats": tensor.view(torch.float32),
+            "conjugate": tensor.conj(),
+            "imaginary part": tensor.imag,
+            "negative of it": tensor.conj().imag,
             "empty": torch.empty(0),
             "empty, too": torch.empty(0),
         }

@@ -178,26 +178,6 @@ class TestKinds:
 
 
 class TestFunctions:
-    def test_get_pairs(self, sender, store):
-        class Loader:
-            def __init__(self):
-                self.loaded = []
-
-            def load_weights(self, weights):
-                self.loaded += [(name, tensor.clone()) for name, tensor in weights]
-                return {"ignored"}
-
-            __call__ = load_weights
-
-        loader = Loader()
-        with WeightReceiver(store) as receiver:
-            for version, target in enumerate((loader.load_weights, loader), 1):
-                sender.send(weights_of(version))
-                assert receiver.load_into(target) == version
-                assert [name for name, _ in loader.loaded[-3:]] == list(weights_of(version))
-                assert_equal(dict(loader.loaded), weights_of(version))
-        assert len(loader.loaded) == 6
-
     def test_that_fail_are_called_again_next_time(self, sender, store):
         sender.send(weights_of(1))
 
