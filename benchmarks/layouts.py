@@ -14,8 +14,8 @@ from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
 from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -173,7 +173,7 @@ class PlannedReceiver:
             self._loads.reload(staged.tensors or {}, self._trace, switch, staged.identity)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
-        is_patched = switch is not None and switch.base is not None
+        is_patched = switch is not None and switch.patches is not None
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
 
     def require_right(self, weights: Weights) -> None:

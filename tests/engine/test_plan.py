@@ -21,11 +21,11 @@ from torch import nn
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan import copy_plan, patching
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.plan import patching, prepared_switch
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.plan.samples import draw_sample, is_held
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
@@ -193,7 +193,7 @@ class Switched:
             switch = switch.copied_into(memory, COPIER.copy_tensors)
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
-        self.patched.append(switch is not None and switch.base is not None)
+        self.patched.append(switch is not None and switch.patches is not None)
         self.apply_or_reload(tensors, switch, identity)
         mine, right = self.model.state_dict(), self.twin.state_dict()
         for name in right:
@@ -1254,7 +1254,7 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used():
     """The version before was loaded again meanwhile, say."""
     switched = one_patched()
     newest, late = switched.prepare_next()
-    assert late.base is not None
+    assert late.patches is not None
     before = switched.loads.prepare(switched.versions[0], switched.trace)
     switched.loads.apply(before, "0")
     switched.loads.apply(late, "late")
@@ -1270,7 +1270,8 @@ def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged):
     assert switched.switch(switched.versions[-1] | {"b.weight": random()})
     assert switched.patched[-1]
     _, switch = switched.prepare_next()
-    assert (len(switch.patches), len(switch.unpatched)) == (0, 2)
+    assert switch.patches.by_parameter == {}
+    assert list(switch.patches.copies) == ["layers.a.weight", "layers.b.weight"]
 
 
 # Weights that something else has loaded meanwhile.
@@ -1318,7 +1319,7 @@ def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(is
 def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause():
     switched = one_patched()
     newest, switch = switched.prepare_next()
-    assert switch.base is not None
+    assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
     switched.loads.apply(switch, "newest")
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
@@ -1332,7 +1333,7 @@ def test_samples_are_of_every_parameter_and_move():
     samples = []
     for _ in range(3):
         switched.switch(tensors)
-        samples.append(switched.loads._held[1])
+        samples.append(switched.loads._sample)
     for name, parameter in switched.model.named_parameters():
         drawn = [set(sample[name].positions.tolist()) for sample in samples]
         assert all(drawn)
@@ -1382,7 +1383,7 @@ class Once:
 @pytest.mark.usefixtures("any_share")
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [(copy_plan, "patch_or_copy"), (patching.Patch, "on_device"), (patching.Patch, "apply")],
+    [(prepared_switch, "patch_or_copy"), (patching.Patch, "on_device"), (patching.Patch, "apply")],
 )
 def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
     kind, step, monkeypatch

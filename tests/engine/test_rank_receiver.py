@@ -15,7 +15,7 @@ import dbuffer
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.shape_check import ShapeCheck

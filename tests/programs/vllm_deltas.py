@@ -21,7 +21,7 @@ CHANGED = 0.01
 
 
 def run(directory: Path, model: str) -> dict[str, Any]:
-    from dbuffer.integrations.engine.plan import copy_plan
+    from dbuffer.integrations.engine.plan import prepared_switch
 
     family, dtype, packing = model.split()
     set_packing(packed=packing == "packed")
@@ -30,13 +30,13 @@ def run(directory: Path, model: str) -> dict[str, Any]:
     llm = start_llm(base, dtype=dtype)
     seen: dict[str, Any] = {"at first": greedy(llm), "switched": [], "fresh": [], "deltas": 0}
     patched: list[int] = []
-    apply_patches = copy_plan.apply_patches
+    apply_patches = prepared_switch.apply_patches
 
     def counted(patches: Any, copier: Any) -> None:
-        patched.append(len(patches))
+        patched.append(sum(map(len, patches.by_parameter.values())))
         apply_patches(patches, copier)
 
-    copy_plan.apply_patches = counted
+    prepared_switch.apply_patches = counted
     generator = torch.Generator().manual_seed(1)
     store = directory / "store"
     with (

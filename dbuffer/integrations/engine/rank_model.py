@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.unused_tensors import UnusedTensors
 from dbuffer.io.copier import Copier

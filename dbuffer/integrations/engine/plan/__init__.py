@@ -6,7 +6,7 @@ the engine reload, and verifies the switch: a `Mismatch` names the layers with w
 more, and these stay with it.
 
 The copies come from a `LoadTrace`, the record of what the model's loaders do: a `CopyOp` for each
-part of a parameter. A `CopyPlan` binds the trace to the live parameters, and an `Image` takes the
-place of the copies into a layer that packs its weights. Where only some elements changed, a `Patch`
-takes the place of a copy.
+part of a parameter. A `CopyPlan` says which layers of the live model are copied to, which get an
+`Image` because they pack their weights, and which stay with the reload. Where only some elements
+changed, a `Patch` takes the place of a copy.
 """

@@ -8,7 +8,7 @@ the switch copies the result, or puts it in the layer's place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.plan.load_trace import (
     Copy,
     LoadTrace,
+    TracedTensor,
     Unwrapped,
     form_of,
     tables_of,
@@ -23,10 +24,6 @@ from dbuffer.integrations.engine.plan.load_trace import (
 from dbuffer.integrations.engine.plan.patching import same_bytes
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
-
-PackedLayer = tuple[torch.nn.Module, Mapping[str, str]]
-"""A live layer that packs its weights; and the names in the trace of its parameters that are
-loaded, by their names in the layer."""
 
 
 class Packing(Protocol):
@@ -45,14 +42,23 @@ class Packing(Protocol):
         ...
 
 
+class PackedLayer(NamedTuple):
+    """A live layer that packs its weights."""
+
+    name: str
+    layer: torch.nn.Module
+    packing: Packing
+    loaded: Mapping[str, str]
+    """Names in the trace of its parameters that are loaded, by their names in the layer."""
+
+
 class Image:
     """A packed shadow of a layer, whose tensors and attributes the layer takes over in a switch.
 
     Args:
-        name: of the layer.
-        layer: the live layer.
-        packing: packs the shadow.
-        loaded: its parameters as they are loaded, by their names in the layer.
+        packed: the live layer.
+        trace: of its parameters, by their names in the trace.
+        tensors: the published ones to fill the shadow from.
 
     Raises:
         UnsupportedError: the layer stores a tensor in another form than packing gives it.
@@ -60,22 +66,22 @@ class Image:
 
     def __init__(
         self,
-        name: str,
-        layer: torch.nn.Module,
-        packing: Packing,
-        loaded: Mapping[str, torch.Tensor],
+        packed: PackedLayer,
+        trace: Mapping[str, TracedTensor],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        self.name = name
-        self._layer = layer
-        self._packing = packing
+        self.name = packed.name
+        self._layer = layer = packed.layer
+        self._packing = packed.packing
         self._shadow: torch.nn.Module = object.__new__(type(layer))
         self._shadow.__dict__.update(layer.__dict__)
         for table in _HOLDING_TENSORS:
             self._shadow.__dict__[table] = dict(layer.__dict__[table])
-        for own, tensor in loaded.items():
-            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        for own, full in packed.loaded.items():
+            filled = trace[full].filled(tensors, layer.get_parameter(own).device)
+            parameter = torch.nn.Parameter(filled, requires_grad=False)
             self._shadow.__dict__["_parameters"][own] = parameter
-        packing.pack(self._shadow)
+        packed.packing.pack(self._shadow)
         self._attributes = {
             name: value
             for name, value in self._shadow.__dict__.items()
@@ -141,5 +147,5 @@ def packed_layers(
             if id(parameter) in names:
                 loaded[own] = full if trace.is_copied(full) else names[id(parameter)]
         if loaded:
-            layers[unwrapped(path)] = layer, loaded
+            layers[unwrapped(path)] = PackedLayer(unwrapped(path), layer, packing, loaded)
     return layers

@@ -83,18 +83,37 @@ class Patch(NamedTuple):
         )
 
 
-def apply_patches(patches: Sequence[Patch], copier: Copier) -> None:
+class Patches(NamedTuple):
+    """The part of a switch that is left where the model holds the version before, say."""
+
+    base: str
+    """Identity of the version that the model must hold."""
+    by_parameter: Mapping[str, Sequence[Patch]]
+    copies: Mapping[str, Sequence[Copy]]
+    """Copies of what has changed and is not patched, by the parameter's name."""
+
+    def on_device(self) -> Patches:
+        """Move them to their parameters' devices."""
+        moved = {
+            name: [each.on_device() for each in patches]
+            for name, patches in self.by_parameter.items()
+        }
+        return self._replace(by_parameter=moved)
+
+
+def apply_patches(patches: Patches, copier: Copier) -> None:
     """Write the values of all patches: in several threads, or one after the other on a device."""
+    pieces = [patch for each in patches.by_parameter.values() for patch in each]
 
     def work(first: int, end: int) -> None:
-        for patch in patches[first:end]:
+        for patch in pieces[first:end]:
             patch.apply()
 
-    if not all(patch.target.is_cpu for patch in patches):
-        work(0, len(patches))
+    if not all(patch.target.is_cpu for patch in pieces):
+        work(0, len(pieces))
         return
 
-    sizes = [patch.positions.numel() for patch in patches]
+    sizes = [patch.positions.numel() for patch in pieces]
     copier.in_parallel(work, split_evenly(sizes, copier.num_threads))
 
 

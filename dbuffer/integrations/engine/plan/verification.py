@@ -1,4 +1,4 @@
-"""`Verifier`, and stand-ins for weights: how copies are verified to do all that a reload does.
+"""`Verifier`: how copies are verified to do all that a reload does.
 
 The engine's own reload loads values that stand in for the version's, so that everything that is
 derived from any of them changes, and then the version. From the one to the other every parameter
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors, address_of
+from dbuffer.integrations.engine.plan.copy_plan import Tensors, address_of
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.load_trace import Unwrapped
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch, digest_of
 from dbuffer.io.copier import Copier
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import described, listed
 
 Mismatch = Mapping[str, str]
 """Layers that a reload does more with than a switch, by name, and what."""
@@ -33,12 +34,21 @@ _RANGE = (0.25, 0.75)
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
+class UnverifiableError(Exception):
+    """A reload cannot be compared with copies; it may be possible later."""
+
+    def __init__(self, why: str, error: Exception) -> None:
+        super().__init__(f"{why}: {described(error)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """Compares what reloads do to a model with what a switch would do."""
 
     model: torch.nn.Module
     """Model, as it serves."""
+    reload: Callable[[Tensors], None]
+    """Reloads all of it."""
     reload_part: Callable[[PreparedSwitch], None]
     """Reloads the layers that a switch leaves to the reload."""
     copier: Copier
@@ -47,8 +57,45 @@ class Verifier:
     """Attributes in the model that serving changes."""
     unwrapped: Unwrapped
     """Leads from the live model's names to the trace's."""
+    random: np.random.Generator
 
-    def fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
+    def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
+        """Load a version by a reload, and verify the plan of a switch to it.
+
+        Returns:
+            Layers with which the reload does more; empty: the plan is verified.
+
+        Raises:
+            UnverifiableError: they cannot be compared. The version is loaded.
+            Exception: the reload of the version failed.
+        """
+        plan = switch.plan
+        plan.verified_for = None
+        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self.random)
+        # Anything may be in a model, and a switch must not fail because it cannot be looked at.
+        try:
+            self.reload(stand_ins)
+            # If a whole reload changes something after one of a part, that must show.
+            self.reload_part(switch)
+            before = self._fingerprint(switch)
+        except Exception as error:
+            self.reload(tensors)
+            why = "values that stand in for a version cannot be loaded"
+            raise UnverifiableError(why, error) from error
+        # Reloading the version from there on changes all that is derived from any of them.
+        self.reload(tensors)
+        try:
+            mismatch = self._mismatch(switch, before)
+            if not mismatch and switch.reloaded:
+                mismatch = self._mismatch_of_part(switch, tensors)
+        except Exception as error:
+            raise UnverifiableError("a reload cannot be compared with copies", error) from error
+        if not mismatch:
+            unvaried = [name for name in tensors if not has_varied(tensors[name], stand_ins[name])]
+            plan.verified_for = {name: digest_of(tensors[name]) for name in unvaried}
+        return mismatch
+
+    def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
         """Return all that a switch must leave as it is, or reload."""
         return ModelFingerprint(
             self.model,
@@ -57,23 +104,32 @@ class Verifier:
             replaced={attribute for image in switch.images for attribute in image.replaced},
         )
 
-    def mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
+    def _mismatch(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch:
         """Compare a model that was just reloaded with what a switch would have made of it.
 
         ``before``: the model with stand-ins, in which the switch's layers were reloaded alone.
         """
         mismatch: dict[str, str] = {}
-        for place in before.changes_to(self.fingerprint(switch)):
+        for place in before.changes_to(self._fingerprint(switch)):
             for layer in _layers_at(place, switch.plan.all_layers, self.unwrapped):
                 mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
         for name, layer in switch.mismatches(self.copier).items():
             mismatch.setdefault(layer, f"{name} is not what was published")
-        if not mismatch and switch.reloaded:
+        return mismatch
+
+    def _mismatch_of_part(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
+        """Reload a part, and see whether that changed the rest; if so, load the version again."""
+        try:
             self.reload_part(switch)
-            if changed := switch.mismatches(self.copier):
-                why = f"reloading a part changes {listed(list(changed))} too"
-                mismatch = dict.fromkeys(switch.plan.reloaded, why)
-        return mismatch or None
+            changed = switch.mismatches(self.copier)
+        except Exception:
+            self.reload(tensors)
+            raise
+        if not changed:
+            return {}
+        self.reload(tensors)
+        why = f"reloading a part changes {listed(list(changed))} too"
+        return dict.fromkeys(switch.plan.reloaded, why)
 
 
 def _layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:

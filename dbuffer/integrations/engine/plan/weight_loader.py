@@ -17,32 +17,22 @@ import torch
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.engine_rank import ServingModel
-from dbuffer.integrations.engine.plan.copy_plan import (
-    CopyPlan,
-    PreparedSwitch,
-    Tensors,
-    digest_of,
-    log_copied_whole,
-    plan_copies,
-)
-from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
 from dbuffer.integrations.engine.plan.patching import Changed, same_bytes
-from dbuffer.integrations.engine.plan.samples import Sample, draw_sample, is_held, with_patched
-from dbuffer.integrations.engine.plan.verification import (
-    Mismatch,
-    Verifier,
-    has_varied,
-    stand_ins_for,
+from dbuffer.integrations.engine.plan.prepared_switch import (
+    PreparedSwitch,
+    log_copied_whole,
+    prepare_switch,
 )
+from dbuffer.integrations.engine.plan.samples import Sample, draw_sample, is_held, with_patched
+from dbuffer.integrations.engine.plan.verification import Mismatch, UnverifiableError, Verifier
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 
 logger = logging.getLogger(__name__)
-
-_UNKNOWN: tuple[str | None, Sample] = None, {}
 
 _MAX_VERIFICATIONS = 4
 """Verifications of a layout before it is set aside; each takes two reloads."""
@@ -92,7 +82,11 @@ class WeightLoader:
         self._partial = partial
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
-        self._verifier = Verifier(model, self._reload_part, copier, caches, self._unwrapped)
+        # The engine's generators are seeded, and sample tokens.
+        self._random = np.random.default_rng()
+        self._verifier = Verifier(
+            model, self._reload, self._reload_part, copier, caches, self._unwrapped, self._random
+        )
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
@@ -106,12 +100,12 @@ class WeightLoader:
         self._num_skipped: float = 0
         """Versions of this layout to reload before it is planned again."""
         self._next_skipped = _MIN_SKIPPED
-        self._held: tuple[str | None, Sample] = _UNKNOWN
-        """Identity of the version that the model holds, and elements by which that is known."""
+        self._held: str | None = None
+        """Identity of the version that the model holds; None: that is not known."""
+        self._sample: Sample = {}
+        """Elements by which it is known to hold that version still."""
         self._may_patch = True
         self._rechecks_loaders = True
-        # The engine's generators are seeded, and sample tokens.
-        self._random = np.random.default_rng()
 
     @torch.no_grad()
     def prepare(
@@ -138,13 +132,13 @@ class WeightLoader:
             self._give_up(changed, logging.WARNING)
             return None
         try:
-            switch = plan.prepare(tensors, aliases or {})
+            switch = prepare_switch(plan, tensors, aliases or {})
         except UnsupportedError as error:
             self._give_up(str(error))
             return None
         # Anything may go wrong when a layer packs, and it does so in the reload as well.
         except Exception as error:  # noqa: BLE001
-            self._set_aside("a layer could not be packed", error)
+            self._set_aside(f"a layer could not be packed: {described(error)}")
             return None
         try:
             switch.sample = draw_sample(switch.copies, plan.parameters, self._random)
@@ -165,10 +159,10 @@ class WeightLoader:
         elif self._plan is None and self._num_skipped:
             self._num_skipped -= 1
         if self._plan is None and not self._num_skipped:
-            return self._made_plan()
+            self._make_plan()
         return self._plan
 
-    def _made_plan(self) -> CopyPlan | None:
+    def _make_plan(self) -> None:
         """Plan the trace, without the layers that stay with the reload."""
         assert self._trace is not None  # noqa: S101 - it was prepared
         try:
@@ -183,7 +177,6 @@ class WeightLoader:
             )
         except UnsupportedError as error:
             self._give_up(str(error))
-        return self._plan
 
     def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
         """Load one parameter, a random one, and return its name if that is not as it was traced."""
@@ -214,11 +207,11 @@ class WeightLoader:
             return
         base = self._known_base()
         changed = None if base is None else changed_since(base)
-        if changed is None:
+        if base is None or changed is None:
             return
-        patches, copies = switch.plan.changes_to(switch.tensors, changed, self._copier)
+        patches = switch.patches_from(base, changed, self._copier)
         name = self._random.choice(list(switch.copies))
-        if not switch.patch_matches(name, patches.get(name, ()), copies):
+        if not switch.patches_match(name, patches):
             self._may_patch = False
             logger.warning(
                 "%s changed in other places than its delta says: versions are copied whole from "
@@ -226,18 +219,15 @@ class WeightLoader:
                 name,
             )
             return
-        switch.patches = [each.on_device() for pieces in patches.values() for each in pieces]
-        switch.unpatched = copies
-        switch.base = base
-        if patches or copies:
-            switch.sample = with_patched(switch.sample, patches, self._random)
+        switch.patches = patches.on_device()
+        if patches.by_parameter or patches.copies:
+            switch.sample = with_patched(switch.sample, patches.by_parameter, self._random)
         else:  # elements that were patched last tell more
-            switch.sample = self._held[1]
+            switch.sample = self._sample
 
     def _known_base(self) -> str | None:
         """Return the identity of the version that the model holds; None: that is not known."""
-        identity, sample = self._held
-        return identity if sample and is_held(sample) else None
+        return self._held if self._sample and is_held(self._sample) else None
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch, identity: str | None = None) -> None:
@@ -245,16 +235,16 @@ class WeightLoader:
 
         ``identity`` is the version's, to be asked for what changed since.
         """
-        base = None if switch.base is None else self._known_base()
-        self._held = _UNKNOWN
+        held = None if switch.patches is None else self._known_base()
+        self._held = None
         try:
-            switch.apply(self._copier, base)
+            switch.apply(self._copier, held)
             self._reload_part(switch)
         except BaseException:
             # The repair must not fail for the same reason: a reload, and a new verification.
             self._drop_plan()
             raise
-        self._held = identity, switch.sample
+        self._held, self._sample = identity, switch.sample
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -271,7 +261,7 @@ class WeightLoader:
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
-        self._held = _UNKNOWN
+        self._held = None
         # A value derived from one of these may have become another one.
         if self._plan is not None and self._plan.verified_for:
             self._plan.verified_for = None
@@ -296,71 +286,34 @@ class WeightLoader:
             self._reload(tensors)
             return
         started = time.monotonic()
-        unverified: PreparedSwitch | None = switch
-        while unverified is not None:
-            unverified = self._reload_and_verify(tensors, unverified, identity)
-        if self._plan is not None:
-            _log_verified(self._plan, time.monotonic() - started)
-
-    def _reload_and_verify(
-        self, tensors: Tensors, switch: PreparedSwitch, identity: str | None
-    ) -> PreparedSwitch | None:
-        """Load a version by a reload, and verify a switch to it.
-
-        Returns:
-            The switch to verify next, which leaves more layers to the reload; None: there is none.
-        """
-        if self._num_verifications == _MAX_VERIFICATIONS:
+        while self._num_verifications < _MAX_VERIFICATIONS:
+            self._num_verifications += 1
+            following = self._reload_and_verify(tensors, switch)
+            if following is None:
+                break
+            switch = following
+        else:
             self._set_aside(
                 f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
                 "move, or layers change more than they load"
             )
             self._reload(tensors)
-            return None
-        switch.plan.verified_for = None
-        self._num_verifications += 1
-        stand_ins = stand_ins_for(tensors, switch.plan.reloaded_sources, self._random)
-        before = self._load_stand_ins(stand_ins, switch)
-        self._reload(tensors)
-        if before is None:
-            return None
-        following = None
-        try:
-            mismatch = self._verifier.mismatch(switch, before)
-            if mismatch is None:
-                self._note_verified(switch, tensors, stand_ins, identity)
-                return None
-            following = self._leave_to_reload(mismatch, switch)
-        # Anything may be in a model, and a switch must not fail because it cannot be looked at.
-        except Exception as error:  # noqa: BLE001
-            self._set_aside("a reload cannot be compared with copies", error)
-        if following is None and switch.reloaded:  # and the part may have changed other layers
-            self._reload(tensors)
-        return following
+        if self._plan is not None:
+            self._held, self._sample = identity, switch.sample
+            _log_verified(self._plan, time.monotonic() - started)
 
-    def _note_verified(
-        self, switch: PreparedSwitch, tensors: Tensors, stand_ins: Tensors, identity: str | None
-    ) -> None:
-        """Use the plan from now on, for versions that leave alone what stand-ins did not vary."""
-        unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
-        switch.plan.verified_for = {n: digest_of(t) for n, t in unvaried.items()}
-        self._held = identity, switch.sample
+    def _reload_and_verify(self, tensors: Tensors, switch: PreparedSwitch) -> PreparedSwitch | None:
+        """Load a version by a reload, and verify a switch to it.
 
-    def _load_stand_ins(
-        self, stand_ins: Tensors, switch: PreparedSwitch
-    ) -> ModelFingerprint | None:
-        """Reload values that stand in for a version; None: that failed, and the plan is set aside.
-
-        Reloading the version from there on changes all that is derived from any of them.
+        Returns:
+            The switch to verify next, which leaves more layers to the reload; None: there is none.
         """
         try:
-            self._reload(stand_ins)
-            # If a whole reload changes something after one of a part, that must show.
-            self._reload_part(switch)
-            return self._verifier.fingerprint(switch)
-        except Exception as error:  # noqa: BLE001
-            self._set_aside("values that stand in for a version cannot be loaded", error)
+            mismatch = self._verifier.verify(switch, tensors)
+        except UnverifiableError as error:
+            self._set_aside(str(error))
             return None
+        return self._leave_to_reload(mismatch, switch) if mismatch else None
 
     def _leave_to_reload(self, mismatch: Mismatch, switch: PreparedSwitch) -> PreparedSwitch | None:
         """Leave layers to the reload that it does more with; return the switch of all others."""
@@ -370,8 +323,8 @@ class WeightLoader:
             return None
         self._drop_plan()
         self._reloaded = {**mismatch, **reloaded}
-        plan = self._made_plan()
-        return None if plan is None else switch.by(plan)
+        self._make_plan()
+        return None if self._plan is None else switch.with_plan(self._plan)
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
@@ -386,7 +339,7 @@ class WeightLoader:
         message = "switches go through the engine's reload, and not by copies alone: %s"
         logger.log(level, message, why)
 
-    def _set_aside(self, why: str, error: Exception | None = None) -> None:
+    def _set_aside(self, why: str) -> None:
         """Reload some versions, and plan again then: memory may have been short for a moment."""
         self._drop_plan()
         self._num_verifications, self._num_skipped = 0, self._next_skipped
@@ -394,7 +347,7 @@ class WeightLoader:
         logger.warning(
             "switches go through the engine's reload for %d versions, and not by copies alone: %s",
             self._num_skipped,
-            why if error is None else f"{why}: {described(error)}",
+            why,
         )
 
 

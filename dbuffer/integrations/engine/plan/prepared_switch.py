@@ -1,0 +1,280 @@
+"""`PreparedSwitch`: the copies that switch a model to one version, bound while it serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+import xxhash
+
+from dbuffer.format.layout import align
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, addresses_of, layer_of
+from dbuffer.integrations.engine.plan.images import Image
+from dbuffer.integrations.engine.plan.load_trace import Copy, View
+from dbuffer.integrations.engine.plan.patching import (
+    Changed,
+    Patch,
+    Patches,
+    apply_patches,
+    flat,
+    patch_or_copy,
+    same_bytes,
+)
+from dbuffer.integrations.engine.plan.samples import Sample
+from dbuffer.io.changes import cut_work
+from dbuffer.io.copier import Copier
+from dbuffer.runtime.messages import described
+from dbuffer.runtime.trouble import log_once
+
+logger = logging.getLogger(__name__)
+
+CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+"""Copies the second tensors into the first."""
+
+
+def prepare_switch(plan: CopyPlan, tensors: Tensors, aliases: Mapping[str, str]) -> PreparedSwitch:
+    """Bind the copies of a plan to a version's tensors, and pack all layers that have images.
+
+    ``aliases``: stored names of tensors that the model takes under another name.
+
+    Raises:
+        UnsupportedError: a layer cannot take its image over.
+        Exception: a layer could not be packed.
+    """
+    return PreparedSwitch(
+        plan,
+        tensors,
+        aliases,
+        copies=plan.copies_of(tensors),
+        images=[Image(packed, plan.traced, tensors) for packed in plan.packed.values()],
+        digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
+    )
+
+
+@dataclass(eq=False)
+class PreparedSwitch:
+    """A switch of a model to one version.
+
+    Where versions are mapped they are copied from there, in the pause; where they are staged in
+    memory, only this rank's part is staged, in the order and dtype of its parameters.
+    """
+
+    plan: CopyPlan
+    tensors: Tensors
+    """Published tensors; only those to be reloaded, where the copies have memory of their own."""
+    aliases: Mapping[str, str]
+    """Stored names of tensors that the model takes under another name."""
+    copies: Mapping[str, Sequence[Copy]]
+    """Copies into each parameter, by its name."""
+    images: Sequence[Image]
+    digests: Mapping[str, int]
+    """Digests of the tensors in ``plan.verified_for``."""
+    patches: Patches | None = None
+    """Changes since a version that the model may hold; None: they are not known."""
+    sample: Sample = field(default_factory=dict)
+    """Elements by which the model is known to hold this version."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it is verified to do all that a reload does, to parameters where they were."""
+        verified_for = self.plan.verified_for
+        return (
+            verified_for is not None
+            and all(self.digests.get(name) == xxh3 for name, xxh3 in verified_for.items())
+            and addresses_of(self.plan.parameters) == self.plan.addresses
+        )
+
+    @cached_property
+    def reloaded(self) -> Tensors:
+        """Published tensors that are reloaded in addition."""
+        sources = self.plan.reloaded_sources
+        return {name: self.tensors[name] for name in self.tensors if name in sources}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it loads."""
+        return self.plan.copied_bytes + sum(tensor.nbytes for tensor in self.reloaded.values())
+
+    # While the engine serves
+
+    def of(self, tensors: Tensors) -> PreparedSwitch:
+        """Bind the copies to other tensors with the same content, by their stored names."""
+        offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
+        patches = self.patches
+        if patches is not None and patches.copies:  # these read tensors that are released
+            patches = None
+        return replace(self, tensors=offered, copies=self.plan.copies_of(offered), patches=patches)
+
+    def with_plan(self, plan: CopyPlan) -> PreparedSwitch:
+        """Bind a plan that leaves more layers to the reload to the same version."""
+        return replace(
+            self,
+            plan=plan,
+            copies=plan.copies_of(self.tensors),
+            images=[image for image in self.images if image.name in plan.packed],
+            sample={name: self.sample[name] for name in self.sample if name in plan.parameters},
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that :meth:`copied_into` needs."""
+        staged = (*self.plan.parameters.values(), *self.reloaded.values())
+        return sum(align(tensor.nbytes) for tensor in staged)
+
+    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
+        """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
+
+        First copies of the parameters, then the published tensors that are reloaded.
+        """
+        parameters = self.plan.parameters
+        staged, rest = _laid_out(memory, parameters)
+        reloaded, _ = _laid_out(rest, self.reloaded)
+        copies = [(reloaded[name], tensor) for name, tensor in self.reloaded.items()]
+        for name, tensor in staged.items():
+            copies += self.plan.traced[name].bind(tensor, self.tensors)
+        copy([target for target, _ in copies], [source for _, source in copies])
+        patches = self.patches
+        if patches is not None:
+            unpatched = {
+                name: [
+                    (target, View.of(target, parameters[name]).in_(staged[name]))
+                    for target, _ in each
+                ]
+                for name, each in patches.copies.items()
+            }
+            patches = patches._replace(copies=unpatched)
+        return replace(
+            self,
+            tensors=reloaded,
+            copies={name: [(parameters[name].detach(), staged[name])] for name in staged},
+            patches=patches,
+        )
+
+    def patches_from(self, base: str, changed: Changed, copier: Copier) -> Patches:
+        """Return what is left of the copies where a model holds another version.
+
+        Args:
+            base: identity of that version.
+            changed: where this version may differ from it.
+            copier: its threads gather the values.
+        """
+        traced = self.plan.traced
+        ops = [(name, op) for name in self.copies for op in traced[name].ops]
+        found: list[Patch | Copy | None] = [None] * len(ops)
+
+        @torch.no_grad()
+        def work(first: int, end: int) -> None:
+            for index, (name, op) in enumerate(ops[first:end], first):
+                parameter = self.plan.parameters[name]
+                found[index] = patch_or_copy(parameter, op, self.tensors, changed)
+
+        sizes = [0 if op.part is None else op.part.num_elements for _, op in ops]
+        copier.in_parallel(work, cut_work(sizes, copier))
+        patches: dict[str, list[Patch]] = {}
+        copies: dict[str, list[Copy]] = {}
+        for (name, _), each in zip(ops, found, strict=True):
+            if isinstance(each, Patch):
+                patches.setdefault(name, []).extend(each.pieces())
+            elif each is not None:
+                copies.setdefault(name, []).append(each)
+        return Patches(base, patches, copies)
+
+    def patches_match(self, name: str, patches: Patches) -> bool:
+        """Whether patches give a parameter what the whole switch would give it.
+
+        They, and what is compared, are in main memory: a device may have no room.
+        """
+        parameter = self.plan.parameters[name].detach()
+        patched = flat(parameter).to("cpu", copy=True)
+        for patch in patches.by_parameter.get(name, ()):
+            patch._replace(target=patched).apply()
+        like = patched.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
+        copied = {target.data_ptr() for target, _ in patches.copies.get(name, ())}
+        return all(
+            target.data_ptr() in copied or same_bytes(op.to.in_(like), source)
+            for op, (target, source) in zip(
+                self.plan.traced[name].ops, self.copies[name], strict=True
+            )
+        )
+
+    # In the pause
+
+    def apply(self, copier: Copier, held: str | None) -> None:
+        """Switch. A failure leaves a mix, to be repaired at once.
+
+        Args:
+            copier: its threads work in main memory; on a device its own queue does.
+            held: identity of the version that the model is known to hold.
+        """
+        copies = [copy for each in self._patch(copier, held).values() for copy in each]
+        # A tied tensor is in the images of two layers.
+        packed = {copy[0].data_ptr(): copy for image in self.images for copy in image.copies()}
+        targets = [target for target, _ in (*copies, *packed.values())]
+        sources = [source for _, source in (*copies, *packed.values())]
+        if self.plan.is_in_main_memory:
+            copier.copy_tensors(targets, sources)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            # The next step reads what was copied, and staging may write anew where it came from.
+            torch.accelerator.synchronize()
+        for image in self.images:
+            image.hand_over()
+
+    def _patch(self, copier: Copier, held: str | None) -> Mapping[str, Sequence[Copy]]:
+        """Patch what can be patched, and return the copies that are left."""
+        if self.patches is None or self.patches.base != held:
+            return self.copies
+        try:
+            apply_patches(self.patches, copier)
+        # A device without room, say. Copying everything needs none, and overwrites the patches.
+        except Exception as error:  # noqa: BLE001
+            log_copied_whole(error)
+            return self.copies
+        return self.patches.copies
+
+    def mismatches(self, copier: Copier) -> dict[str, str]:
+        """Return the parameters and images that differ from what a switch gives, and their layers.
+
+        Parameters must have what they are copied, to the byte. ``copier``: its threads compare.
+        """
+        copies = [(name, copy) for name, each in self.copies.items() for copy in each]
+        differing: set[str] = set()
+
+        def work(first: int, end: int) -> None:
+            differing.update(name for name, copy in copies[first:end] if not same_bytes(*copy))
+
+        copier.in_parallel(work, cut_work([copy[0].nbytes for _, copy in copies], copier))
+        images = {each.name: each.name for each in self.images if not each.matches()}
+        return {name: layer_of(name) for name in sorted(differing)} | images
+
+
+def _laid_out(
+    memory: torch.Tensor, tensors: Tensors
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Lay out tensors of the same form in flat bytes, one behind the other.
+
+    Returns:
+        The tensors in there, and the bytes behind them.
+    """
+    laid_out = {}
+    for name, tensor in tensors.items():
+        elements = memory[: tensor.nbytes].view(tensor.dtype)
+        laid_out[name] = elements.as_strided(tensor.shape, tensor.stride())
+        memory = memory[align(tensor.nbytes) :]
+    return laid_out, memory
+
+
+def log_copied_whole(error: Exception) -> None:
+    """Log that what changed could not be patched this time."""
+    message = "a version is copied whole, as patching what changed failed: %s"
+    log_once(logger, message, described(error))
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """Return the XXH3 of a tensor's bytes."""
+    flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64(flat_bytes.numpy().data).intdigest()
