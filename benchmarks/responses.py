@@ -24,7 +24,7 @@ from benchmarks import engines, models, report
 from benchmarks.engines import Checkpoint, Model
 from benchmarks.measure import median
 from benchmarks.processes import scratch_folder
-from tests.support.children import free_port
+from tests.support.ports import free_port
 
 PLAIN, FOLLOWS, TOLD = "no dbuffer", "follows", "follows, spans asked for"
 _KINDS = {"one token": 1, "a stream of 32": 32}

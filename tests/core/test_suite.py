@@ -20,8 +20,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support import durations, unchanged
-from tests.support.children import Child, free_port
+from tests.support.children import Child
 from tests.support.durations import Duration
+from tests.support.ports import free_port
 from tests.support.scopes import SCOPES, scope_of
 from tests.support.unchanged import RULES, changed_since, left_out, mark
 

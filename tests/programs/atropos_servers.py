@@ -117,7 +117,7 @@ class WithRoutes:
     def __init__(self, directory: Path) -> None:
         import httpx
 
-        from tests.support.children import free_port
+        from tests.support.ports import free_port
 
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -210,8 +210,8 @@ def train_with_stock(directory: Path, server: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stock_server(directory: Path) -> Iterator[Any]:
-    from tests.support.children import free_port
     from tests.support.engines.vllm_servers import Server
+    from tests.support.ports import free_port
 
     flags = ("--worker-extension-cls", EXTENSION, "--api-key", "secret")
     log = directory / "stock.log"

@@ -52,9 +52,9 @@ class Program:
     def start_engines(self, checkpoint: Path) -> None:
         import vllm
 
-        from tests.support.children import free_port
         from tests.support.engines.vllm_engines import engine_arguments
         from tests.support.engines.vllm_servers import Server
+        from tests.support.ports import free_port
 
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name)  # of torchrun's: this engine is not one of those

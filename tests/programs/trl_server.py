@@ -17,10 +17,10 @@ from torch import distributed
 
 import dbuffer
 from dbuffer.integrations.trl import StoreWeightTransfer
-from tests.support.children import free_port
 from tests.support.engines.vllm_engines import TIMEOUT_S, leave
 from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server
 from tests.support.lightrft_parts import by_rank, run_ranks
+from tests.support.ports import free_port
 from tests.support.soak import is_soak
 
 NUM_STEPS = 12

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import dbuffer
-from tests.support.children import free_port
 from tests.support.engines.tiny_models import make_model, revealing_weights, token_of
 from tests.support.engines.vllm_servers import (
     API_KEY,
@@ -25,6 +24,7 @@ from tests.support.engines.vllm_servers import (
     following,
     question,
 )
+from tests.support.ports import free_port
 
 NUM_STREAMS = 20
 PUBLISH_EVERY_S = 0.2

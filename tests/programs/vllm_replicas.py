@@ -11,7 +11,6 @@ from typing import Any
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
-from tests.support.children import free_port
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async
 from tests.support.engines.in_workers import let_fail, let_wait, let_work
@@ -23,6 +22,7 @@ from tests.support.engines.tiny_models import (
 )
 from tests.support.engines.vllm_engines import PROMPTS, engine_arguments, leave
 from tests.support.engines.vllm_servers import BACKEND_FLAGS, WAIT_S, Server, following
+from tests.support.ports import free_port
 from tests.support.waiting import error_of, until
 
 REPLICAS = (0, 1)

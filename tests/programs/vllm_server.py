@@ -17,7 +17,6 @@ from typing import Any
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import free_port
 from tests.support.engines import preforked
 from tests.support.engines.patch_trainers import all_of
 from tests.support.engines.tiny_models import (
@@ -37,6 +36,7 @@ from tests.support.engines.vllm_servers import (
     following,
     question,
 )
+from tests.support.ports import free_port
 from tests.support.soak import is_soak
 from tests.support.waiting import until
 

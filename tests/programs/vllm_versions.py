@@ -16,7 +16,6 @@ import httpx
 import dbuffer
 from dbuffer.integrations.vllm import VersionSpan, versions_of
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import free_port
 from tests.support.engines.tiny_models import (
     revealing_weights,
     save_revealing,
@@ -32,6 +31,7 @@ from tests.support.engines.vllm_servers import (
     following,
     question,
 )
+from tests.support.ports import free_port
 from tests.support.soak import is_soak
 
 OK, BAD_REQUEST, NOT_FOUND, CONFLICT, UNAVAILABLE = 200, 400, 404, 409, 503

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import sys
@@ -111,24 +110,6 @@ def open_files(*parts: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             found.append(str(path.readlink()))
     return sorted(name for name in found if any(part in name for part in parts))
-
-
-def free_port() -> int:
-    """One that nobody listens at, and that nobody else gets while this process lives.
-
-    It lies below those that the system gives to connections: one of these is free only as long
-    as no connection is made. The name that takes it from other tests ends with the process.
-    """
-    for_connections = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    end = int(for_connections.split()[0])
-    while True:
-        port = random.SystemRandom().randrange(end // 2, end)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            name = stack.enter_context(socket.socket(socket.AF_UNIX))
-            name.bind(f"\0dbuffer-test-port-{port}")
-            stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            name.detach()
-            return port
 
 
 class Child:

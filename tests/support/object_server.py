@@ -14,7 +14,7 @@ from typing import Self
 from unittest import mock
 
 from tests.support import ROOT
-from tests.support.children import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import TIMEOUT_S, until
 
 BUCKET = "weights"
@@ -104,8 +104,8 @@ class ObjectServer:
 
     def close(self) -> None:
         """Kill the server and remove its files."""
-        self._keeper.stdin.close()
-        assert self._keeper.wait(TIMEOUT_S) == 0
+        self._keeper.communicate(timeout=TIMEOUT_S)  # ends its standard input
+        assert self._keeper.returncode == 0
 
     def _wait_until_ready(self) -> None:
         import obstore

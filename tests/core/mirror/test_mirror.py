@@ -33,10 +33,11 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
-from tests.support.children import Child, Command, free_port
+from tests.support.children import Child, Command
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest
+from tests.support.ports import free_port
 from tests.support.soak import is_soak, numbers, patience_s
 from tests.support.stores import (
     assert_tidy,

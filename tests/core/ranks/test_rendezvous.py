@@ -16,7 +16,8 @@ from torch import distributed
 import dbuffer
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from dbuffer.ranks.rendezvous import join, leave, meet
-from tests.support.children import Child, free_port
+from tests.support.children import Child
+from tests.support.ports import free_port
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 

@@ -30,10 +30,11 @@ from dbuffer.mirror.download import newest_pointer
 from dbuffer.tools.doctor import bucket as doctor
 from dbuffer.tools.doctor import examine_bucket
 from dbuffer.tools.verification import verify_bucket
-from tests.support.children import Command, free_port
+from tests.support.children import Command
 from tests.support.commands import call
 from tests.support.object_store import Request, corrupt_answer, drop, slow, status
 from tests.support.patterns import OTHER, Sparse
+from tests.support.ports import free_port
 from tests.support.soak import in_turn
 from tests.support.terminals import Terminal
 from tests.support.waiting import TIMEOUT_S, until

@@ -32,8 +32,9 @@ from dbuffer.integrations.atropos import (
     permute_for_rotary,
 )
 from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
-from tests.support.children import Child, free_port
+from tests.support.children import Child
 from tests.support.patterns import received as stored
+from tests.support.ports import free_port
 from tests.support.slurm_job import be_in_job
 from tests.support.waiting import TIMEOUT_S, meanwhile, until
 

@@ -23,8 +23,9 @@ import torch
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support import ROOT
-from tests.support.children import Child, free_port
+from tests.support.children import Child
 from tests.support.later import Later
+from tests.support.ports import free_port
 from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn
 from tests.support.waiting import TIMEOUT_S, until
 

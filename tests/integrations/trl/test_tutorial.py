@@ -11,9 +11,9 @@ import runpy
 
 import pytest
 
-from tests.support.children import free_port
 from tests.support.documents import DOCS, TUTORIAL
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S
+from tests.support.ports import free_port
 from tests.support.soak import in_soaks_alone
 
 MADE = runpy.run_path(str(DOCS / "make_tutorial.py"))
