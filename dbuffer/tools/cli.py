@@ -87,6 +87,14 @@ class _LazyGroup(typer.core.TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
+class _Command(typer.core.TyperCommand):
+    """Command whose usage line has no braces around its arguments; all of them are required."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line's words."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
 app = typer.Typer(
     cls=_LazyGroup,
     no_args_is_help=True,
@@ -134,7 +142,8 @@ def _command(name: str) -> Any:
     function = command_named(name)
     one = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Its first line, whole: typer would cut it to the width.
-    one.command(name, short_help=inspect.getdoc(function).partition("\n")[0])(function)  # type: ignore[union-attr]
+    summary = inspect.getdoc(function).partition("\n")[0]  # type: ignore[union-attr]
+    one.command(name, cls=_Command, short_help=summary)(function)
     return typer.main.get_command(one)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +15,20 @@ from dbuffer.store.hold import hold_version
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 
+
+def parse_version(text: str) -> int:
+    """Parse a version's number; a path in its place is named."""
+    if text.isdecimal():
+        return int(text)
+    swapped = " (are STORE and VERSION swapped?)" if Path(text).is_dir() else ""
+    raise typer.BadParameter(f"{text!r} is not a version number{swapped}")
+
+
 VersionArgument = Annotated[
-    int, typer.Argument(help="One that `dbuffer status` lists.", metavar="VERSION")
+    int,
+    typer.Argument(
+        help="One that `dbuffer status` lists.", metavar="VERSION", parser=parse_version
+    ),
 ]
 
 
@@ -40,7 +53,7 @@ def unpin(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Unpin a version: the next publish drops it, unless the sender's ``keep`` covers it."""
+    """Unpin a version: the next publish drops it, unless the sender's `keep=` covers it."""
     kept.unpin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.report({"version": version, "is_pinned": False}, text, as_json=as_json)

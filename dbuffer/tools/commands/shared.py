@@ -128,8 +128,8 @@ class FollowOptions:
     receiver_id: Annotated[
         str | None,
         typer.Option(
-            help="Name under which versions are acknowledged. Default: `exec` makes one, "
-            "`follow-server` takes the engine's, `follow` acknowledges nothing.",
+            help="Acknowledge versions under this name. Default: `exec` generates one, "
+            "`follow-server` takes the engine's, `follow` does not acknowledge.",
             metavar="ID",
         ),
     ] = None

@@ -174,6 +174,8 @@ def test_an_option_that_has_no_effect_is_refused_by_name(
         ((), 2, "Usage: dbuffer "),
         (("statu", "x"), 2, "'status'"),
         (("publish", "a store", "checkpoint"), 2, "did you swap CHECKPOINT and STORE?"),
+        (("pin", "2", "empty"), 2, "is not a version number (are STORE and VERSION swapped?)"),
+        (("pin", "empty", "x"), 2, "Usage: dbuffer pin [OPTIONS] STORE VERSION"),
         (("publish", "checkpoint", "x", "--metadata", "step=3"), 2, EXAMPLE),
         (("publish", "checkpoint", "x", "--metadata", "[3]"), 2, EXAMPLE),
         (("publish", "checkpoint", "x", "--metadata", "{step: 3}"), 2, EXAMPLE),
