@@ -537,6 +537,8 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
         compare = await switch_kept_requests(program)
         with pytest.raises(dbuffer.OptionError, match="no store given"):
             follow(program.engine)
+        with pytest.raises(dbuffer.UnsupportedError, match="enable_prefix_caching=False"):
+            program.follow("in_place")
         await lose_the_engine(program)
     compare(directory)
     return {"versions in answers that an engine under load gave": num_versions}

@@ -228,21 +228,24 @@ class Inside:
             self.log_each_switch(server)
             server.kill()
             self.publish(sender, 8)
-            server = self.start(LONG_TIMEOUT_S)
+            flags = ["--no-enable-prefix-caching"]
+            server = self.start(*flags, timeout_s=LONG_TIMEOUT_S, pause="in_place")
             server.wait_ready()
             assert server.answer() == tokens_of(8)
             self.follow_one(server, sender, 9)
-            self.end_while_versions_come(server, sender)
+            last = self.go_on_in_place(server, sender, 9)
+            self.end_while_versions_come(server, sender, last)
 
-    def start(self, timeout_s: int = ENGINE_TIMEOUT_S) -> Server:
-        """The same command each time, but for the port and the time-out."""
+    def start(self, *flags: str, timeout_s: int = ENGINE_TIMEOUT_S, **options: Any) -> Server:
+        """The same command each time, but for the port and these."""
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
             self.checkpoint,
             self.directory / f"server-{number}.log",
             *BACKEND_FLAGS,
-            *following(self.store, timeout_s=timeout_s),
+            *following(self.store, timeout_s=timeout_s, **options),
             *("--load-format", "dummy"),
+            *flags,
             port=free_port(),
         )
 
@@ -308,19 +311,48 @@ class Inside:
         told = r"serves version (\d+): .*staged in [\d.]+ ms.*paused for"
         assert [re.findall(told, line) for line in switches] == [[str(v)] for v in range(1, 6)]
 
-    def end_while_versions_come(self, server: Server, sender: dbuffer.WeightSender) -> None:
+    def go_on_in_place(self, server: Server, sender: dbuffer.WeightSender, version: int) -> int:
+        """Switch while an answer is on its way, of which nothing is computed again.
+
+        Returns:
+            The last version.
+        """
+        spans: list[dict[str, Any]] = []
+        asked = question(5) | {"max_tokens": 240}
+        headers = {"X-Weight-Versions": "true"}
+        with ThreadPoolExecutor(1) as pool:
+            while len(spans) < 2:
+                answering = pool.submit(
+                    server.client.post, "/v1/completions", json=asked, headers=headers
+                )
+                while not answering.done():
+                    version += 1
+                    self.follow_one(server, sender, version)
+                [choice] = answering.result().json()["choices"]
+                spans = choice["weight_versions"]
+        told = [(token_of(int(span["version"])), span["end"] - span["start"]) for span in spans]
+        assert choice["token_ids"] == [token for token, count in told for _ in range(count)]
+        metrics = server.client.get("/metrics").text
+        [preempted] = re.findall(r"^vllm:num_preemptions_total.* (\S+)$", metrics, re.MULTILINE)
+        assert float(preempted) == 0
+        return version
+
+    def end_while_versions_come(
+        self, server: Server, sender: dbuffer.WeightSender, version: int
+    ) -> None:
         """SIGTERM at full speed: the switch in flight ends, and no other begins."""
+        first = version + 1
         has_ended = threading.Event()
 
         def publish_on() -> None:
-            version = 10
+            version = first
             while not has_ended.is_set():
                 self.publish(sender, version)
                 version += 1
 
         with ThreadPoolExecutor(1) as pool:
             publishing = pool.submit(publish_on)
-            sender.wait_applied(11, timeout_s=WAIT_S)
+            sender.wait_applied(first + 1, timeout_s=WAIT_S)
             started = time.monotonic()
             try:
                 assert server.terminate() == (0, [])

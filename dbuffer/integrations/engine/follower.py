@@ -54,7 +54,7 @@ class Follower(Closing):
         *,
         pause: PauseMode = "keep",
     ) -> None:
-        checks.choice("pause", pause, engine.pauses)
+        engine.require_pause(pause)
         self._engine = engine
         self._options = options
         self._pause_mode: PauseMode = pause

@@ -9,12 +9,14 @@ from typing import Literal
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.runtime import options as checks
 
-PauseMode = Literal["keep", "wait", "abort"]
+PauseMode = Literal["keep", "wait", "abort", "in_place"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches
-recomputed; or waited for; or aborted."""
+recomputed; or waited for; or aborted; or kept with their caches."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
+"""Modes that every engine has in which a request can be in flight when it is paused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +48,22 @@ class Engine:
     may_be_left_paused: bool = False
     """Whether another process may have followed it before, and have died in a switch."""
     pauses: Collection[str] = PAUSE_MODES
-    """Modes of pausing that it has."""
+    """Modes of pausing that its kind has."""
 
     def close(self) -> None:
         """Release what this process holds of it."""
 
     def require_alive(self) -> None:
         """Raise :class:`EngineEndedError` if it is dead for good; a server may come back."""
+
+    def require_pause(self, mode: PauseMode) -> None:
+        """Raise unless it can be paused so.
+
+        Raises:
+            OptionError: its kind cannot.
+            UnsupportedError: this engine cannot, as it was started.
+        """
+        checks.choice("pause", mode, self.pauses)
 
     def facts(self) -> EngineFacts:
         """Return the facts about its start."""
@@ -73,7 +84,10 @@ class Engine:
         return False
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop every cache computed with the present weights."""
+        """Let no step begin, and drop every cache computed with the present weights.
+
+        With ``"in_place"``, drop none: requests in flight go on with theirs.
+        """
         raise NotImplementedError
 
     def pause_noting(self, mode: PauseMode, note_begun: Callable[[], None]) -> None:

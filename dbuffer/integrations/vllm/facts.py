@@ -99,6 +99,18 @@ def _num_local(parallel: Any) -> int | None:
     return None
 
 
+def shared_caches(config: Any) -> list[str]:
+    """Name what an engine, by its ``VllmConfig``, caches of one request for another."""
+    found = {
+        "a prefix cache (start it with enable_prefix_caching=False)": (
+            config.cache_config.enable_prefix_caching
+        ),
+        "a cache of its encoders' outputs": config.model_config.is_multimodal_model,
+        "a connector to other caches": config.kv_transfer_config is not None,
+    }
+    return [cache for cache, is_there in found.items() if is_there]
+
+
 def has_backend(config: Any) -> bool:
     """Whether its workers take weights over vLLM's weight transfer, out of a store."""
     transfer = _get(config, "weight_transfer_config")

@@ -77,7 +77,8 @@ def follow(
         store: the store's directory, as the engine's workers and this process see it. Default:
             the one in the engine's ``additional_config``.
         pause: treatment of requests in flight during a switch: ``"keep"``, ``"wait"`` or
-            ``"abort"``. An ``LLM`` has none.
+            ``"abort"``; for an ``AsyncLLM`` whose requests share no cache, also ``"in_place"``:
+            they go on from what older weights computed. An ``LLM`` has none in flight.
         api_key: for a server.
         **options: more of :class:`EngineOptions`; with ``version``, the engine serves that version
             and stays on it.
@@ -85,7 +86,7 @@ def follow(
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or there is no store.
         VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was not started in a way that lets it follow.
+        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so.
             A server that does not answer (yet) is waited for, in the background.
     """
     chosen = None

@@ -25,12 +25,12 @@ from dbuffer.integrations.engine.messages import (
     RankRequest,
     decode_answer,
 )
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
+from dbuffer.integrations.engine.protocol import PAUSE_MODES, Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.core_labels import as_core_takes
-from dbuffer.integrations.vllm.facts import facts_here, facts_of
+from dbuffer.integrations.vllm.facts import facts_here, facts_of, shared_caches
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
@@ -119,6 +119,8 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
 class AsyncVllm(Engine):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
+    pauses = (*PAUSE_MODES, "in_place")
+
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
@@ -147,6 +149,14 @@ class AsyncVllm(Engine):
             raise EngineEndedError("its event loop has ended")
         if self._engine.errored:
             raise EngineEndedError("the engine is dead")
+
+    def require_pause(self, mode: PauseMode) -> None:
+        super().require_pause(mode)
+        if mode == "in_place" and (shared := shared_caches(self._engine.vllm_config)):
+            raise UnsupportedError(
+                f'pause="in_place" drops no cache, and this engine has {" and ".join(shared)}: '
+                "requests that come after a switch would go on from what old weights computed"
+            )
 
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)
@@ -191,6 +201,9 @@ class AsyncVllm(Engine):
         return call
 
     async def _pause(self, mode: PauseMode) -> None:
+        if mode == "in_place":
+            await self._pause_scheduler("keep")
+            return
         await self._pause_scheduler(mode)
         # Requests that are kept lose what was computed with the old weights too: it is
         # recomputed, so that no token comes from two versions.

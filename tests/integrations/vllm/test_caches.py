@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dbuffer import OptionError, UnsupportedError
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,
@@ -62,11 +63,22 @@ def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
     return OfflineVllm(SimpleNamespace(llm_engine=engine, reset_prefix_cache=note(PREFIX)))
 
 
-def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
+def config(**changes: Any) -> SimpleNamespace:
+    """Configuration of an engine whose requests share no cache, but for changes."""
+    caches = {"enable_prefix_caching": False, "is_multimodal_model": False, **changes}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        cache_config=SimpleNamespace(**caches),
+        model_config=SimpleNamespace(**caches),
+        kv_transfer_config=changes.get("kv_transfer_config"),
+    )
+
+
+def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop, **changes: Any) -> Engine:
     engine = SimpleNamespace(
         **{name: note_async(calls, name) for name in (PREFIX, INPUTS, ENCODER)},
         engine_core=SimpleNamespace(pause_scheduler_async=note_async(calls, "pause")),
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+        vllm_config=config(**changes),
         errored=False,
     )
     return AsyncVllm(engine, loop)
@@ -79,7 +91,7 @@ def replica(calls: list[str], loop: asyncio.AbstractEventLoop) -> Engine:
 
     engine = SimpleNamespace(
         engine_core=SimpleNamespace(_call_utility_async=ask),
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1)),
+        vllm_config=config(),
         errored=False,
     )
     return AsyncReplica(engine, loop, 1)
@@ -104,4 +116,35 @@ def test_a_pause_drops_every_cache(make, loop):
     first, *resets = ["pause", *calls] if make is offline else calls
     assert first == "pause", "what is computed after a reset would stay"
     assert sorted(resets) == sorted((PREFIX, INPUTS, ENCODER))
+    engine.close()
+
+
+@pytest.mark.parametrize("make", [asynchronous, replica])
+def test_a_pause_in_place_drops_none(make, loop):
+    calls: list[str] = []
+    engine = make(calls, loop)
+    engine.require_pause("in_place")
+    engine.pause("in_place")
+    assert calls == ["pause"]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"enable_prefix_caching": True}, {"is_multimodal_model": True}, {"kv_transfer_config": {}}],
+    ids=str,
+)
+def test_no_pause_is_in_place_where_requests_share_a_cache(changes, loop):
+    engine = asynchronous([], loop, **changes)
+    engine.require_pause("keep")
+    with pytest.raises(UnsupportedError, match="in_place"):
+        engine.require_pause("in_place")
+    engine.close()
+
+
+@pytest.mark.parametrize("make", [offline, server])
+def test_an_engine_that_cannot_pause_in_place_says_so(make, loop):
+    engine = make([], loop)
+    with pytest.raises(OptionError, match="in_place"):
+        engine.require_pause("in_place")
     engine.close()
