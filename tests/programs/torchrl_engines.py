@@ -1,21 +1,26 @@
-"""TorchRL's vLLM classes over a store, with an `LLM` and an `AsyncLLM`, or with Ray actors."""
+"""Program of `test_vllm.py`: TorchRL's vLLM classes over a store, with real engines.
+
+What engines answer is compared with what fresh engines on the same weights do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import (
@@ -24,8 +29,10 @@ from tests.support.engines.vllm_engines import (
     engine_arguments,
     greedy,
     greedy_parameters,
-    leave,
+    judge,
+    start_llm,
 )
+from tests.support.waiting import TIMEOUT_S, meanwhile, until
 
 with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
@@ -35,6 +42,7 @@ with warnings.catch_warnings():
 
 
 import dbuffer
+from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
     VLLMWeightSyncScheme,
@@ -50,55 +58,56 @@ WRONG_METADATA: dict[str, tuple[str, Any]] = {
     "another shape": (HEAD, (torch.float32, torch.Size([500, 5]))),
     "another dtype": (NORM, (torch.int64, torch.Size([64]))),
 }
-"""What is wrong with them: a name, and what is said of it instead; None: nothing."""
+"""What is wrong with them: a name, and its wrong entry; None: it has none."""
 SWITCHES_UNDER_LOAD = 12
-SETTLE_S = 0.05
+SOON_S = 0.3
+
+Models = dict[int, torch.nn.Module]
+"""Models of a trainer, by the seed of their weights."""
+Answers = list[list[int]]
+Fresh = list[Answers]
+"""Answers of fresh engines, by the seed of the weights that they were started on."""
 
 
 def wrong_metadata(metadata: Mapping[str, Any], wrong: str) -> dict[str, Any]:
-    name, said = WRONG_METADATA[wrong]
+    name, entry = WRONG_METADATA[wrong]
     others = {key: value for key, value in metadata.items() if key != name}
-    return others if said is None else others | {name: said}
+    return others if entry is None else others | {name: entry}
+
+
+def misfit(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    weights = model.state_dict()
+    return weights | {HEAD: weights[HEAD][:, :5].clone()}
+
+
+def start_fresh(directory: Path) -> tuple[Models, Fresh]:
+    checkpoints = [save_model("qwen3", seed, directory) for seed in (0, 1, 2)]
+    fresh = [greedy(start_llm(path, how="none")) for path in checkpoints]
+    assert len({str(answer) for answers in fresh for answer in answers}) == 3 * len(PROMPTS)
+    return {seed: make_model("qwen3", seed) for seed in (1, 2)}, fresh
 
 
 @contextlib.contextmanager
-def publishing_soon(publish: Callable[[], object], times: dict[str, float]) -> Iterator[None]:
-    """Publish in another thread, a while after this has begun."""
-
-    def run() -> None:
-        times["published"] = time.monotonic()
-        publish()
-
-    # Nothing tells that somebody is waiting already: this only has to be later than they began.
-    timer = threading.Timer(0.3, run)
-    times["begun"] = time.monotonic()
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
+def both_ends(scheme: Any, engine: Any) -> Iterator[tuple[Any, Any]]:
+    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
+    yield receiver, sender
+    receiver.shutdown()
+    sender.shutdown()
 
 
-def error_of(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except (dbuffer.DBufferError, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+# With an `LLM` and an `AsyncLLM` of this process, which were started with no option of dbuffer.
 
 
-def counted_loads(llm: Any) -> list[int]:
-    """A list that grows whenever weights are loaded into an engine of this process."""
-    [model] = llm.apply_model(lambda model: model)
-    loads: list[int] = []
-    load_weights = model.load_weights
-
-    def count_and_load(*args: Any, **kwargs: Any) -> Any:
-        loads.append(1)
-        return load_weights(*args, **kwargs)
-
-    model.load_weights = count_and_load
-    return loads
+def run_local(directory: Path) -> None:
+    models, fresh = start_fresh(directory)
+    llm = start_llm(directory / "qwen3-0", how="none")
+    poll(directory / "polled" / "store", llm, models, fresh)
+    send_to_holders(directory / "holders", llm, models, fresh)
+    send_by_scheme(directory / "scheme", llm, models, fresh)
+    push(directory / "pushed", llm, models, fresh)
+    find_addresses(directory / "addresses", llm, models, fresh)
+    leave_what_a_mirror_left(directory / "left behind", llm, models, fresh)
+    asyncio.run(update_async_llm(directory, models, fresh))
 
 
 def version_reported(llm: Any) -> str:
@@ -114,87 +123,69 @@ def cached_tokens(llm: Any) -> list[int]:
     return [output.num_cached_tokens for output in outputs]
 
 
-def spoilt(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**weights, HEAD: weights[HEAD][:, :5].clone()}
+def poll(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Update by what comes during a call and by what was there; refuse what does not fit."""
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
+    assert version_reported(llm) == "default"
+    with both_ends(scheme, llm) as (receiver, sender):
+        begun = time.monotonic()
+        assert [receiver.poll_and_apply(timeout) for timeout in (0, 0.2)] == [False, False]
+        assert time.monotonic() - begun >= 0.2
+        assert greedy(llm) == fresh[0]
+        sender.register_model(models[1])
+        with meanwhile(sender.update_weights, after_s=SOON_S):
+            assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
+        assert (greedy(llm), version_reported(llm)) == (fresh[1], "1")
+        assert [receiver.poll_and_apply(timeout) for timeout in (0, 0.1)] == [False, False]
+        # Prompts that are longer than a block stay in the prefix cache until the weights change.
+        assert [cached > 0 for cached in cached_tokens(llm)] == [False, False, True, True]
+        sender.update_weights(models[2])
+        assert receiver.poll_and_apply()
+        assert cached_tokens(llm) == [0, 0, 0, 0]
+        assert (greedy(llm), version_reported(llm)) == (fresh[2], "2")
+
+        apply_by_hand(scheme, receiver, sender, llm, models, fresh)
+        assert list(store.parent.iterdir()) == [store]
+        sender.update_weights(misfit(models[1]))
+        with pytest.raises(dbuffer.EngineUpdateError, match=HEAD):
+            receiver.poll_and_apply(timeout=10)
+        assert greedy(llm) == fresh[2]
+        sender.update_weights(models[1])
+        assert receiver.poll_and_apply(timeout=10)
+        assert greedy(llm) == fresh[1]
+        receiver.shutdown()  # and again at the end of the block
+        another = scheme.create_receiver(llm)
+        assert another.poll_and_apply(timeout=0.1) is False, "the engine has these weights"
+        another.shutdown()
 
 
-def observe_llm(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"versions reported": [version_reported(llm)]}
-    scheme = VLLMDoubleBufferSyncScheme(str(place / "llm" / "store"))
-    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
-    begun = time.monotonic()
-    seen["before the first write"] = [receiver.poll_and_apply(timeout) for timeout in (0, 0.2)]
-    seen["waited before the first write, s"] = time.monotonic() - begun
-    seen["started"] = greedy(llm)
-    sender.register_model(models[1])
-    loads = counted_loads(llm)
-    times: dict[str, float] = {}
-    with publishing_soon(sender.update_weights, times):
-        seen["came while waiting"] = receiver.poll_and_apply(timeout=60.0)
-    seen["published while waiting"] = times["published"] > times["begun"]
-    seen["first"] = greedy(llm)
-    seen["versions reported"].append(version_reported(llm))
-
-    seen["loads for something new"] = len(loads)
-    loads.clear()
-    seen["nothing new"] = [receiver.poll_and_apply(timeout) for timeout in (0, 0.1)]
-    seen["loads for nothing new"] = len(loads)
-    seen["cached before"] = cached_tokens(llm)
-    sender.update_weights(models[2])
-    assert receiver.poll_and_apply()
-    seen["cached after"] = cached_tokens(llm)
-    seen["second"] = greedy(llm)
-    seen["versions reported"].append(version_reported(llm))
-    seen |= observe_apply_weights(place, llm, models, scheme, receiver, sender)
-
-    sender.update_weights(spoilt(models[1].state_dict()))
-    seen["misfit"] = error_of(lambda: receiver.poll_and_apply(timeout=10))
-    seen["after the misfit"] = greedy(llm)
+def apply_by_hand(
+    scheme: Any, receiver: Any, sender: Any, llm: Any, models: Models, fresh: Fresh
+) -> None:
+    """Apply weights in every form that fits."""
     sender.update_weights(models[1])
-    assert receiver.poll_and_apply(timeout=10)
-    seen["after the next good one"] = greedy(llm)
-    receiver.shutdown()
-    receiver.shutdown()
-    loads.clear()
-    another = scheme.create_receiver(llm)
-    seen["another receiver"] = another.poll_and_apply(timeout=0.1)
-    seen["loads for another receiver"] = len(loads)
-    another.shutdown()
-    seen |= observe_holders(llm, models, scheme, sender)
-    sender.shutdown()
-    seen["both sides"] = observe_both_sides(llm, models, scheme)
-    return seen
-
-
-def observe_apply_weights(
-    place: Path, llm: Any, models: dict[int, Any], scheme: Any, receiver: Any, sender: Any
-) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    transport = scheme.create_transport()
-    sender.update_weights(models[1])
-    receiver.apply_weights(transport.receive_weights())
-    seen["applied, received"] = greedy(llm)
-    seen["poll after that"] = receiver.poll_and_apply(timeout=0)
-    transport.close()
-    by_hand = seen["applied by hand"] = {}
-    for kind, seed, weights in (
-        ("module", 2, models[2]),
-        ("tensordict", 1, TensorDict(models[1].state_dict()).unflatten_keys(".")),
-        ("state dict", 2, models[2].state_dict()),
+    with contextlib.closing(scheme.create_transport()) as transport:
+        receiver.apply_weights(transport.receive_weights())
+    assert greedy(llm) == fresh[1]
+    assert receiver.poll_and_apply(timeout=0) is False
+    for seed, weights in (
+        (2, models[2]),
+        (1, TensorDict(models[1].state_dict()).unflatten_keys(".")),
+        (2, models[2].state_dict()),
     ):
         receiver.apply_weights(weights)
-        by_hand[kind] = [seed, greedy(llm), version_reported(llm)]
+        # No version of the store has them.
+        assert (greedy(llm), version_reported(llm)) == (fresh[seed], "unknown")
     sender.update_weights(models[2])
     receiver.apply_weights(models[1])
     receiver.apply_weights(None)
-    seen["applied, newest"] = greedy(llm)
-    seen["beside the store"] = sorted(path.name for path in (place / "llm").iterdir())
-    seen["out of place"] = error_of(lambda: receiver.apply_weights(None, inplace=False))
-    return seen
+    assert greedy(llm) == fresh[2]
+    with pytest.raises(dbuffer.OptionError):
+        receiver.apply_weights(None, inplace=False)
 
 
-def observe_holders(llm: Any, models: dict[int, Any], scheme: Any, sender: Any) -> dict[str, Any]:
-    """What TorchRL's users have instead of an engine."""
+def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Update what TorchRL's users have instead of an engine."""
     from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
     from torchrl.modules.llm.policies import Tokens
@@ -206,17 +197,15 @@ def observe_holders(llm: Any, models: dict[int, Any], scheme: Any, sender: Any) 
         pad_output=True,
         generate_kwargs={"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True},
     )
-    seen: dict[str, Any] = {"holders": {}}
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
     for seed, holder in ((2, wrapper), (1, LocalLLMWrapper(llm, 1, "model"))):
-        receiver = scheme.create_receiver(holder)
-        sender.update_weights(models[seed])
-        polled = receiver.poll_and_apply(timeout=10)
-        seen["holders"][type(holder).__name__] = [seed, polled, greedy(llm)]
-        receiver.shutdown()
+        with both_ends(scheme, holder) as (receiver, sender):
+            sender.update_weights(models[seed])
+            assert receiver.poll_and_apply(timeout=10) is True
+            assert greedy(llm) == fresh[seed]
     prompt = Tokens(prompt=torch.tensor([PROMPTS[0]]), batch_size=1)
     response = wrapper(TensorDict(tokens=prompt, batch_size=1))["tokens"].response
-    seen["wrapper's response"] = [1, response[0].tolist()]
-    return seen
+    assert response[0].tolist() == fresh[1][0]
 
 
 def tiny_tokenizer() -> Any:
@@ -232,210 +221,195 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def observe_both_sides(llm: Any, models: dict[int, Any], scheme: Any) -> dict[str, Any]:
-    """One scheme, pickled for the other side, as collectors do."""
-    seen: dict[str, Any] = {"before": error_of(scheme.receive), "seed": 2}
+def send_by_scheme(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Use one scheme on both sides, pickled for the other one, as collectors do."""
+    scheme = VLLMDoubleBufferSyncScheme(str(store))
+    with pytest.raises(dbuffer.NotReadyError):
+        scheme.receive()
     trainer = pickle.loads(pickle.dumps(scheme))
     scheme.init_on_receiver(model_id="policy", context=SimpleNamespace(policy=llm))
     trainer.init_on_sender("policy", SimpleNamespace(policy=models[2]))
     trainer.send()
-    seen["received"] = [scheme.receive(timeout=10), scheme.receive(timeout=0)]
-    seen["tokens"] = greedy(llm)
+    assert [scheme.receive(timeout=10), scheme.receive(timeout=0)] == [True, None]
+    assert greedy(llm) == fresh[2]
     trainer.shutdown()
     scheme.shutdown()
-    return seen
 
 
-def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
-    """`VLLMWeightReceiver` and `VLLMWeightSender`; the engine has the weights of seed 2."""
-    seen: dict[str, Any] = {"seed before": 2, "wrong metadata": {}}
-    scheme = VLLMWeightSyncScheme(remote_addr=str(place / "collective"))
+def push(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Send weights to an engine that is not polled: it has them when `update_weights` returns.
+
+    It has the weights of seed 2 before.
+    """
+    scheme = VLLMWeightSyncScheme(remote_addr=str(store))
     metadata = get_model_metadata(models[1])
 
-    def check(receiver: Any, when: str) -> str:
-        refusals = seen["wrong metadata"][when] = {}
-        for wrong in WRONG_METADATA:
-            other = wrong_metadata(metadata, wrong)
-            refusals[wrong] = error_of(functools.partial(receiver.init_all_workers_group, other))
-        return error_of(lambda: receiver.init_all_workers_group(metadata))
+    def check_metadata(receiver: Any) -> None:
+        receiver.init_all_workers_group(metadata)
+        for wrong, (name, _) in WRONG_METADATA.items():
+            with pytest.raises(dbuffer.WeightsMismatchError, match=re.escape(name)):
+                receiver.init_all_workers_group(wrong_metadata(metadata, wrong))
 
-    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
-    seen["right metadata"] = [check(receiver, "before anything is published")]
-    seen["tokens after checks"] = greedy(llm)
-    begun = time.monotonic()
-    seen["polled without news"] = receiver.poll_and_apply()
-    seen["polled for, s"] = time.monotonic() - begun
-    sender.update_weights(models[1])
-    seen["pushed"] = [greedy(llm), receiver.poll_and_apply(timeout=0)]
-    seen["right metadata"].append(check(receiver, "with a version in the store"))
-    seen["misfit"] = error_of(lambda: sender.update_weights(spoilt(models[1].state_dict())))
-    seen["after the misfit"] = greedy(llm)
-    seen["while it generates"] = observe_pushes_under_load(llm, models, sender)
-
-    receiver.shutdown()
-    sender.register_model(models[2])
+    with both_ends(scheme, llm) as (receiver, sender):
+        check_metadata(receiver)  # before anything is published
+        assert greedy(llm) == fresh[2]
+        begun = time.monotonic()
+        assert receiver.poll_and_apply() is False
+        assert 0.1 <= time.monotonic() - begun < 5.0
+        sender.update_weights(models[1])
+        assert greedy(llm) == fresh[1]
+        assert receiver.poll_and_apply(timeout=0) is False
+        check_metadata(receiver)
+        with pytest.raises(dbuffer.ReceiverFailedError, match=HEAD):
+            sender.update_weights(misfit(models[1]))
+        assert greedy(llm) == fresh[1]
+        push_between_generations(sender, llm, models, fresh)
+    sender = scheme.create_sender()
+    sender.register_model(models[1])
     sender.init_all_workers_group(metadata, vllm_engine=llm)
     sender.update_weights()
-    seen["sent to the engine"] = greedy(llm)
+    assert greedy(llm) == fresh[1]
     sender.shutdown()
-    return seen
 
 
-def observe_pushes_under_load(llm: Any, models: dict[int, Any], sender: Any) -> dict[str, Any]:
+def push_between_generations(sender: Any, llm: Any, models: Models, fresh: Fresh) -> None:
     """Publish in another thread while this one generates, one generation right after the other."""
-    seeds: list[int] = []
+    seeds = [1, 2, 1, 2]
+    delivered = [0]
+    """Indices of seeds that the engine had."""
 
-    def push() -> None:
-        for seed in (2, 1, 2):
-            sender.update_weights(models[seed])
-            seeds.append(seed)
+    def send() -> None:
+        for index in (1, 2, 3):
+            sender.update_weights(models[seeds[index]])
+            delivered.append(index)
 
-    trainer = threading.Thread(target=push)
+    trainer = threading.Thread(target=send)
     trainer.start()
-    answers = []
     while trainer.is_alive():
-        before = len(seeds)
-        answers.append([before, greedy(llm), len(seeds)])
-    trainer.join()
-    return {"answers": answers, "last": greedy(llm), "seeds": seeds}
+        first = delivered[-1]
+        answers = greedy(llm)
+        # Of one version: the last that was delivered when it began, or one that came since.
+        assert answers in [fresh[seed] for seed in seeds[first : delivered[-1] + 2]]
+    assert delivered == [0, 1, 2, 3]
+    assert greedy(llm) == fresh[2]
 
 
-def observe_addresses(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
-    """``there`` is where a trainer writes, under the name that another host has for it."""
-    seen: dict[str, Any] = {}
-    there = place / "there" / "store"
+def find_addresses(directory: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Follow the address that has weights; another host knows the store by another name."""
+    there = directory / "there" / "store"
     sender = VLLMDoubleBufferSyncScheme(str(there)).create_sender()
     for name in ("empty", "mounted", "late"):
-        (place / name).mkdir(parents=True)
+        (directory / name).mkdir(parents=True)
 
-    def receiver_of(remote: Path, local: Path | None) -> Any:
-        return VLLMDoubleBufferSyncScheme(
-            str(remote), None if local is None else str(local)
-        ).create_receiver(llm)
+    @contextlib.contextmanager
+    def following(remote: Path, local: Path) -> Iterator[Any]:
+        receiver = VLLMDoubleBufferSyncScheme(str(remote), str(local)).create_receiver(llm)
+        yield receiver
+        receiver.shutdown()
 
-    def follow(receiver: Any, seed: int) -> list[Any]:
+    def send(receiver: Any, seed: int) -> None:
         sender.update_weights(models[seed])
-        return [seed, receiver.poll_and_apply(timeout=10), greedy(llm)]
+        assert receiver.poll_and_apply(timeout=10) is True
+        assert greedy(llm) == fresh[seed]
 
-    receiver = receiver_of(place / "empty" / "store", there)
-    seen["there only"] = [follow(receiver, 1), follow(receiver, 2)]
-    receiver.shutdown()
-    receiver = receiver_of(place / "mounted" / "store", there)
-    seen["there, then here as well"] = [follow(receiver, 1)]
-    (place / "mounted").rmdir()
-    (place / "mounted").symlink_to(there.parent)
-    seen["there, then here as well"].append(follow(receiver, 2))
-    receiver.shutdown()
-    seen["beside the trainer's"] = sorted(path.name for path in there.iterdir())
-    receiver = receiver_of(there, place / "memory" / "store")
-    seen["here and mirrored"] = [follow(receiver, 1), follow(receiver, 2)]
-    receiver.shutdown()
-    seen["beside the mirror"] = sorted(path.name for path in (place / "memory/store").iterdir())
-    sender.shutdown()
-
-    times: dict[str, float] = {}
-    sender = VLLMDoubleBufferSyncScheme(str(place / "unmounted" / "store")).create_sender()
+    with following(directory / "empty" / "store", there) as receiver:
+        send(receiver, 1)
+        send(receiver, 2)
+    with following(directory / "mounted" / "store", there) as receiver:
+        send(receiver, 1)
+        (directory / "mounted").rmdir()
+        (directory / "mounted").symlink_to(there.parent)
+        send(receiver, 2)
+    assert not (there / MIRROR_LOCK_FILE).exists()
+    local = directory / "memory" / "store"
+    with following(there, local) as receiver:
+        send(receiver, 1)
+        send(receiver, 2)
+    assert (local / MIRROR_LOCK_FILE).exists()
     sender.update_weights(models[1])
     sender.shutdown()
-    receiver = receiver_of(place / "late" / "store", place / "late-memory" / "store")
-    with publishing_soon(lambda: (place / "unmounted").rename(place / "late"), times):
-        seen["mounted later"] = [receiver.poll_and_apply(timeout=60.0), greedy(llm)]
-    seen["mounted while waiting"] = times["published"] > times["begun"]
-    receiver.shutdown()
+    with following(directory / "late" / "store", directory / "late memory" / "store") as receiver:
+        with meanwhile((directory / "there").rename, directory / "late", after_s=SOON_S):
+            assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
+    assert greedy(llm) == fresh[1]
 
-    left, new = place / "left" / "store", place / "new" / "store"
-    with dbuffer.Mirror(place / "late" / "store", left).start() as mirror:
+
+def leave_what_a_mirror_left(directory: Path, llm: Any, models: Models, fresh: Fresh) -> None:
+    """Refuse a local copy of another store, until it is removed as the error says."""
+    old, new, local = (directory / name for name in ("old", "new", "local"))
+    with dbuffer.WeightSender(old) as sender:
+        sender.send(models[2])
+    with dbuffer.Mirror(old, local).start() as mirror:
         mirror.wait_until_current()
-    receiver = receiver_of(new, left)
-    polled = [receiver.poll_and_apply(timeout=0.2)]
-    sender = VLLMDoubleBufferSyncScheme(str(new)).create_sender()
-    sender.update_weights(models[2])
-    seen["refused"] = error_of(receiver.poll_and_apply)
-    shutil.rmtree(left)  # as the error says
-    polled.append(receiver.poll_and_apply(timeout=20.0))
-    seen["left behind"] = [*polled, greedy(llm)]
-    receiver.shutdown()
-    sender.shutdown()
-    return seen
+    with both_ends(VLLMDoubleBufferSyncScheme(str(new), str(local)), llm) as (receiver, sender):
+        assert receiver.poll_and_apply(timeout=0.2) is False
+        assert greedy(llm) == fresh[1]
+        sender.update_weights(models[2])
+        with pytest.raises(dbuffer.OptionError, match="rm -r"):
+            receiver.poll_and_apply()
+        shutil.rmtree(local)
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
+        assert greedy(llm) == fresh[2]
 
 
-async def observe_async_llm(place: Path, models: dict[int, Any]) -> dict[str, Any]:
+async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> None:
+    """Keep requests in flight; refuse to wait in the engine's own event loop."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(place.parent / "qwen3-0", how="none")
+    arguments = engine_arguments(directory / "qwen3-0", how="none")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    scheme = VLLMDoubleBufferSyncScheme(str(place / "async"))
-    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
-    seen: dict[str, Any] = {"versions reported": []}
+    has_begun = asyncio.Event()
 
-    async def respond(prompt: list[int], num_tokens: int, request_id: str) -> Any:
+    async def respond(prompt: list[int], num_tokens: int) -> Any:
         request = {"prompt_token_ids": prompt}
-        async for output in engine.generate(request, greedy_parameters(num_tokens), request_id):
+        parameters = greedy_parameters(num_tokens)
+        async for output in engine.generate(request, parameters, str(time.monotonic_ns())):
             response = output.outputs[0]
             if len(response.token_ids) > 10:
-                started.set()
+                has_begun.set()
         return response
 
-    async def answers(name: str) -> list[list[int]]:
-        calls = (respond(prompt, NUM_TOKENS, f"{name} {i}") for i, prompt in enumerate(PROMPTS))
-        responses = await asyncio.gather(*calls)
-        seen["versions reported"] += {r.weight_versions[0].version for r in responses}
-        return [list(response.token_ids) for response in responses]
+    async def require(seed: int, version: str) -> None:
+        responses = await asyncio.gather(*(respond(prompt, NUM_TOKENS) for prompt in PROMPTS))
+        assert [list(response.token_ids) for response in responses] == fresh[seed]
+        assert {response.weight_versions[0].version for response in responses} == {version}
 
-    async def poll(timeout: float) -> bool:
-        polled: bool = await asyncio.to_thread(receiver.poll_and_apply, timeout)
-        return polled
+    def poll(timeout: float) -> Any:
+        return asyncio.to_thread(receiver.poll_and_apply, timeout)
 
-    try:
-        started = asyncio.Event()
-        seen["before the first write"] = await poll(0)
-        seen["started"] = await answers("started")
-        sender.update_weights(models[1])
-        seen["in the loop"] = error_of(lambda: receiver.poll_and_apply(0))
-        seen["polled"] = [await poll(10), await poll(0)]
-        seen["first"] = await answers("first")
-        started.clear()
-        # Published before: while the request runs there is to be time for the switch.
-        sender.update_weights(models[2])
-        in_flight = asyncio.create_task(respond(PROMPTS[2], 200, "in flight"))
-        await started.wait()
-        seen["polled"].append(await poll(10))
-        kept = await in_flight
-        seen["in flight, versions"] = [span.version for span in kept.weight_versions]
-        seen["in flight, tokens"] = len(kept.token_ids)
-        seen["second"] = await answers("second")
-        await asyncio.to_thread(receiver.shutdown)
-        sender.shutdown()
-        reported = list(seen["versions reported"])
-        pushing = VLLMWeightSyncScheme(remote_addr=str(place / "pushed"))
-        receiver, sender = pushing.create_receiver(engine), pushing.create_sender()
-        await asyncio.to_thread(sender.update_weights, models[1])
-        seen["pushed"] = [await answers("pushed"), await poll(0)]
-        seen["versions reported"] = reported
-        await asyncio.to_thread(receiver.shutdown)
-        sender.shutdown()
-    finally:
-        engine.shutdown()
-    return seen
+    scheme = VLLMDoubleBufferSyncScheme(str(directory / "async"))
+    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
+    assert await poll(0) is False
+    await require(0, "default")
+    sender.update_weights(models[1])
+    with pytest.raises(dbuffer.EngineBusyError):
+        receiver.poll_and_apply(0)
+    assert [await poll(10), await poll(0)] == [True, False]
+    await require(1, "1")
+    has_begun.clear()
+    # Published before: while the request runs there is to be time for the switch.
+    sender.update_weights(models[2])
+    in_flight = asyncio.create_task(respond(PROMPTS[2], 200))
+    await has_begun.wait()
+    assert await poll(10) is True
+    kept = await in_flight
+    assert [span.version for span in kept.weight_versions] == ["1", "2"]
+    assert len(kept.token_ids) == 200
+    await require(2, "2")
+    await asyncio.to_thread(receiver.shutdown)
+    sender.shutdown()
+    pushing = VLLMWeightSyncScheme(remote_addr=str(directory / "async pushed"))
+    receiver, sender = pushing.create_receiver(engine), pushing.create_sender()
+    await asyncio.to_thread(sender.update_weights, models[1])
+    await require(1, "1")
+    assert await poll(0) is False
+    await asyncio.to_thread(receiver.shutdown)
+    sender.shutdown()
+    engine.shutdown()
 
 
-def run_local(place: Path) -> dict[str, Any]:
-    import vllm
-
-    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
-    checkpoints = [save_model("qwen3", seed, place.parent) for seed in (0, 1, 2)]
-    engines = [vllm.LLM(**engine_arguments(path, how="none")) for path in checkpoints]
-    seen: dict[str, Any] = {"fresh": {seed: greedy(llm) for seed, llm in enumerate(engines)}}
-    followed = vllm.LLM(**engine_arguments(checkpoints[0], how="none"))
-    seen["llm"] = observe_llm(place, followed, models)
-    seen["collective"] = observe_collective(place, followed, models)
-    seen["addresses"] = observe_addresses(place / "addresses", followed, models)
-    seen["async"] = asyncio.run(observe_async_llm(place, models))
-    return seen
-
-
-# The program with engines in Ray actors.
+# With engines in Ray actors.
 
 
 class UserEngine:
@@ -496,6 +470,37 @@ class ReceiverActor:
         return self.receiver.poll_and_apply(timeout)
 
 
+def run_ray(directory: Path, session: str) -> None:
+    import ray
+    from torchrl.modules.llm.backends.vllm import RayLLMWorker, make_async_vllm_engine
+
+    models, fresh = start_fresh(directory)
+    ray.init(
+        num_cpus=4,
+        num_gpus=2,  # only counted, not looked for
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=session,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    arguments = engine_arguments(directory / "qwen3-0", how="none")
+    user_class = ray.remote(num_cpus=1, max_restarts=1)(UserEngine)
+    own = user_class.remote(**arguments)
+    model = arguments.pop("model")
+    service = make_async_vllm_engine(
+        model_name=model, num_replicas=2, compile=False, enable_prefix_caching=True, **arguments
+    )
+    assert len(service.actors) == 2
+    poll_hosted(directory / "own", own, [own], models, fresh)
+    poll_hosted(directory / "service", service, service.actors, models, fresh)
+    poll_hosted(directory / "worker", RayLLMWorker(own, 1, model), [own], models, fresh)
+    poll_under_load(directory / "load", own, models, fresh)
+    train_in_an_actor(directory, service, fresh)
+    service.shutdown()
+    lose_an_actor(directory / "lost", own, models, fresh)
+    ray.shutdown()
+
+
 def responses_of(actor: Any) -> list[Any]:
     """To all prompts, by the actor's own method: some answer a prompt with a list of one."""
     import ray
@@ -509,41 +514,38 @@ def responses_of(actor: Any) -> list[Any]:
     return [(output[0] if isinstance(output, list) else output).outputs[0] for output in outputs]
 
 
-def tokens_of(actor: Any) -> list[list[int]]:
+def answers_of(actor: Any) -> Answers:
     return [list(response.token_ids) for response in responses_of(actor)]
 
 
-def observe_hosted(store: Path, engine: Any, actors: list[Any], models: Any) -> dict[str, Any]:
-    scheme = VLLMDoubleBufferSyncScheme(str(store))
-    receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
-    replicas: list[dict[str, Any]] = [{"versions reported": []} for _ in actors]
-    seen: dict[str, Any] = {"replicas": replicas}
-    seen["before the first write"] = receiver.poll_and_apply(timeout=0)
-    seen["polled"] = []
-    for actor in actors:
-        tokens_of(actor)  # fills caches that must not outlive the weights
-    for seed, name in ((1, "first"), (2, "second")):
-        sender.update_weights(models[seed])
-        seen["polled"].append(receiver.poll_and_apply(timeout=20))
-        if seed == 1:
-            seen["polled"].append(receiver.poll_and_apply(timeout=0))
-        for actor, replica in zip(actors, replicas, strict=True):
-            responses = responses_of(actor)
-            replica[name] = [list(response.token_ids) for response in responses]
-            [version] = {span.version for r in responses for span in r.weight_versions}
-            replica["versions reported"].append(version)
-    receiver.shutdown()
-    sender.shutdown()
-    return seen
+def version_of(responses: list[Any]) -> str:
+    [version] = {span.version for response in responses for span in response.weight_versions}
+    return str(version)
 
 
-def observe_load(store: Path, actor: Any, models: dict[int, Any]) -> dict[str, Any]:
-    """Ask all the time, from two threads, while the engine switches."""
+def poll_hosted(store: Path, engine: Any, actors: list[Any], models: Models, fresh: Fresh) -> None:
+    with both_ends(VLLMDoubleBufferSyncScheme(str(store)), engine) as (receiver, sender):
+        assert receiver.poll_and_apply(timeout=0) is False
+        for actor in actors:
+            answers_of(actor)  # fills caches that must not outlive the weights
+        for seed in (1, 2):
+            sender.update_weights(models[seed])
+            assert receiver.poll_and_apply(timeout=20) is True
+            assert receiver.poll_and_apply(timeout=0) is False
+            for actor in actors:
+                responses = responses_of(actor)
+                assert [list(response.token_ids) for response in responses] == fresh[seed]
+                assert version_of(responses) == str(seed)
+
+
+def poll_under_load(store: Path, actor: Any, models: Models, fresh: Fresh) -> None:
+    """Ask all the time, from two threads, while the engine switches: answers are of one version.
+
+    Others must not come between reset caches and new weights.
+    """
     import ray
 
-    scheme = VLLMDoubleBufferSyncScheme(str(store))
-    receiver, sender = scheme.create_receiver(actor), scheme.create_sender()
-    answers: list[Any] = []
+    answers: list[tuple[str, Answers]] = []
     stop = threading.Event()
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
@@ -551,132 +553,79 @@ def observe_load(store: Path, actor: Any, models: dict[int, Any]) -> dict[str, A
         while not stop.is_set():
             outputs = ray.get(actor.generate.remote(prompts, greedy_parameters(), use_tqdm=False))
             responses = [output.outputs[0] for output in outputs]
-            versions = {span.version for r in responses for span in r.weight_versions}
-            answers.append(["+".join(versions), [list(r.token_ids) for r in responses]])
+            answers.append((version_of(responses), [list(r.token_ids) for r in responses]))
 
-    seeds = {}
     threads = [threading.Thread(target=ask) for _ in range(2)]
-    for round_number in range(SWITCHES_UNDER_LOAD):
-        seed = 1 + round_number % 2
-        sender.update_weights(models[seed])
-        seeds[str(round_number + 1)] = seed
-        assert receiver.poll_and_apply(timeout=20)
-        if not round_number:
-            for thread in threads:
-                thread.start()
-        asked = len(answers)
-        while len(answers) == asked:
-            time.sleep(SETTLE_S)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    receiver.shutdown()
-    sender.shutdown()
-    return {"answers": answers, "seeds": seeds}
+    with both_ends(VLLMDoubleBufferSyncScheme(str(store)), actor) as (receiver, sender):
+        for number in range(1, SWITCHES_UNDER_LOAD + 1):
+            sender.update_weights(models[2 - number % 2])
+            assert receiver.poll_and_apply(timeout=20)
+            if number == 1:
+                for thread in threads:
+                    thread.start()
+            asked = len(answers)
+            until("an answer came", lambda asked=asked: len(answers) > asked, TIMEOUT_S)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for version, tokens in answers:
+        assert tokens == fresh[2 - int(version) % 2]
+    assert len({version for version, _ in answers}) > 3
 
 
-def observe_failures(store: Path, actor: Any, models: dict[int, Any]) -> dict[str, Any]:
-    """Weights that do not fit; an actor that is killed and restarted; one that is dead."""
-    import ray
-
-    scheme = VLLMDoubleBufferSyncScheme(str(store))
-    receiver, sender = scheme.create_receiver(actor), scheme.create_sender()
-    sender.update_weights(models[1])
-    assert receiver.poll_and_apply(timeout=20)
-    sender.update_weights(spoilt(models[1].state_dict()))
-    misfit = {"error": error_of(lambda: receiver.poll_and_apply(timeout=20)), "seed": 1}
-    misfit["tokens"] = tokens_of(actor)
-    sender.update_weights(models[2])
-    assert receiver.poll_and_apply(timeout=20)
-    restart(actor)
-    restarted: dict[str, Any] = {"seed": 2, "polled": receiver.poll_and_apply(timeout=1)}
-    restarted["tokens"] = tokens_of(actor)
-    ray.kill(actor)
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        while True:  # it may answer until it is dead
-            ray.get(actor.__ray_ready__.remote())
-    sender.update_weights(models[1])
-    dead = error_of(lambda: receiver.poll_and_apply(timeout=20))
-    receiver.shutdown()
-    sender.shutdown()
-    return {"misfit": misfit, "restarted": restarted, "dead": dead}
-
-
-def restart(actor: Any) -> None:
-    """Kill an actor, and wait until there is another in its place; its calls fail until then."""
-    import ray
-
-    before = now = ray.get(actor.pid.remote())
-    ray.kill(actor, no_restart=False)
-    while now == before:
-        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
-            now = ray.get(actor.pid.remote())
-        time.sleep(SETTLE_S)
-
-
-def observe_two_actors(place: Path, service: Any) -> dict[str, Any]:
-    """What TorchRL's own tests do, who have trainer and receiver in actors of their own."""
+def train_in_an_actor(directory: Path, service: Any, fresh: Fresh) -> None:
+    """As TorchRL's `test_weight_sync_vllm_double_buffer_ray`, and `..._collective_ray`."""
     import ray
 
     trainer = ray.remote(num_cpus=0)(TrainerActor).options(name="Trainer").remote()
     receiver = ray.remote(num_cpus=0)(ReceiverActor).remote()
-    scheme: Any = VLLMDoubleBufferSyncScheme(str(place / "double"), strategy="state_dict")
+    scheme: Any = VLLMDoubleBufferSyncScheme(str(directory / "double"), strategy="state_dict")
     ray.get([trainer.use.remote(scheme, 1), receiver.use.remote(scheme, service)])
-    polled = [ray.get(receiver.poll_and_apply.remote(0))]
+    assert ray.get(receiver.poll_and_apply.remote(0)) is False
     ray.get(trainer.update_weights.remote())
-    polled.append(ray.get(receiver.poll_and_apply.remote(20)))
-    double = {"polled": polled, "tokens": [tokens_of(actor) for actor in service.actors]}
+    assert ray.get(receiver.poll_and_apply.remote(20)) is True
+    assert [answers_of(actor) for actor in service.actors] == [fresh[1]] * 2
     ray.get(trainer.shutdown.remote())
 
-    scheme = VLLMWeightSyncScheme(remote_addr=str(place / "collective"), num_replicas=2)
+    scheme = VLLMWeightSyncScheme(remote_addr=str(directory / "collective"), num_replicas=2)
     ray.get([trainer.use.remote(scheme, 2), receiver.use.remote(scheme, service)])
     ray.get([trainer.init.remote(service), receiver.init.remote()])
     ray.get(trainer.update_weights.remote())
-    collective = {"tokens": [tokens_of(actor) for actor in service.actors]}
+    assert [answers_of(actor) for actor in service.actors] == [fresh[2]] * 2
     ray.get(trainer.shutdown.remote())
-    return {"double buffer, two actors": double, "collective, two actors": collective}
 
 
-def run_ray(place: Path, session: str) -> dict[str, Any]:
+def lose_an_actor(store: Path, actor: Any, models: Models, fresh: Fresh) -> None:
+    """Weights that do not fit; an actor that is killed and restarted; one that is dead."""
     import ray
 
-    ray.init(
-        num_cpus=4,
-        num_gpus=2,  # only counted, not looked for
-        include_dashboard=False,
-        log_to_driver=False,
-        _temp_dir=session,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    try:
-        return observe_ray(place)
-    finally:
-        ray.shutdown()
+    def answers_again() -> int | None:
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+            return int(ray.get(actor.pid.remote()))
+        return None
 
-
-def observe_ray(place: Path) -> dict[str, Any]:
-    import ray
-    from torchrl.modules.llm.backends.vllm import RayLLMWorker, make_async_vllm_engine
-
-    checkpoint = save_model("qwen3", 0, place)
-    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
-    arguments = engine_arguments(checkpoint, how="none")
-    user_class = ray.remote(num_cpus=1, max_restarts=1)(UserEngine)
-    own = user_class.remote(**arguments)
-    model = arguments.pop("model")
-    service = make_async_vllm_engine(
-        model_name=model, num_replicas=2, compile=False, enable_prefix_caching=True, **arguments
-    )
-    seen = {"own actor": observe_hosted(place / "own", own, [own], models)}
-    seen["AsyncVLLM"] = observe_hosted(place / "service", service, service.actors, models)
-    worker = RayLLMWorker(own, 1, model)
-    seen["RayLLMWorker"] = observe_hosted(place / "worker", worker, [own], models)
-    seen["under load"] = observe_load(place / "load", own, models)
-    seen |= observe_two_actors(place, service)
-    service.shutdown()
-    return seen | observe_failures(place / "failures", own, models)
+    with both_ends(VLLMDoubleBufferSyncScheme(str(store)), actor) as (receiver, sender):
+        sender.update_weights(models[1])
+        assert receiver.poll_and_apply(timeout=20)
+        sender.update_weights(misfit(models[1]))
+        with pytest.raises(dbuffer.EngineUpdateError, match=HEAD):
+            receiver.poll_and_apply(timeout=20)
+        assert answers_of(actor) == fresh[1]
+        sender.update_weights(models[2])
+        assert receiver.poll_and_apply(timeout=20)
+        before = answers_again()
+        ray.kill(actor, no_restart=False)
+        until("another actor", lambda: answers_again() not in (before, None), TIMEOUT_S)
+        assert receiver.poll_and_apply(timeout=1) is True
+        assert answers_of(actor) == fresh[2]
+        ray.kill(actor)
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            while True:  # it may answer until it is dead
+                ray.get(actor.__ray_ready__.remote())
+        sender.update_weights(models[1])
+        with pytest.raises((dbuffer.EngineEndedError, dbuffer.EngineUnreachableError)):
+            receiver.poll_and_apply(timeout=20)
 
 
 if __name__ == "__main__":
-    target, role = Path(sys.argv[1]), sys.argv[2]
-    leave(target, {"local": run_local, "ray": run_ray}[role](target, *sys.argv[3:]))
+    judge(run_local if len(sys.argv) == 2 else run_ray)

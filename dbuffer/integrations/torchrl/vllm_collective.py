@@ -281,37 +281,37 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                     wait_s = _BUSY_RETRY_S
             if loop.error is not None:
                 wait_s = loop.retry_s
-                if self._watch is not None:
-                    self._watch.note_problem(loop.error, version)
+                if self._receiver is not None:
+                    self._receiver.note_problem(loop.error, version)
             self._wait_for_news(wait_s)
         self._do_jobs()
 
     def _wait_for_news(self, timeout_s: float) -> None:
         """Wait until there is a version that was not there yet, or a job."""
-        if self._watch is not None:
-            seen = self._watch.seen_version or None
+        if self._receiver is not None:
+            seen = self._receiver.seen_version or None
             # The next look reports a problem with the store.
             with contextlib.suppress(DBufferError, OSError):
-                self._watch.wait_for_version(seen, timeout_s, self._wake)
+                self._receiver.wait_for_version(seen, timeout_s, self._wake)
                 return
         self._wake.wait(timeout_s)
 
     def _report(self) -> None:
         """Record in the store which version the engine has."""
-        watch = self._watching()
-        record = watch.record
+        receiver = self._follow_newest()
+        record = receiver.record
         reported = record.current.applied_version, record.current.history, record.current.problem
-        if reported == (self._seen, watch.history, None) and record.path.exists():
+        if reported == (self._applied, receiver.history, None) and record.path.exists():
             return
         record.set(is_ephemeral=True)
-        if self._seen is not None:
-            watch.acknowledge(self._seen)
+        if self._applied is not None:
+            receiver.acknowledge(self._applied)
             return
         if self._addresses.are_one:
             # Before the first version: a sender shall see this receiver when it publishes that.
             with contextlib.suppress(DBufferError):
                 for directory in (SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
-                    filesystem.make_directory(watch.store / directory, parents=True)
+                    filesystem.make_directory(receiver.store / directory, parents=True)
         record.write(problem=None, problem_version=None)
 
     def _switch_in_turn(self, version: int) -> bool:

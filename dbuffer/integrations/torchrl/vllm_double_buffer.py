@@ -212,7 +212,7 @@ class VLLMDoubleBufferWeightReceiver:
     """
 
     _receiver_id: str | None = None
-    """Name of :attr:`_watch` among the store's receivers; None: one that no sender waits for."""
+    """Name of :attr:`_receiver` in the store; None: no sender waits for it."""
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._options = scheme.options
@@ -222,14 +222,14 @@ class VLLMDoubleBufferWeightReceiver:
             allow_shared_store=scheme.options.allow_shared_store,
         )
         self._vllm_engine = vllm_engine
-        self._stores: Stores | None = None
-        """Stores that the followers follow."""
+        self._stores = self._addresses.expected
         self._followers: list[Follower | RayFollower] = []
-        self._watch: WeightReceiver | None = None
-        """Receiver that new versions are waited for with."""
-        self._seen: int | None = None
-        """Newest version that was looked at and applied."""
-        self._watching()
+        """A follower of the stores for each engine."""
+        self._receiver: WeightReceiver | None = None
+        """Receiver of the followed store, which waits for versions; None: nothing is followed."""
+        self._applied: int | None = None
+        """Newest version that the engines had; older than weights that were applied by hand."""
+        self._follow_newest()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -251,7 +251,7 @@ class VLLMDoubleBufferWeightReceiver:
         version = self._wait_for_newer(checks.seconds("timeout", timeout))
         if version is not None:
             return self._sync(version)
-        if self._seen is None:
+        if self._applied is None:
             self._addresses.log_once_if_nothing_is_there()
         return False
 
@@ -270,16 +270,37 @@ class VLLMDoubleBufferWeightReceiver:
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
-        newest = self._watching().wait_for_version(None, 0.0)
+        newest = self._follow_newest().wait_for_version(None, 0.0)
         if weights is not None:
             self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
-            self._seen = newest
+            self._applied = newest
         elif newest is not None:
             self._sync(newest)
 
     def shutdown(self) -> None:
         """Stop following. The engine keeps its weights. A second call does nothing."""
         self._stop_following()
+
+    def _follow_newest(self) -> WeightReceiver:
+        """Follow the store that has weights now, and return its receiver."""
+        if self._receiver is None:
+            return self._start_following(self._addresses.find() or self._addresses.expected)
+        if self._addresses.are_one:
+            return self._receiver
+        stores = self._addresses.find()
+        if stores is None or stores == self._stores:
+            return self._receiver
+        logger.info("now following %s instead of %s", stores, self._stores)
+        self._stop_following()
+        return self._start_following(stores)
+
+    def _start_following(self, stores: Stores) -> WeightReceiver:
+        self._stores = store, local_store = stores
+        self._followers = followers_of(
+            self._vllm_engine, self._options.for_engine(store, local_store)
+        )
+        self._receiver = self._options.make_receiver(store, self._receiver_id)
+        return self._receiver
 
     def _stop_following(self) -> None:
         for follower in self._followers:
@@ -289,33 +310,17 @@ class VLLMDoubleBufferWeightReceiver:
             except Exception:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
-        if self._watch is not None:
-            self._watch.record.remove()
-            self._watch.close()
-        self._followers, self._watch, self._seen = [], None, None
-
-    def _watching(self) -> WeightReceiver:
-        """Let the engines follow the store that holds weights now; return its receiver."""
-        if self._watch is not None and self._addresses.are_one:
-            return self._watch
-        stores = self._addresses.find()
-        if self._watch is not None:
-            if stores in (None, self._stores):
-                return self._watch
-            logger.info("now following %s instead of %s", stores, self._stores)
-            self._stop_following()
-        self._stores = store, local_store = stores or self._addresses.expected
-        options = self._options.for_engine(store, local_store)
-        self._followers = followers_of(self._vllm_engine, options)
-        self._watch = self._options.make_receiver(store, self._receiver_id)
-        return self._watch
+        if self._receiver is not None:
+            self._receiver.record.remove()
+            self._receiver.close()
+        self._followers, self._receiver, self._applied = [], None, None
 
     def _require_fit(self, model_metadata: ModelMetadata) -> None:
         """Refuse metadata that differs from the newest version's, or does not fit the engine."""
-        watch = self._watching()
-        published = published_metadata(watch)
+        receiver = self._follow_newest()
+        published = published_metadata(receiver)
         if published is not None:
-            require_same(model_metadata, published, f"the newest version in {watch.store}")
+            require_same(model_metadata, published, f"the newest version in {receiver.store}")
         tensors = [
             (name, DTYPE_NAMES[dtype], list(shape))
             for name, (dtype, shape) in model_metadata.items()
@@ -325,47 +330,51 @@ class VLLMDoubleBufferWeightReceiver:
             raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def _wait_for_newer(self, timeout_s: float) -> int | None:
+        """Return the newest version if the engines do not have it; None: nothing newer came."""
         deadline = time.monotonic() + timeout_s
-        watch = self._watching()
         if any(follower.has_restarted() for follower in self._followers):
-            self._seen = None  # it has what it was started with
+            self._applied = None  # an engine has the weights that it was started with
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            # Only one of two addresses is waited for, and weights may come to the other.
-            is_one = self._addresses.are_one
-            wait_s = left_s if is_one else min(left_s, self._options.poll_interval_s)
+            receiver = self._follow_newest()
             try:
-                version = watch.wait_for_version(self._seen, wait_s)
+                # No longer than this: weights may come to the other address.
+                wait_s = min(left_s, self._options.poll_interval_s)
+                version = receiver.wait_for_version(self._applied, wait_s)
             except VersionRegressedError as error:
                 if error.history is None:
                     raise
-                # The next experiment: the engine's follower tells, and switches to it.
-                watch.start_over()
-                self._seen = None
+                # The next experiment: the engine's follower logs it, and switches to it.
+                receiver.start_over()
+                self._applied = None
                 continue
-            if version is not None or wait_s == left_s:
+            if version is not None or left_s == 0:
                 return version
-            watch = self._watching()
 
     def _sync(self, version: int) -> bool:
-        """Switch all engines; one that fails does not keep the others from switching."""
-        # An engine in this process is loaded in the thread that runs it; others, side by side.
+        """Switch all engines; return whether one did not have the version.
+
+        An engine that fails does not keep the others from switching.
+        """
         if len(self._followers) == 1:
-            switched = [self._followers[0].sync(at_least=version) is not None]
+            # An engine in this process is loaded in the thread that runs it.
+            switches = [self._followers[0].sync(at_least=version)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:
-                switches = [
+                futures = [
                     pool.submit(follower.sync, at_least=version) for follower in self._followers
                 ]
-            switched = [switch.result() is not None for switch in switches]
-        self._seen = version
-        return any(switched)
+            switches = [future.result() for future in futures]
+        self._applied = version
+        return any(switch is not None for switch in switches)
 
     def _apply_by_hand(self, weights: Extracted) -> None:
-        """Apply weights that are in no store, through one that lives as long as that takes."""
-        store = Path((self._stores or self._addresses.expected)[0])
+        """Apply weights that are in no store, through a temporary one.
+
+        It is beside the followed store, so that workers on other hosts see it, too.
+        """
+        store = Path(self._stores[0])
         store.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the store, so that workers on other hosts see it as well.
         scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))
         try:
             with self._options.make_sender(scratch / "store") as sender:
