@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
@@ -23,11 +23,9 @@ from dbuffer.errors import (
 from dbuffer.integrations.atropos.attached import take_over
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import (
-    PATH_VARIABLE,
     ParameterMapping,
     get_name_conversions,
     mapping_path,
-    stamp_of,
 )
 from dbuffer.integrations.atropos.server import BridgeServer
 from dbuffer.integrations.atropos.slurm import inference_nodes
@@ -37,15 +35,15 @@ from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.rendezvous import join
+from dbuffer.ranks.world import T, World
 from dbuffer.runtime import options as checks
 from dbuffer.weights.sources import Describer, module_tensors
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=dict[str, Any] | None)
-
 Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
+Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 
 
 class VLLMWeightBridge:
@@ -97,13 +95,17 @@ class VLLMWeightBridge:
         self.nccl_group: None = None
         """Always None, as is ``gloo_group``: no process group is joined with engines."""
         self.gloo_group: None = None
-        self._sender: Sender | None = None
-        self._server: BridgeServer | None = None
-        self._mapping = ParameterMapping(mapping_path(config.directory))
-        self._mapping_stamp: object = None
-        self._made: nn.Module | None = None
+        self._ranks = World()
+        """The trainer's processes."""
         self._owns_group = False
-        self._agreement: Agreement | None = None
+        """Whether this bridge has initialized ``torch.distributed``."""
+        self._server: BridgeServer | None = None
+        """The server of local mode, on rank 0."""
+        self._mapping = ParameterMapping(mapping_path(config.directory))
+        self._sender: Sender | None = None
+        """None: the bridge is not open."""
+        self._model: nn.Module | None = None
+        """Model of :meth:`get_trainable_model`."""
         self._update_count = 0
         self._version: int | None = None
         """Newest version published; in local mode None once the server answers with it."""
@@ -149,12 +151,13 @@ class VLLMWeightBridge:
                 self._server = BridgeServer(self.config.vllm_api_url, self.store)
                 self._server.warn_unless_healthy()
             mapping = self._on_first_rank(
-                "read the parameter mapping", lambda: self._await_mapping().as_json()
+                "read the parameter mapping",
+                lambda: ParameterMapping.wait(self.config, self._is_server_stock).as_json(),
             )
             self._mapping = ParameterMapping(Path(mapping["path"]), mapping["content"])
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
-            self._sender = self._open_sender()
+            self._sender = self._make_sender()
             if self._server is not None:  # not before: another trainer may have the store
                 self._server.resume_if_left_paused()
         except BaseException:
@@ -174,7 +177,7 @@ class VLLMWeightBridge:
             InvalidWeightsError: something of it cannot be published.
             OptionError: (a ``ValueError``) the parameter mapping is not for them.
         """
-        if self._made is not None:
+        if self._model is not None:
             raise OptionError("this bridge publishes the model of get_trainable_model() already")
         Describer(sharded=self.config.world_size > 1).describe(vllm_state_dict)
         self._mapping.check(vllm_state_dict)
@@ -198,15 +201,18 @@ class VLLMWeightBridge:
             OptionError: (a ``ValueError``) the parameter mapping is not for it, or what was
                 attached is not just its parameters.
         """
-        if self._made is None:
-            self._opened()
+        if self._model is None:
+            self._require_sender()
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(self.config.model_name, dtype="auto")
             if self.shared_state_dict:
                 take_over(model, self.shared_state_dict)
-            self._made = self._settle(model.to(self.device).train())
-        return self._made
+            model = model.to(self.device).train()
+            self._mapping.check(_named(model))
+            self._move_into_store(model)
+            self._model = model
+        return self._model
 
     def notify_update(self) -> None:
         """Publish the weights, and return when the server answers with them.
@@ -236,18 +242,18 @@ class VLLMWeightBridge:
                 to publish.
             DBufferError: they could not be published; :meth:`notify_update` names the errors.
         """
-        sender, weights = self._opened(), self._weights
+        sender, weights = self._require_sender(), self._weights
         if weights is None:
             raise NotReadyError(
                 "this bridge has nothing to publish: train the model of get_trainable_model(), or "
                 "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
             )
-        self._on_first_rank("look for another mapping", self._refuse_late_mapping)
+        self._on_first_rank("look for another mapping", self._mapping.refuse_if_outdated)
         metadata = {"update_count": self._update_count + 1}
         if isinstance(sender, ResidentModel):
             publication = sender.publish(metadata=metadata)
         else:
-            publication = sender.send(self._laid_out(weights), metadata=metadata)
+            publication = sender.send(self._permuted(weights), metadata=metadata)
         self._update_count += 1
         self._version = publication.version
 
@@ -262,29 +268,21 @@ class VLLMWeightBridge:
             EngineUpdateError: (local mode) it cannot switch; the message says why.
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
         """
-        sender = self._opened()
-        if self._version is None:
+        sender, version = self._require_sender(), self._version
+        if version is None:
             return
         if self.config.is_local_mode:
-            version = self._version
             self._on_first_rank("update the server", lambda: self._update_server(version))
             self._version = None
-            return
-        engines = self.config.num_inference_nodes
-        try:
-            sender.wait_applied(
-                self._version, receivers=engines, timeout_s=self.config.timeout_seconds
-            )
-        except WaitTimeoutError as error:
-            nodes = ", ".join(self.inference_nodes)
-            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
+        else:
+            self._wait_for_nodes(sender, version)
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
-        for part in (self._server, self._sender, self._agreement):
+        for part in (self._server, self._sender, self._ranks):
             if part is not None:
                 part.close()
-        self._server = self._sender = self._agreement = None
+        self._server, self._sender, self._ranks = None, None, World()
         if self._owns_group:
             distributed.destroy_process_group()
             self._owns_group = False
@@ -296,19 +294,17 @@ class VLLMWeightBridge:
     def __exit__(self, *exception: object) -> None:
         self.cleanup()
 
-    def _opened(self) -> Sender:
+    def _require_sender(self) -> Sender:
         if self._sender is None:
             raise NotReadyError("this bridge is not open: call initialize()")
         return self._sender
+
+    # The trainer's processes
 
     @property
     def _rank_patience_s(self) -> float:
         """Seconds that ranks wait for one that waits for the servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
-
-    @property
-    def _weights(self) -> nn.Module | Mapping[str, torch.Tensor] | None:
-        return self._made if self._made is not None else self.shared_state_dict or None
 
     def _join_ranks(self) -> None:
         if self.config.world_size == 1:
@@ -322,70 +318,47 @@ class VLLMWeightBridge:
                 timeout_s=self._rank_patience_s,
             )
             self._owns_group = True
-        self._agreement = Agreement(None, timeout_s=self._rank_patience_s)
+        self._ranks = Agreement(None, timeout_s=self._rank_patience_s)
 
-    def _await_mapping(self) -> ParameterMapping:
-        """Return the run's mapping, or an empty one; log an expected one that is missing."""
-        config, is_named = self.config, bool(os.environ.get(PATH_VARIABLE))
-        if config.directory is None and not is_named:
-            return ParameterMapping.find(None) or ParameterMapping(mapping_path(None))
-        server, is_needed = self._server, is_named or not config.is_local_mode
-        mapping = ParameterMapping.wait(
-            config.directory,
-            config.timeout_seconds,
-            lambda: not is_needed and server is not None and server.is_stock(),
-        )
-        if mapping is not None:
-            return mapping
-        path = mapping_path(config.directory)
-        if is_needed:
-            raise NotReadyError(
-                f"{path} was not written within {config.timeout_seconds:g} s: Atropos' servers "
-                "write it into their LOGDIR as they start. For servers that take the trainer's "
-                'names as they are, write {"param_mappings": {}} there'
-            )
-        logger.warning("no %s: weights are published under the trainer's names", path)
-        return ParameterMapping(path)
+    def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
+        if not self._ranks.is_open:
+            raise RankFailedError("a rank of the trainer was lost; start the trainer again")
+        return self._ranks.first(what, action)
 
-    def _refuse_late_mapping(self) -> None:
-        """Refuse to publish under old names when a mapping was written after it was read."""
-        stamp = stamp_of(mapping_path(self.config.directory))
-        if stamp == self._mapping_stamp:
-            return
-        late = ParameterMapping.find(self.config.directory)
-        # A server that starts again writes an empty one first.
-        if late is not None and late.changes_anything and not late.agrees_with(self._mapping):
-            raise NotReadyError(
-                f"{late.path} was written after initialize(), and gives tensors other names or "
-                "layouts: call cleanup() and initialize() to use it"
-            )
-        self._mapping_stamp = stamp
+    # Weights to publish
 
-    def _open_sender(self) -> WeightSender | ShardedWeightSender:
+    @property
+    def _weights(self) -> Weights | None:
+        return self._model if self._model is not None else self.shared_state_dict or None
+
+    def _make_sender(self) -> WeightSender | ShardedWeightSender:
         if self.config.world_size == 1:
             return WeightSender(self.store, delta=self._delta, rename=self._mapping.names)
-        wait_s = self._rank_patience_s
         return ShardedWeightSender(
-            self.store, delta=self._delta, rename=self._mapping.names, rank_timeout_s=wait_s
+            self.store,
+            delta=self._delta,
+            rename=self._mapping.names,
+            rank_timeout_s=self._rank_patience_s,
         )
 
-    def _settle(self, model: nn.Module) -> nn.Module:
-        """Let a model live in the store, if it can."""
-        self._mapping.check(_named(model))
-        if reason := self._reason_not_to_reside():
+    def _move_into_store(self, model: nn.Module) -> None:
+        """Let a model live in the store, or log why it cannot."""
+        reason = self._reason_to_copy()
+        if reason is None:
+            self._require_sender().close()
+            try:
+                self._sender = ResidentModel(
+                    model, self.store, delta=self._delta, rename=self._mapping.names
+                )
+            except UnsupportedError as error:
+                reason = str(error)
+                self._sender = self._make_sender()
+        if reason is not None:
             logger.info("an ordinary model, copied at each update: %s", reason)
-            return model
-        self._opened().close()
-        try:
-            self._sender = ResidentModel(
-                model, self.store, delta=self._delta, rename=self._mapping.names
-            )
-        except UnsupportedError as error:
-            logger.info("an ordinary model, copied at each update: %s", error)
-            self._sender = self._open_sender()
-        return model
 
-    def _reason_not_to_reside(self) -> str | None:
+    def _reason_to_copy(self) -> str | None:
+        """Return why a model cannot live in the store; None: nothing is known against it."""
         if self.config.world_size > 1:
             return f"the trainer has {self.config.world_size} processes"
         if self.shared_state_dict:
@@ -394,9 +367,7 @@ class VLLMWeightBridge:
             return f"{self._mapping.path} requires tensors in another layout than the trainer's"
         return None
 
-    def _laid_out(
-        self, weights: nn.Module | Mapping[str, torch.Tensor]
-    ) -> nn.Module | Mapping[str, torch.Tensor]:
+    def _permuted(self, weights: Weights) -> Weights:
         """Return the weights in the servers' layout."""
         if not self._mapping.permuted:
             return weights
@@ -405,6 +376,11 @@ class VLLMWeightBridge:
         shape = AutoConfig.from_pretrained(self.config.model_name).get_text_config()
         heads = shape.num_attention_heads, shape.num_key_value_heads
         return self._mapping.permute(_named(weights), *heads)
+
+    # Servers
+
+    def _is_server_stock(self) -> bool:
+        return self._server is not None and self._server.is_stock()
 
     def _update_server(self, version: int) -> None:
         """Notify the server of local mode, and wait until it has switched."""
@@ -416,13 +392,17 @@ class VLLMWeightBridge:
         }
         self._server.bring_to(version, notification, self.config.timeout_seconds)
 
-    def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
-        if self.config.world_size == 1:
-            return action()
-        if self._agreement is None or not self._agreement.is_open:
-            raise RankFailedError("a rank of the trainer was lost; start the trainer again")
-        return self._agreement.first(what, action)
+    def _wait_for_nodes(self, sender: Sender, version: int) -> None:
+        """Wait until the engines of all inference nodes have applied a version."""
+        try:
+            sender.wait_applied(
+                version,
+                receivers=self.config.num_inference_nodes,
+                timeout_s=self.config.timeout_seconds,
+            )
+        except WaitTimeoutError as error:
+            nodes = ", ".join(self.inference_nodes)
+            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
 
 
 def _default_store(config: BridgeConfig) -> Path:
@@ -436,7 +416,7 @@ def _default_store(config: BridgeConfig) -> Path:
     return Path(config.directory).absolute() / "dbuffer-atropos"
 
 
-def _named(weights: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
     """Return the tensors to publish, by the names that the mapping knows."""
     if not isinstance(weights, nn.Module):
         return weights

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
@@ -40,15 +41,6 @@ def mapping_path(directory: str | None) -> Path:
     """Return the path of a run's mapping; ``directory`` as in `BridgeConfig`."""
     named = os.environ.get(PATH_VARIABLE)
     return Path(named) if named else Path(directory or ".") / MAPPING_FILE
-
-
-def stamp_of(path: Path) -> object:
-    """Return a value that changes when the file is written again; None if there is no file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -88,6 +80,8 @@ class ParameterMapping:
         permuted = (name for name, entry in self.entries.items() if entry.get("needs_permute"))
         self.permuted = frozenset(permuted)
         """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
+        self._compared: tuple[int, ...] = ()
+        """Stamp of the file that this mapping was last compared with."""
 
     @classmethod
     def find(cls, directory: str | None) -> Self | None:
@@ -96,21 +90,45 @@ class ParameterMapping:
         return cls.read(path) if path.exists() else None
 
     @classmethod
-    def wait(
-        cls, directory: str | None, timeout_s: float, is_in_vain: Callable[[], bool]
-    ) -> Self | None:
-        """Wait for the mapping of a run; None after ``timeout_s``, or when ``is_in_vain()``."""
+    def wait(cls, config: BridgeConfig, is_stock: Callable[[], bool]) -> Self:
+        """Return the mapping of a run, once it is there; an empty one if none is needed.
+
+        It is waited for where ``config`` or the environment says where to expect it.
+
+        Args:
+            config: the bridge's.
+            is_stock: whether the server of local mode writes none.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
+        """
+        path = mapping_path(config.directory)
+        is_named = bool(os.environ.get(PATH_VARIABLE))
+        is_expected = is_named or config.directory is not None
+        is_needed = is_named or not config.is_local_mode
+        timeout_s = config.timeout_seconds
         deadline = time.monotonic() + timeout_s
         has_logged = False
-        while (mapping := cls.find(directory)) is None:
-            if time.monotonic() > deadline or is_in_vain():
-                return None
+        while is_expected and not path.exists():
+            if not is_needed and is_stock():
+                break
+            if time.monotonic() > deadline:
+                if not is_needed:
+                    break
+                raise NotReadyError(
+                    f"{path} was not written within {timeout_s:g} s: Atropos' servers write it "
+                    "into their LOGDIR as they start. For servers that take the trainer's names "
+                    'as they are, write {"param_mappings": {}} there'
+                )
             if not has_logged:
-                path = mapping_path(directory)
                 logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
                 has_logged = True
             time.sleep(_RETRY_S)
-        return mapping
+        if path.exists():
+            return cls.read(path)
+        if is_expected:
+            logger.warning("no %s: weights are published under the trainer's names", path)
+        return cls(path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -128,13 +146,28 @@ class ParameterMapping:
         """Return the arguments that make this mapping, as JSON values for another rank."""
         return {"path": str(self.path), "content": self._content}
 
-    @property
-    def changes_anything(self) -> bool:
-        return bool(self.names.rules or self.permuted)
+    def refuse_if_outdated(self) -> None:
+        """Refuse to use this mapping if the file now changes other names or layouts.
 
-    def agrees_with(self, other: Self) -> bool:
-        """Whether it changes the same names and layouts."""
-        return (self.names.rules, self.permuted) == (other.names.rules, other.permuted)
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it does.
+        """
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return
+        stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        if stamp == self._compared:
+            return
+        late = self.read(self.path)
+        changes = late.names.rules, late.permuted
+        # A server that starts again writes an empty one first.
+        if any(changes) and changes != (self.names.rules, self.permuted):
+            raise NotReadyError(
+                f"{self.path} was written after initialize(), and gives tensors other names or "
+                "layouts: call cleanup() and initialize() to use it"
+            )
+        self._compared = stamp
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""
