@@ -1,44 +1,48 @@
-"""`BoxShare`: the boxes of tensors that one rank of a sharded trainer writes."""
+"""`BoxShare`: the share of one rank of a sharded trainer, which writes boxes of tensors.
+
+A box is a region of a tensor (`shards.Box`). The assignment gives each rank two kinds of boxes to
+write: *local* ones, whose elements it holds, and whole tensors, which all ranks must gather first.
+The boxes of a rank are numbered, the local ones first.
+
+Without deltas, a rank writes the trainer's elements of its boxes into the claimed file, and keeps
+nothing. With deltas, it keeps a copy of its boxes, and reads the trainer's memory only once for
+each version: `compare` finds what differs from the copy, `write_diff` applies that to the copy and
+sends it to rank 0, and the claimed file, if there is one, is written from the copy.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dbuffer.format.delta import words_per_element
-from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec
-from dbuffer.io.changes import Diff, Positions, TensorDiff, cut_work, find_changes, narrowed
+from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.io.changes import Diff, TensorDiff
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors
 from dbuffer.publish import shards
+from dbuffer.publish.box_copy import BoxCopy
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.shard_writer import ShardWriter, join_digests_of_parts
-from dbuffer.publish.shards import Box, WriteAssignment
-from dbuffer.publish.shares import ClaimInfo, Share, apply_detached
+from dbuffer.publish.shards import WriteAssignment
+from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.agreement import Agreement, Arrays
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
 
-GetElements: TypeAlias = Callable[[int], torch.Tensor]
-"""Function that returns the elements in the box of this number."""
-
+ElementsIn: TypeAlias = Callable[[int], torch.Tensor]
+"""Function that returns the trainer's elements in the box of this number."""
 
 _WRITTEN_BYTES = 256 << 20
 """Boxes of about so many bytes are written at a time."""
 
 
 class BoxShare(Share):
-    """The boxes of tensors that one rank writes: its local ones, then those that are gathered.
-
-    With deltas, every rank keeps a copy of its boxes as they were published last, finds the
-    differences, and sends them to rank 0, which writes the delta.
+    """The boxes of tensors that one rank writes.
 
     Args:
         footer: footer of the versions.
@@ -69,90 +73,37 @@ class BoxShare(Share):
         self._assignment = assignment
         self._hashed = hashed
         self._is_kept = is_kept
-        specs = footer.layout.specs
-        local, gathered = assignment.boxes[world.rank], assignment.gathered
-        mine = [index for index, writer_rank in gathered if writer_rank == world.rank]
+        local, specs = assignment.boxes[world.rank], footer.layout.specs
+        to_gather = [index for index, rank in assignment.gathered if rank == world.rank]
         self._num_local = len(local)
-        self._boxes = [*local, *(shards.whole_box(index, specs[index].shape) for index in mine)]
-        self._number = {index: number for number, index in enumerate(mine, len(local))}
+        self._boxes = [
+            *local,
+            *(shards.whole_box(index, specs[index].shape) for index in to_gather),
+        ]
+        self._number_of = {index: number for number, index in enumerate(to_gather, len(local))}
         """Number of the box of each tensor that is gathered and written here."""
+        self._copy = BoxCopy(self._boxes, footer.layout, copier)
+        """Boxes as they were in the last version, if they are kept."""
         self._changes: list[TensorDiff] = []
-        """Differences from the copy, each with the number of its box in place of the tensor."""
-        self._diff: list[TensorDiff] = []
-        """Differences from the copy, each as a change of its whole tensor."""
-        self._last_diff: list[TensorDiff] | None = None
-        """Last version's ``_diff``, to be written again into the other buffer; None: not known."""
-        self._joined_diff: list[TensorDiff] = []
-        """Differences of all ranks; on rank 0."""
-        self._digests: dict[int, list[int]] = {}
-        """Digests of the copy's blocks, by the number of the box."""
-        self._parts: dict[range, FileTensors] = {}
-
-    @functools.cached_property
-    def _contents(self) -> FileTensors:
-        """Copy of this rank's boxes in the last version, each as a tensor.
-
-        It is allocated in a step: a rank may have no memory for it.
-        """
-        return FileTensors.in_memory(_layout_of(self._boxes, self._layout.specs))
-
-    def _contents_of(self, numbers: range) -> FileTensors:
-        """Return the copy of some of the boxes, which follow each other."""
-        if numbers not in self._parts:
-            start = self._contents.layout.offsets[numbers.start] if numbers else 0
-            layout = _layout_of(self._boxes[numbers.start : numbers.stop], self._layout.specs)
-            self._parts[numbers] = FileTensors(self._contents.data[start:], layout)
-        return self._parts[numbers]
-
-    def _each_box(
-        self, what: str, source: Source, action: Callable[[range, GetElements], int]
-    ) -> int:
-        """Do ``action`` with this rank's boxes on all ranks; return the sum of its results.
-
-        In one step with all local boxes, in another with each tensor that is gathered: a rank that
-        fails or is lost in the first must not let others wait in a gather. ``action`` gets the
-        numbers of boxes, and a function that returns the elements in one of them.
-        """
-
-        def with_gathered(index: int, whole: torch.Tensor) -> int:
-            number = self._number[index]
-            return action(range(number, number + 1), lambda _: whole)
-
-        def with_all_gathered() -> int:
-            rank, assignment = self._world.rank, self._assignment
-            return shards.each_gathered(source, assignment, rank, with_gathered)
-
-        parts = shards.HeldParts()
-
-        def local_elements(number: int) -> torch.Tensor:
-            index = self._boxes[number].tensor
-            return parts.elements(source.tensors[index], self._layout.specs[index].name)
-
-        local = range(self._num_local)
-        results = self._world.each(f"{what} what it holds", lambda: action(local, local_elements))
-        if self._assignment.gathered:
-            results += self._world.each(f"gather and {what}", with_all_gathered)
-        return sum(results)
+        """Changes of this rank's boxes in the version that is written."""
+        self._last_changes: list[TensorDiff] | None = None
+        """Changes of the version before, which the other buffer lacks; None: not known."""
+        self._all_changes: list[TensorDiff] = []
+        """Changes of all ranks' boxes in the version that is written; on rank 0."""
 
     def read_back(self, held: Held) -> None:
-        self._writer.read_back(held, self.footer, self._boxes, self._contents, self._copier)
+        self._writer.read_back(held, self.footer, self._boxes, self._copy.contents, self._copier)
 
     def checksums(self) -> list[int] | None:
-        checksums = self._writer.checksums_read(self._world, self._layout, self._hash_copy)
+        checksums = self._writer.checksums_read(self._world, self._layout, self._copy.digests)
         self._writer.drop()
         return checksums
 
     def compare(self, source: Source) -> int:
-        self._changes = []
-
-        def compare(numbers: range, elements_in: GetElements) -> int:
+        def compare(numbers: range, elements_in: ElementsIn) -> int:
             elements = list(map(elements_in, numbers))
-            diff = find_changes(self._contents_of(numbers), elements, self._copier, hashed=False)
-            changes = diff.changes
-            if numbers.stop > self._num_local:  # numbered anew, and out of what will be dropped
-                changes = [_moved(change, numbers.start) for change in changes]
-            self._changes += changes
-            return diff.num_changed
+            are_kept = numbers.stop <= self._num_local  # a gathered tensor is dropped
+            return self._copy.find_changes(numbers, elements, are_kept=are_kept)
 
         return self._each_box("compare", source, compare)
 
@@ -162,11 +113,11 @@ class BoxShare(Share):
         info: ClaimInfo,
         progress: Progress | None,  # noqa: ARG002
     ) -> list[int] | None:
-        def copy(numbers: range, elements_in: GetElements) -> int:
-            self._copier.write(self._contents_of(numbers), list(map(elements_in, numbers)))
+        def copy(numbers: range, elements_in: ElementsIn) -> int:
+            self._copy.fill(numbers, list(map(elements_in, numbers)))
             return 0
 
-        def write(numbers: range, elements_in: GetElements) -> int:
+        def write(numbers: range, elements_in: ElementsIn) -> int:
             if numbers.stop <= self._num_local:
                 self._writer.begin(info, self.footer)
             self._write_boxes(numbers, elements_in)
@@ -179,11 +130,85 @@ class BoxShare(Share):
             self._each_box("write", source, write)
         return self._writer.finish(self._world, hashed=self._hashed)
 
-    def _write_copy(self, info: ClaimInfo) -> None:
-        self._writer.begin(info, self.footer)
-        self._write_boxes(range(len(self._boxes)), self._contents.views.__getitem__)
+    def write_diff(self, info: ClaimInfo) -> list[int] | None:
+        world = self._world
+        by_rank = world.collect("send what changed", self._apply_changes)
+        self._all_changes = _joined(change for arrays in by_rank for change in _unpacked(arrays))
+        if info.inode is not None:
+            world.each("write what it holds", lambda: self._write_changes(info))
+            return self._writer.finish(world, hashed=self._hashed)
+        if not self._hashed:
+            return None
+        by_rank_digests = world.each("hash what changed", self._copy.digests)
+        return join_digests_of_parts(self._layout, by_rank_digests)
 
-    def _write_boxes(self, numbers: range, elements_in: GetElements) -> None:
+    def take_diff(self, checksums: list[int] | None) -> Diff:
+        changes, self._all_changes = self._all_changes, []
+        changed = None
+        if checksums is not None:
+            changed = {change.tensor: checksums[change.tensor] for change in changes}
+        num_changed = sum(len(change.values) for change in changes)
+        return Diff(self._layout, changes, changed, num_changed)
+
+    def _each_box(
+        self, what: str, source: Source, action: Callable[[range, ElementsIn], int]
+    ) -> int:
+        """Do ``action`` with the boxes of all ranks; return the sum of its results.
+
+        The local boxes are one step, and the gathered tensors another: a rank that fails with a
+        local box must not leave others waiting in a gather.
+
+        Args:
+            what: the step, as in "rank 1 could not {what} what it holds".
+            source: the trainer's weights.
+            action: called with the numbers of all local boxes, then of one gathered tensor after
+                another.
+        """
+        parts = shards.HeldParts()
+
+        def elements_of_local(number: int) -> torch.Tensor:
+            index = self._boxes[number].tensor
+            return parts.elements(source.tensors[index], self._layout.specs[index].name)
+
+        def act_on_local() -> int:
+            return action(range(self._num_local), elements_of_local)
+
+        def act_on_whole(index: int, whole: torch.Tensor) -> int:
+            number = self._number_of[index]
+            return action(range(number, number + 1), lambda _: whole)
+
+        def act_on_gathered() -> int:
+            return shards.each_gathered(source, self._assignment, self._world.rank, act_on_whole)
+
+        results = self._world.each(f"{what} what it holds", act_on_local)
+        if self._assignment.gathered:
+            results += self._world.each(f"gather and {what}", act_on_gathered)
+        return sum(results)
+
+    def _apply_changes(self) -> Arrays:
+        """Bring the copy up to date; return what changed, for rank 0."""
+        self._changes = self._copy.apply_changes()
+        return list(_packed(self._changes))
+
+    def _write_changes(self, info: ClaimInfo) -> None:
+        """Bring the claimed file up to date.
+
+        It may hold the version before the last: then it lacks the changes of two versions.
+        """
+        if self._last_changes is None or not info.is_patched:
+            self._write_copy(info)
+        else:
+            self._writer.begin(info, self.footer)
+            for changes in (self._last_changes, self._changes):
+                self._writer.patch(changes, self._copier)
+        self._last_changes = self._changes
+
+    def _write_copy(self, info: ClaimInfo) -> None:
+        """Write all boxes into the claimed file, from the copy."""
+        self._writer.begin(info, self.footer)
+        self._write_boxes(range(len(self._boxes)), self._copy.contents.views.__getitem__)
+
+    def _write_boxes(self, numbers: range, elements_in: ElementsIn) -> None:
         """Write boxes, a few at a time: elements may be made only when they are read."""
         some: list[int] = []
         num_bytes = 0
@@ -196,104 +221,15 @@ class BoxShare(Share):
                 self._writer.write(boxes, list(map(elements_in, some)), self._copier)
                 some, num_bytes = [], 0
 
-    def write_diff(self, info: ClaimInfo) -> list[int] | None:
-        world = self._world
-        by_rank = world.collect("send what changed", self._update_copy)
-        self._joined_diff = _joined(change for arrays in by_rank for change in _changes_in(arrays))
-        if info.inode is not None:
-            world.each("write what it holds", lambda: self._write_changes(info))
-            return self._writer.finish(world, hashed=self._hashed)
-        if not self._hashed:
-            return None
-        return join_digests_of_parts(self._layout, world.each("hash what changed", self._hash_copy))
 
-    def _update_copy(self) -> Arrays:
-        """Bring the copy up to date, and return the arrays of what changed, out of it."""
-        self._changes = apply_detached(self._changes, self._contents, self._copier)
-        for change in self._changes:
-            self._digests.pop(change.tensor, None)
-        self._diff = list(map(self._as_tensor_diff, self._changes))
-        return list(_flat(self._diff))
-
-    def _as_tensor_diff(self, change: TensorDiff) -> TensorDiff:
-        """Return a change of a box as one of its tensor."""
-        box = self._boxes[change.tensor]
-        spec = self._layout.specs[box.tensor]
-        if box.shape != spec.shape:
-            positions = change.positions
-            if positions is None:
-                positions = np.arange(len(change.values))
-            return change._replace(tensor=box.tensor, positions=_in_tensor(positions, box, spec))
-        # A whole tensor is sent to rank 0 without its old words, in half the bytes.
-        replaced = None if change.positions is None else change.replaced
-        return change._replace(tensor=box.tensor, replaced=replaced)
-
-    def _write_changes(self, info: ClaimInfo) -> None:
-        if self._last_diff is None or not info.is_patched:
-            self._write_copy(info)
-        else:
-            self._writer.begin(info, self.footer)
-            for changes in (self._last_diff, self._diff):
-                self._writer.patch(changes, self._copier)
-        self._last_diff = self._diff
-
-    def take_diff(self, checksums: list[int] | None) -> Diff:
-        changes, self._joined_diff = self._joined_diff, []
-        changed = None
-        if checksums is not None:
-            changed = {change.tensor: checksums[change.tensor] for change in changes}
-        num_changed = sum(len(change.values) for change in changes)
-        return Diff(self._layout, changes, changed, num_changed)
-
-    def _hash_copy(self) -> list[int]:
-        """Return the digests of the copy's blocks, in the layout's order.
-
-        A box is hashed if it changed since the last time.
-        """
-        copy = self._contents
-        missing = [block for block in copy.layout.blocks if block.tensor not in self._digests]
-        digests = [0] * len(missing)
-
-        def work(first: int, end: int) -> None:
-            digests[first:end] = map(copy.hash_block, missing[first:end])
-
-        self._copier.in_parallel(
-            work, cut_work([block.num_bytes for block in missing], self._copier)
-        )
-        for block, digest in zip(missing, digests, strict=True):
-            self._digests.setdefault(block.tensor, []).append(digest)
-        in_order = sorted(self._digests, key=lambda number: self._boxes[number].tensor)
-        return [digest for number in in_order for digest in self._digests[number]]
-
-
-def _moved(change: TensorDiff, first: int) -> TensorDiff:
-    """Return a change with the number of its box, and in memory of its own."""
-    values = change.values.copy() if change.positions is None else change.values
-    return change._replace(tensor=first + change.tensor, values=values)
-
-
-def _layout_of(boxes: Iterable[Box], specs: Sequence[TensorSpec]) -> Layout:
-    """Return a layout of boxes as tensors of their own."""
-    return Layout.of(specs[box.tensor]._replace(shape=box.shape) for box in boxes)
-
-
-def _in_tensor(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
-    """Return the positions in a tensor of words at positions in a box, in the same order."""
-    words = words_per_element(spec)
-    elements, rest = np.divmod(positions.astype(np.int64), words)
-    inside = np.unravel_index(elements, box.shape)
-    index = tuple(one + start for one, start in zip(inside, box.start, strict=True))
-    return narrowed(np.ravel_multi_index(index, spec.shape) * words + rest, spec.num_bytes)
-
-
-def _flat(changes: Iterable[TensorDiff]) -> Iterator[npt.NDArray[Any] | None]:
-    """Yield the arrays of changes, four for each; `_changes_in` puts them together."""
+def _packed(changes: Iterable[TensorDiff]) -> Iterator[npt.NDArray[Any] | None]:
+    """Yield changes as arrays, four each."""
     for change in changes:
         yield from (np.array([change.tensor]), change.positions, change.values, change.replaced)
 
 
-def _changes_in(arrays: Arrays) -> list[TensorDiff]:
-    """Return the changes whose arrays `_flat` has given."""
+def _unpacked(arrays: Arrays) -> list[TensorDiff]:
+    """Return the changes that were packed into arrays."""
     rows = zip(*(arrays[first::4] for first in range(4)), strict=True)
     return [
         TensorDiff(int(tensor[0]), positions, values, replaced)
@@ -302,7 +238,7 @@ def _changes_in(arrays: Arrays) -> list[TensorDiff]:
 
 
 def _joined(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Join the changes of all ranks: one a tensor."""
+    """Join the changes of all ranks: one for each tensor, in the order of the tensors."""
     by_tensor: dict[int, list[TensorDiff]] = {}
     for change in changes:
         by_tensor.setdefault(change.tensor, []).append(change)
@@ -310,6 +246,7 @@ def _joined(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
 
 
 def _joined_one(parts: list[TensorDiff]) -> TensorDiff:
+    """Join changes of one tensor."""
     if len(parts) == 1:
         return parts[0]
     positions, values, replaced = (

@@ -1,10 +1,18 @@
-"""`Share`: the part of each version that one rank writes, and its bytes in the last one.
+"""`Share`: the part of each version that one rank writes.
 
-A sender alone writes all of it (`WholeShare`), a rank of a sharded trainer writes boxes of tensors
-(`BoxShare`). Either compares the next weights with its bytes of the last version.
+A sender alone writes all tensors (`WholeShare`, `ResidentShare`), a rank of a sharded trainer
+writes boxes of tensors (`BoxShare`, in `box_share`). `Publisher` calls a share's methods, on all
+ranks at once:
 
-The trainer may write to its memory while it is compared. So it is read once: the delta, and the
-bytes that the next version is compared with, come from what was read then.
+- With deltas, a share keeps the bytes of the last version. `compare` finds what differs from them
+  in the next weights, `write_diff` brings them and the claimed file up to date, and `take_diff`
+  returns the differences for the delta.
+- If too much differs, or nothing is kept, a new share writes all weights: `write_all`.
+- A new sender fills a new share with the version that an earlier one left: `read_back`, then
+  `checksums`.
+
+The trainer may write to its memory while it is compared. So a share reads each tensor once: the
+delta, and the bytes that the next version is compared with, come from that one read.
 """
 
 from __future__ import annotations
@@ -57,10 +65,7 @@ class ClaimInfo:
 
 
 class Share(ABC):
-    """The part of each version that one rank writes, and its bytes in the last one.
-
-    A publish calls `compare` and `write_diff`, or `write_all`, on all ranks.
-    """
+    """The part of each version that one rank writes, and its bytes in the last version."""
 
     def __init__(self, footer: Footer | None) -> None:
         self._footer = footer
@@ -73,7 +78,7 @@ class Share(ABC):
 
     @abstractmethod
     def read_back(self, held: Held) -> None:
-        """Read this rank's part of a published version; not collective.
+        """Read this rank's part of a published version, as the last one; not collective.
 
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
@@ -85,9 +90,11 @@ class Share(ABC):
 
     @abstractmethod
     def compare(self, source: Source) -> int:
-        """Find what differs from the last version; return the number of words, on all ranks.
+        """Find what differs from the last version.
 
-        If a delta is not worth it, the number may be that of some of them.
+        Returns:
+            The number of changed words on all ranks. Once it is above `max_changed`, the rest may
+            not have been counted.
         """
 
     @abstractmethod
@@ -98,19 +105,23 @@ class Share(ABC):
 
     @abstractmethod
     def write_diff(self, info: ClaimInfo) -> list[int] | None:
-        """Bring copy and claimed file up to date; return the checksums of all tensors, if any."""
+        """Write what differs into the kept bytes and the claimed file, if the version has one.
+
+        Returns:
+            The checksums of all tensors, if any.
+        """
 
     @abstractmethod
     def take_diff(self, checksums: list[int] | None) -> Diff:
-        """Return on rank 0 the differences that all ranks have written, for the delta; once."""
+        """Return on rank 0 what all ranks have written by `write_diff`; once."""
 
 
 class WholeShare(Share):
     """All tensors, for a sender alone.
 
-    On a local mount, the next version is compared with the published buffer, and the idle buffer,
-    which holds the version before, is brought up to date by the last two deltas. On a network
-    mount, the next version is compared with a copy in memory.
+    On a local mount, the kept bytes are the published buffer. The claimed file, the idle buffer,
+    holds the version before that: it lacks the changes of two versions. On a network mount, the
+    kept bytes are a copy in memory.
 
     Args:
         footer: footer of the versions; None for a stream.
@@ -132,9 +143,10 @@ class WholeShare(Share):
         self._copier = copier
         self._is_kept = is_kept
         self._contents: FileTensors | None = None
-        self._diff: Diff | None = None
-        self._changes: list[TensorDiff] | None = None
-        """Changes from the version before, to be written again; None: not known."""
+        self._compared: Diff | None = None
+        """Differences of the version that is written, until `take_diff`."""
+        self._last_changes: list[TensorDiff] | None = None
+        """Changes that led to the last version, which the idle buffer lacks; None: not known."""
 
     @property
     def contents(self) -> FileTensors:
@@ -154,17 +166,17 @@ class WholeShare(Share):
 
     def compare(self, source: Source) -> int:
         hashed = self._chain.hashed
-        self._diff = find_changes(
+        self._compared = diff = find_changes(
             self.contents,
             source.eager,
             self._copier,
             hashed=hashed,
             max_changed=max_changed(self.footer.layout),
         )
-        return self._diff.num_changed
+        return diff.num_changed
 
     def patch(self, changes: Iterable[TensorDiff]) -> None:
-        """Take known changes of the last version for what differs.
+        """Use changes that the trainer named as what differs, in place of `compare`.
 
         Raises:
             StoreCorruptError: what was published is damaged.
@@ -174,9 +186,9 @@ class WholeShare(Share):
             change._replace(replaced=words_of(contents, change.tensor)[change.positions])
             for change in changes
         ]
-        checksums = self._checksums_of(changes) if self._chain.hashed else None
+        checksums = self._checksums_after(changes) if self._chain.hashed else None
         num_changed = sum(len(change.values) for change in changes)
-        self._diff = Diff(contents.layout, changes, checksums, num_changed)
+        self._compared = Diff(contents.layout, changes, checksums, num_changed)
 
     def write_all(
         self,
@@ -200,59 +212,65 @@ class WholeShare(Share):
         return draft.fill(tensors, self._copier)
 
     def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
-        draft, diff = self._chain.begun, self._found
+        draft, diff = self._chain.begun, self._diff
         checksums = self._chain.base.checksums_after(diff.checksums)
         if self._chain.keeps_buffers_whole:
             mapped = draft.mapped
-            self._fill(mapped, diff, checksums)
-            changes = detached_copy(diff.changes, mapped)
-            self._contents, self._changes = mapped, _without_replaced(changes)
+            self._bring_up_to_date(mapped, diff.changes, checksums)
+            changes = with_values_in(mapped, diff.changes)
+            self._contents, self._last_changes = mapped, _without_replaced(changes)
         else:
             changes = apply_detached(diff.changes, self.contents, self._copier)
             if draft.has_file:
                 draft.fill(self.contents.views, self._copier)
-        self._diff = replace(diff, changes=changes)
+        self._compared = replace(diff, changes=changes)
         return checksums
 
     def take_diff(self, checksums: list[int] | None) -> Diff:  # noqa: ARG002
-        diff, self._diff = self._found, None
+        diff, self._compared = self._diff, None
         return diff
 
     def catch_up(self, draft: Draft, head: ChainHead) -> bool:
-        """Apply the last changes to a draft's file, which then holds ``head``.
+        """Apply the last changes to a draft's file, which then holds the last version, ``head``.
 
         False: they are not known, or the file does not hold the version before.
         """
-        if self._changes is None or not head.follows(draft.claim.held_before):
+        if self._last_changes is None or not head.follows(draft.claim.held_before):
             return False
-        write_changes(self._changes, draft.mapped, self._copier)
+        write_changes(self._last_changes, draft.mapped, self._copier)
         return True
 
     @property
-    def _found(self) -> Diff:
-        assert self._diff is not None  # noqa: S101 - called after `compare` or `patch`
-        return self._diff
+    def _diff(self) -> Diff:
+        assert self._compared is not None  # noqa: S101 - called after `compare` or `patch`
+        return self._compared
 
-    def _fill(self, mapped: MappedTensors, diff: Diff, checksums: list[int] | None) -> None:
-        """Write the whole version into the draft's file."""
+    def _bring_up_to_date(
+        self, mapped: MappedTensors, changes: list[TensorDiff], checksums: list[int] | None
+    ) -> None:
+        """Let the draft's file hold the last version, and write the changes into it."""
         draft = self._chain.begun
         if not self.catch_up(draft, self._chain.base):
             self._copier.write(mapped, self.contents.views)
-        write_changes(diff.changes, mapped, self._copier)
+        write_changes(changes, mapped, self._copier)
         # Bytes that are not written now may have been damaged since they were.
         if checksums is None or self._copier.checksums(mapped) == checksums:
             return
         logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
         self._copier.write(mapped, self.contents.views)
-        write_changes(diff.changes, mapped, self._copier)
+        write_changes(changes, mapped, self._copier)
         names = [spec.name for spec in mapped.layout.specs]
         written = self._copier.checksums(mapped)
         for name, expected, checksum in zip(names, checksums, written, strict=True):
             if checksum != expected:
                 raise StoreCorruptError(self._damaged(name))
 
-    def _checksums_of(self, changes: Sequence[TensorDiff]) -> dict[int, int]:
-        """Hash each changed tensor as it will be, one at a time, in memory of its own."""
+    def _checksums_after(self, changes: Sequence[TensorDiff]) -> dict[int, int]:
+        """Hash each changed tensor as it will be, one at a time, in memory of its own.
+
+        Raises:
+            StoreCorruptError: the published tensor is damaged.
+        """
         published = self._chain.last.checksums
         assert published is not None  # noqa: S101 - of a sender that hashes
         checksums = {}
@@ -287,12 +305,15 @@ class ResidentShare(WholeShare):
 
     def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
         self._contents = self._chain.begun.mapped
-        self._changes = _without_replaced(self._found.changes)
+        self._last_changes = _without_replaced(self._diff.changes)
         return self.checksums() if self._chain.hashed else None
 
 
-def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[TensorDiff]:
-    """Return the changes with the values of whole tensors in ``contents``, not in the trainer's."""
+def with_values_in(contents: FileTensors, changes: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return changes that were written into ``contents``, none with values in the trainer's memory.
+
+    The values of a tensor that changed as a whole were there; now they are in ``contents``.
+    """
     return [
         change._replace(values=words_of(contents, change.tensor))
         if change.positions is None
@@ -304,9 +325,9 @@ def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[
 def apply_detached(
     changes: Iterable[TensorDiff], contents: FileTensors, copier: Copier
 ) -> list[TensorDiff]:
-    """Bring a copy of the last version up to date, and return the changes, with their old values.
+    """Write changes into a copy of the last version; return them with values in the copy.
 
-    Old values of whole tensors, which lay in the copy, are copied before.
+    The replaced values of a tensor that changed as a whole lie in the copy, and are saved before.
     """
     kept = [
         change._replace(replaced=change.replaced.copy())
@@ -315,11 +336,11 @@ def apply_detached(
         for change in changes
     ]
     write_changes(kept, contents, copier)
-    return detached_copy(kept, contents)
+    return with_values_in(contents, kept)
 
 
 def _without_replaced(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return changes that are written again: without the old values of whole tensors.
+    """Return changes that are kept to be written again, without replaced values of whole tensors.
 
     These lie in a mapping, which keeps an unlinked file's room.
     """
