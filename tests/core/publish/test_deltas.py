@@ -598,26 +598,6 @@ def test_an_older_version_after_a_newer_one(sender, reader):
                 assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
 
 
-@pytest.mark.usefixtures("network")
-def test_a_store_that_was_begun_anew(store):
-    with reader_of(store) as reader:
-        for times in range(3):
-            with make_sender(store) as sender:
-                publish(sender, 1, 2)
-                if times:
-                    with pytest.raises(dbuffer.VersionRegressedError):
-                        opened(reader)
-                    reader.start_over()
-                assert opened(reader) == 2
-                publish(sender, 3)
-                assert opened(reader) == 3
-            for path in store.iterdir():
-                if path.is_dir() and path.name != "receivers":
-                    shutil.rmtree(path)
-                elif path.is_file():
-                    path.unlink()
-
-
 # Tensors of all kinds
 
 DTYPES = (

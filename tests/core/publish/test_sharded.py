@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import ALIGNMENT_BYTES, TensorSpec
-from dbuffer.format.places import is_part_of
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish import box_share
@@ -239,18 +238,6 @@ def in_parts(world, store, monkeypatch) -> Path:
     world.run(send_parts, store, [1, 2, 3])
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     return store
-
-
-def test_parts_of_old_versions_are_removed(world, in_parts):
-    for versions in ([4, 5, 6], [7]):
-        world.run(send_parts, in_parts, versions)
-        assert newest(in_parts) == versions[-1]
-    double = DoubleBuffer(in_parts)
-    for buffer in ("A", "B"):
-        manifest = double.manifest(buffer)
-        names = [path.name for path in (in_parts / buffer).glob("weights-*")]
-        assert all(name == manifest.file or is_part_of(name, manifest.file) for name in names)
-        assert len(names) == 1 + len(world.ranks)
 
 
 def replace_by_a_link(path: Path) -> None:

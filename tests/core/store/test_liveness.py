@@ -198,13 +198,16 @@ def applied_by(store: Path) -> list[int | None]:
     return [record.applied_version for record in DoubleBuffer(store).records_of(NAME)]
 
 
-def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount, sender):
+def test_an_id_has_applied_what_all_living_receivers_of_it_have(store, mount, sender, caplog):
     with Child(load_and_stay, store) as first:
         pid = first.receive()
         publish(sender, 2)
         with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
             assert second.load_into(SMALL.empty()) == 2
             assert applied_by(store) == [1, 2]
+            [entry] = [entry for entry in caplog.records if "another receiver" in entry.message]
+            assert NAME in entry.message
+            assert entry.levelno == logging.WARNING
             receivers = read_status(DoubleBuffer(store))["receivers"]
             assert {(r["receiver"], r["pid"]) for r in receivers} == {
                 (NAME, pid),
@@ -340,18 +343,6 @@ def test_several_that_start_at_once_have_a_record_each(store, mount, tmp_path):
             racer.receive()
         found = DoubleBuffer(store).records_of(NAME)
         assert {record.pid for record in found} == {racer.pid for racer in racers}
-
-
-@pytest.mark.usefixtures("sender")
-def test_a_second_receiver_of_an_id_is_told_of(store, mount, caplog):
-    first, second = RecordFile(store, NAME), RecordFile(store, NAME)
-    first.write(applied_version=1)
-    second.write(applied_version=2)
-    second.write(applied_version=3)
-    assert applied_by(store) == [1, 3]
-    [entry] = [entry for entry in caplog.records if "another receiver" in entry.getMessage()]
-    assert entry.levelno == logging.WARNING
-    assert NAME in entry.getMessage()
 
 
 # Many

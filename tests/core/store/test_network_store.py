@@ -77,39 +77,26 @@ def path_of(descriptor: int) -> str:
     return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
-class Faults:
-    """Calls that fail on a store's files."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-        self.hits: list[str] = []
-        """Paths on which calls have failed."""
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Let a function of `os` fail on some paths, from its ``first`` call there on."""
 
     def fail(
-        self,
-        name: str,
-        number: int,
-        is_hit: Callable[[str], object],
-        *,
-        first: int = 1,
-        times: float = 1,
-    ) -> None:
-        """Let a function of `os` fail so many times, from its ``first`` call on a path on."""
-        real, calls = getattr(os, name), itertools.count(1)
+        name: str, number: int, is_hit: Callable[[str], object], first: int = 1, times: float = 1
+    ) -> list[str]:
+        real, calls, hits = getattr(os, name), itertools.count(1), []
 
         def call(where: Any, *arguments: Any, **options: Any) -> Any:
             path = os.fsdecode(path_of(where) if isinstance(where, int) else where)
             if is_hit(path) and first <= next(calls) < first + times:
-                self.hits.append(path)
+                hits.append(path)
                 raise OSError(number, os.strerror(number))
             return real(where, *arguments, **options)
 
-        self._monkeypatch.setattr(os, name, call)
+        monkeypatch.setattr(os, name, call)
+        return hits
 
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(monkeypatch)
+    return fail
 
 
 def is_any(path: str) -> bool:
@@ -359,21 +346,6 @@ def test_a_writer_that_comes_round_in_place_is_found_out_by_a_reader_across_a_ne
         sys.setprofile(None)
 
 
-def test_a_store_goes_from_local_to_network_and_back(store, receiver, monkeypatch):
-    versions = itertools.count(1)
-    for mount in ("local", "network", "local", "network"):
-        with Child(write_as, store, mount, True) as writer:
-            for version in itertools.islice(versions, 3):
-                writer.send(version)
-                assert writer.receive() == version
-                assert load(receiver) == version
-                with monkeypatch.context() as patch:
-                    patch.setenv("DBUFFER_MOUNT", "local")  # on the file server itself
-                    assert newest(store) == version
-            writer.send(None)
-            assert writer.wait() == 0
-
-
 def test_what_the_variable_may_be(store, monkeypatch):
     for value, is_network in (("network", True), ("local", False), ("auto", False)):
         monkeypatch.setenv("DBUFFER_MOUNT", value)
@@ -497,11 +469,12 @@ def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_it
 @pytest.mark.parametrize(
     "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
 )
-def test_a_file_that_goes_under_a_reader_is_another_try(store, sender, faults, how, step):
+def test_a_file_that_goes_under_a_reader_is_another_try(store, sender, fail, how, step):
     """Readers that were waited for long enough, and those that could write no record: a server
     tells them that the file is gone."""
     publish(sender, 1, 2)
     path, _ = weights_file(store, "A")
+    hits: list[list[str]] = []
 
     def go_on() -> None:
         [record] = (store / "receivers").glob("mine.*.json")
@@ -509,10 +482,12 @@ def test_a_file_that_goes_under_a_reader_is_another_try(store, sender, faults, h
         publish(sender, 3, 4)
         assert not path.exists()
         for name in ("pread", "preadv"):  # an open file's path is followed by "(deleted)"
-            faults.fail(name, errno.ESTALE, lambda at: at.startswith(str(path)), times=math.inf)
+            hits.append(
+                fail(name, errno.ESTALE, lambda at: at.startswith(str(path)), times=math.inf)
+            )
 
     assert read_at_last(store, how, go_on, step) == 4
-    assert faults.hits
+    assert any(hits)
 
 
 # What a network does to a reader's calls
@@ -536,11 +511,11 @@ NEVER = Step("call", "no such function")
     ],
     ["open", "load", "function"],
 )
-def test_a_stale_handle_is_tried_again(store, sender, faults, how, name, is_hit, first):
+def test_a_stale_handle_is_tried_again(store, sender, fail, how, name, is_hit, first):
     publish(sender, 1, 2)
-    faults.fail(name, errno.ESTALE, is_hit, first=first, times=3)
+    hits = fail(name, errno.ESTALE, is_hit, first=first, times=3)
     assert read_at_last(store, how, lambda: None, NEVER) == 2
-    assert len(faults.hits) == 3
+    assert len(hits) == 3
 
 
 @pytest.mark.soak
@@ -558,17 +533,17 @@ def test_a_stale_handle_is_tried_again(store, sender, faults, how, name, is_hit,
     [errno.EIO, errno.EACCES, errno.ETIMEDOUT],
 )
 def test_any_other_error_is_ours_and_the_next_read_is_as_good_as_ever(
-    store, sender, receiver, faults, how, name, is_hit, number
+    store, sender, receiver, fail, how, name, is_hit, number
 ):
     publish(sender, 1, 2)
     target = SMALL.empty()
-    faults.fail(name, number, is_hit)
+    hits = fail(name, number, is_hit)
     with pytest.raises(dbuffer.StoreAccessError, match=f"{store}.*{os.strerror(number)}"):
         if how == "open":
             receiver.open(timeout_s=1).__enter__()
         else:
             receiver.load_into(target if how == "load" else lambda pairs: list(pairs))
-    assert len(faults.hits) == 1
+    assert len(hits) == 1
     assert not any(tensor.any() for tensor in target.values()), "the target was not touched"
     assert held_by_mine(store) is None
     assert load(receiver) == 2
@@ -619,13 +594,13 @@ def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
 @pytest.mark.soak
 @in_turn(("nth", "number"), range(1, 8), [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
-    store, sender, receiver, faults, number, nth
+    store, sender, receiver, fail, number, nth
 ):
     """A full server says so at the first flush, and calls a second one good."""
     publish(sender, 1, 2)
     assert load(receiver) == 2
     before = version_files(store)
-    faults.fail("fsync", number, is_any, first=nth)
+    hits = fail("fsync", number, is_any, first=nth)
     with pytest.raises(error_for(number), match=str(store)):
         publish(sender, 3)
     # 1, 2: the mark and its directory; 3: the weights; 4, 5: the manifest; 6, 7: the pointer,
@@ -635,7 +610,7 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
     assert newest(store) == (3 if is_published else 2)
     left = version_files(store) - before
     if nth == 3:
-        assert faults.hits[0].endswith(".td")
+        assert hits[0].endswith(".td")
         assert not left, "half a version, or one of which nobody knows, is removed"
     publish(sender, 4)
     assert load(receiver) == 4
@@ -647,17 +622,17 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
 @in_turn(("nth", "number"), [1, 2, 3], [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
 def test_a_write_that_fails_publishes_nothing(
-    store, sender, receiver, faults, number, nth, as_stream
+    store, sender, receiver, fail, number, nth, as_stream
 ):
     """The first writes into the weights file, its layout and its table of checksums."""
     publish(sender, 1, 2)
     before, weights = version_files(store), SMALL.weights(3)
     # Of a stream: eight tensors, the layout, the table.
     at = (1, 9, 10)[nth - 1] if as_stream else nth
-    faults.fail("pwrite", number, lambda path: path.endswith(".td"), first=at)
+    hits = fail("pwrite", number, lambda path: path.endswith(".td"), first=at)
     with pytest.raises(error_for(number), match=str(store)):
         sender.send(iter(weights.items()) if as_stream else weights)
-    assert len(faults.hits) == 1
+    assert len(hits) == 1
     assert version_files(store) <= before
     assert load(receiver) == 2
     publish(sender, 3)
@@ -744,15 +719,15 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(s
 # The rest of the package
 
 
-def test_the_commands(store, sender, receiver, faults, capsys):
+def test_the_commands(store, sender, receiver, fail, capsys):
     publish(sender, 1, 2)
     load(receiver)
     # Verify announces nothing, so that a publish may come and take the file away.
-    faults.fail("preadv", errno.ESTALE, is_weights)
+    hits = fail("preadv", errno.ESTALE, is_weights)
     for command in ("ls", "status", "verify"):
         assert cli.run([command, str(store)]) == 0, command
     assert "mine" in capsys.readouterr().out
-    assert len(faults.hits) == 1
+    assert len(hits) == 1
     path, _ = weights_file(store, "A")
     flip_bit(path, 8 * 3000)
     assert cli.run(["verify", str(store)]) != 0

@@ -13,7 +13,7 @@ import pytest
 
 import dbuffer
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.manifest import ReceiverRecord, decode
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -157,35 +157,3 @@ def test_threads_that_set_and_write_lose_nothing(made):
     assert [getattr(record.current, field) for field in fields] == [200] * 4
     assert read(made) == record.current
     assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
-
-
-def write_for_ever(connection: Connection, store: Path) -> None:
-    """Write records of very different lengths, each of which says in two places which it is."""
-    record = RecordFile(store, "one")
-    number = 0
-    while not connection.poll():
-        number += 1
-        record.set(applied_version=number, problem=f"{number} " * (number % 97 * 20 + 1))
-        record.write()
-        if number == 1:
-            connection.send(None)
-    connection.send(number)
-
-
-NUM_WRITES, NUM_SEEN = 1000, 50
-
-
-def test_a_reader_never_sees_half_a_record(made):
-    seen: set[int] = set()
-    with Child(write_for_ever, made) as child:
-        child.receive()
-        [path] = (made / RECEIVERS_DIRECTORY).iterdir()
-        while max(seen, default=0) < NUM_WRITES or len(seen) < NUM_SEEN:
-            record = decode(ReceiverRecord, path.read_bytes())
-            numbers = set(record.problem.split())
-            assert numbers == {str(record.applied_version)}, "parts of two records"
-            assert not seen or record.applied_version >= max(seen)
-            seen.add(record.applied_version)
-        child.send()
-        assert child.receive() >= NUM_WRITES
-    assert list(path.parent.iterdir()) == [path]

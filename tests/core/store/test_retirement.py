@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
 from dbuffer.store.liveness import owner_fields
-from dbuffer.store.network_files import NetworkFiles
 from tests.support.children import Child
 from tests.support.moments import die
 from tests.support.patterns import OTHER, SMALL, newest, publish
@@ -29,19 +28,11 @@ pytestmark = pytest.mark.usefixtures("network")
 READER_TIMEOUT_S = 60.0
 
 
-class Clock:
-    """Stands for the monotonic clock of the module that counts ages."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The monotonic clock of the module that counts ages."""
+    clock = SimpleNamespace(now_s=1000.0)
+    clock.monotonic = lambda: clock.now_s
     monkeypatch.setattr(network_files, "time", clock)
     return clock
 
@@ -69,104 +60,11 @@ def publish_five_and_die(connection: Connection, store: Path) -> None:
         die()
 
 
-# The rule by itself
-
-
-class Retiring:
-    """A file that was retired at 0 s, and records of its readers."""
-
-    def __init__(self, path: Path, versions: range | None, named: Collection[int] = ()) -> None:
-        self.records: list[ReceiverRecord] = []
-        self.path = path
-        store = SimpleNamespace(root=path.parent, readers=lambda: self.records)
-        self.files: Any = NetworkFiles(store, READER_TIMEOUT_S)  # type: ignore[arg-type]
-        self.files.close_at = lambda path: self.let_go.append(path.exists())
-        self.files._named_versions = lambda: set(named)
-        self.let_go: list[bool] = []
-        self.retire(versions)
-
-    def retire(self, versions: range | None) -> None:
-        self.files._retire(self.path, versions)
-
-    def is_there(self) -> bool:
-        self.files._remove_unneeded()
-        return self.path.exists()
-
-
-@pytest.fixture
-def old_file(tmp_path: Path) -> Path:
-    path = tmp_path / "weights-0123456789abcdef-2.td"
-    path.write_bytes(b"old")
-    return path
-
-
 KEEP_S = TIMING.keep_superseded_s
-ONE, MANY = range(7, 8), range(4, 8)
-
-
-@pytest.mark.parametrize(
-    ("versions", "named", "held", "stays_s", "warning"),
-    [
-        (ONE, (), [], KEEP_S, ""),
-        (ONE, (), [None, 8], KEEP_S, ""),
-        (ONE, (), [None, 7, 8], READER_TIMEOUT_S, "of version 7, which far-7 has read"),
-        (MANY, (), [3, 8], KEEP_S, ""),
-        (MANY, (), [3, 5, 8], READER_TIMEOUT_S, "of versions 4 to 7, which far-5 has read"),
-        # Who reads a version that is not named may read a file of which nothing is known.
-        (None, (), [None, 3], READER_TIMEOUT_S, "of an unknown version, which far-3 has read"),
-        (None, (7, 8), [None, 8], KEEP_S, ""),
-    ],
-)
-def test_a_file_stays_for_a_moment_or_while_it_is_read_but_not_forever(
-    old_file, clock, caplog, versions, named, held, stays_s, warning
-):
-    retiring = Retiring(old_file, versions, named)
-    retiring.records = [record_of(version, f"far-{version}") for version in held]
-    assert retiring.is_there()
-    clock.now_s += stays_s - 0.01
-    assert retiring.is_there()
-    assert not retiring.let_go
-    clock.now_s += 0.01
-    assert not retiring.is_there()
-    assert retiring.let_go == [True], "a file is let go of before it is removed"
-    assert (warning in caplog.text) if warning else not caplog.records
-
-
-def test_a_file_goes_as_soon_as_nobody_reads_it_any_more(old_file, clock):
-    """It is as old as its first retirement: a writer that fails retires it each time."""
-    retiring = Retiring(old_file, ONE)
-    retiring.records = [record_of(7)]
-    for _ in range(4):
-        clock.now_s += KEEP_S / 4
-        assert retiring.is_there()
-        retiring.retire(ONE)
-    retiring.records = [record_of(8)]
-    assert not retiring.is_there()
-
-
-def test_a_file_that_cannot_be_removed_or_is_gone_already_is_no_error(
-    old_file, clock, monkeypatch, caplog
-):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    retiring = Retiring(old_file, ONE)
-    clock.now_s += KEEP_S
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)
-        assert retiring.is_there()
-    assert str(old_file) in caplog.text
-    retiring.retire(ONE)
-    old_file.unlink()
-    clock.now_s += KEEP_S
-    assert not retiring.is_there()
-
-
-# The rule at work
 
 
 @pytest.fixture
-def sender(store: Path, clock: Clock) -> Iterator[dbuffer.WeightSender]:
+def sender(store: Path, clock: SimpleNamespace) -> Iterator[dbuffer.WeightSender]:
     with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
         yield sender
 
@@ -186,6 +84,40 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(store, sender, c
     clock.now_s += KEEP_S
     publish(sender, 12)
     assert len(files_in(store)) == 2, "two versions need room for two"
+
+
+@pytest.mark.parametrize(
+    ("held", "stays_s", "warning"),
+    [
+        ([], KEEP_S, ""),
+        ([None, 2], KEEP_S, ""),
+        ([None, 1, 2], READER_TIMEOUT_S, "of version 1, which far-1 has read for more than 60 s"),
+    ],
+)
+def test_a_file_stays_for_a_moment_or_while_it_is_read_but_not_forever(
+    store, sender, clock, caplog, monkeypatch, held, stays_s, warning
+):
+    publish(sender, 1, 2)
+    [old] = (store / "B").glob("weights-*")
+    for version in held:
+        put_record(store, record_of(version, f"far-{version}"))
+    publish(sender, 3)
+    clock.now_s += stays_s - 0.01
+    publish(sender, 4)
+    assert old.exists()
+    assert not caplog.records
+    clock.now_s += 0.01
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", cannot_remove)
+        publish(sender, 5)
+    assert f"cannot remove the old version {old}: [Errno 13]" in caplog.text
+    assert warning in caplog.text
+    assert old.exists()
+    assert newest(store) == 5
+
+
+def cannot_remove(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender, clock):
@@ -259,7 +191,7 @@ def test_failures_leave_no_growing_heap(store, sender, clock, monkeypatch):
     assert newest(store) == 101
 
 
-def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock):
+def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock, caplog):
     """The next writer knows no version of them, and someone reads one that has no name."""
     with Child(publish_five_and_die, store) as child:
         assert child.wait() == -signal.SIGKILL
@@ -275,6 +207,7 @@ def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock)
         clock.now_s += 10
         publish(sender, 8)
         assert not left & version_files(store)
+    assert "of an unknown version, which far has read" in caplog.text
 
 
 def grow_older(store: Path, age_s: float) -> None:
