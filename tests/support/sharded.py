@@ -110,15 +110,6 @@ def tied(size: int) -> Case:
     return model, full
 
 
-def compiled(size: int) -> Case:
-    """With what wrappers put into names."""
-    model, full = fsdp(size)
-    wrapped = nn.Module()
-    wrapped.module = nn.Module()
-    wrapped.module._orig_mod = model
-    return wrapped, full
-
-
 def hsdp(size: int) -> Case:
     """Two replicas, each sharded."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
@@ -235,7 +226,6 @@ STRIDED = pytest.param(
 CASES = [
     *(made_when_sent, uneven_rows, replicated, fsdp, two_dimensions, partly_fsdp, placements),
     *(state_dict, experts_by_columns, experts, STRIDED, tied, sums, hsdp, strided_experts),
-    compiled,
 ]
 
 

@@ -32,7 +32,7 @@ from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Child
 from tests.support.damage import flip_bit
-from tests.support.patterns import OTHER, SPARSE, assert_same, newest
+from tests.support.patterns import OTHER, SPARSE, Pattern, assert_same, newest
 from tests.support.soak import in_turn
 from tests.support.stores import named_files, version_files
 
@@ -240,35 +240,24 @@ def test_a_sender_that_was_restarted(store, mount, dies, delta):
                 assert opened(reader) == version == newest(store, verify=True)
 
 
-def leave_damaged(sender: dbuffer.WeightSender) -> None:
-    publish(sender, 1, 2, 3)
-    buffer = manifest_of(sender.store).anchor_buffer or newest_buffer(sender.store)
-    flip_in(sender.store, buffer, 3)
-
-
-def leave_whole(sender: dbuffer.WeightSender) -> None:
-    publish(sender, 1, 2, 3)
-
-
-def leave_other_tensors(sender: dbuffer.WeightSender) -> None:
-    sender.send(OTHER.weights(3))
-
-
-EARLIER: dict[str, tuple[Callable[[dbuffer.WeightSender], None], bool, bool]] = {
-    "damaged": (leave_damaged, True, True),
-    "of other tensors": (leave_other_tensors, True, True),
-    "without checksums": (leave_whole, False, True),
-    "with checksums": (leave_whole, True, False),
+EARLIER: dict[str, tuple[Pattern, bool, bool]] = {
+    "damaged": (SPARSE, True, True),
+    "of other tensors": (OTHER, True, True),
+    "without checksums": (SPARSE, False, True),
+    "with checksums": (SPARSE, True, False),
 }
-"""How an earlier sender leaves a store; whether it and its successor write checksums."""
+"""What an earlier sender publishes; whether it and its successor write checksums."""
 
 
 @pytest.mark.timing(settle_s=0.01)
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_a_sender_builds_upon_no_version_that_is(store, mount, earlier, caplog):
-    leave, had_checksums, checksum = EARLIER[earlier]
+    pattern, had_checksums, checksum = EARLIER[earlier]
     with make_sender(store, checksum=had_checksums) as first:
-        leave(first)
+        for version in (1, 2, 3):
+            first.send(pattern.weights(version))
+    if earlier == "damaged":
+        flip_in(store, manifest_of(store).anchor_buffer or newest_buffer(store), 3)
     with make_sender(store, checksum=checksum) as second:
         assert publish(second, 4) == [None]
         assert newest(store, verify=checksum) == 4
@@ -291,35 +280,6 @@ def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(store, mounts,
             assert has_delta == [False, *[True] * (len(versions) - 1)]
             assert newest(store, verify=True) == versions[-1]
     assert not caplog.records
-
-
-@pytest.mark.parametrize("step", ["next_version", "add_delta", "commit"])
-def test_a_sender_that_is_superseded_while_it_publishes_a_delta(store, mount, step, monkeypatch):
-    """A successor comes before anything, before the delta is written, or the manifest."""
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(make_sender(store))
-        reader = stack.enter_context(reader_of(store, verify=True))
-        publish(first, 1, 2, 3)
-        assert opened(reader) == 3
-        writer, successors = first._writer, []
-        original = getattr(writer, step)
-
-        def supersede(*arguments: object, **options: object) -> object:
-            if not successors:
-                (store / "writer.lock").unlink()
-                successors.append(stack.enter_context(make_sender(store)))
-                publish(successors[0], 4, 5, 6)
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(writer, step, supersede)
-        with pytest.raises(dbuffer.WriterSupersededError):
-            publish(first, 7)
-        with pytest.raises((dbuffer.WriterSupersededError, dbuffer.VersionError)):
-            first.send_patches([], version=8)
-        assert opened(reader) == 6 == newest(store, verify=True)
-        first.close()
-        publish(successors[0], 7)
-        assert opened(reader) == 7 == newest(store, verify=True)
 
 
 def test_deltas_that_others_can_write_to_are_refused_and_not_built_upon(

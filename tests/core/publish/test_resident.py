@@ -26,7 +26,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, in_a_fork
 from tests.support.moments import COPIES, Step, at_call, at_step, die
-from tests.support.patterns import SMALL, SPARSE, Pattern, newest
+from tests.support.patterns import SMALL, SPARSE, Pattern, assert_same, newest
 from tests.support.soak import numbers, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, weights_files
 
@@ -96,13 +96,6 @@ class Trainer:
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert list(one) == list(other)
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype
-        assert torch.equal(tensor, other[name]), name
 
 
 def read(store: Path, like: nn.Module) -> dict[str, torch.Tensor]:
@@ -206,7 +199,7 @@ def test_it_trains_as_any_other_model_does(store, warnings):
             trainer.step()
             reference.step()
             resident.publish()
-            assert_equal(read(store, model), values(model))
+            assert_same(read(store, model), values(model))
             # A matrix that is not contiguous any more is multiplied in another order.
             torch.testing.assert_close(values(model), values(other))
         assert model.head.weight is model.embedding.weight
@@ -350,14 +343,14 @@ def test_what_was_moved_out_is_copied_back_in(store, move, warnings):
         expected = values(model)
         resident.publish()
         assert "was moved out of the store" in warnings()[-1]
-        assert_equal(read(store, model), expected)
-        assert_equal(values(model), expected)
+        assert_same(read(store, model), expected)
+        assert_same(values(model), expected)
         count = len(warnings())
         for _ in range(2):
             with torch.no_grad():
                 model.hidden.bias.add_(1)
             resident.publish()
-            assert_equal(read(store, model), values(model))
+            assert_same(read(store, model), values(model))
         assert len(warnings()) == count, "it is at home again"
         assert len(mapped_files(model.state_dict().values())) == 1
         assert_tidy(store)
@@ -382,7 +375,7 @@ def test_a_model_that_was_spoiled_is_refused_and_moves_out_all_the_same(store, s
         spoil(model)
         with pytest.raises(dbuffer.InvalidWeightsError, match=message):
             resident.publish()
-        assert_equal(read(store, nn.Linear(2, 2)), before)
+        assert_same(read(store, nn.Linear(2, 2)), before)
         model._state_dict_hooks.clear()
         model.weight = nn.Parameter(torch.ones(2, 2))
         assert resident.publish().version == 2

@@ -45,7 +45,6 @@ from tests.support.sharded import (
     STRIDED,
     Case,
     Way,
-    compiled,
     experts,
     fsdp,
     hsdp,
@@ -146,7 +145,7 @@ def assert_equal_stores(store: Path, *, verify: bool, mount: str) -> None:
             assert ours.path.read_bytes() == theirs.path.read_bytes()
 
 
-IN_ROWS = {uneven_rows, fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp, experts}
+IN_ROWS = {uneven_rows, fsdp, partly_fsdp, state_dict, replicated, tied, hsdp, experts}
 
 
 @pytest.mark.soak

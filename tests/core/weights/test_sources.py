@@ -20,18 +20,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 import dbuffer
 from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
 from dbuffer.format.layout import ITEM_BYTES
-from tests.support.patterns import bits, random_bits
+from tests.support.patterns import assert_same, random_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 MB = 1 << 20
-
-
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN and -0.0 included."""
-    return one.dtype is other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
 def anonymous_bytes() -> int:
@@ -62,8 +57,7 @@ def publish(store):
 
 def check(published: Published, expected: dict[str, torch.Tensor]) -> None:
     assert list(published.tensors) == list(expected)
-    for name, tensor in expected.items():
-        assert is_same(published.tensors[name], tensor), name
+    assert_same(published.tensors, expected)
     assert published.publication.num_tensors == len(expected)
     assert published.publication.num_bytes == sum(tensor.nbytes for tensor in expected.values())
 
@@ -455,8 +449,7 @@ class TestCheckpoints:
         return directory
 
     def check(self, published):
-        assert published.tensors.keys() == self.WEIGHTS.keys()
-        assert all(is_same(published.tensors[n], tensor) for n, tensor in self.WEIGHTS.items())
+        assert_same(published.tensors, self.WEIGHTS)
 
     def test_one_file(self, publish, directory):
         path = directory / "model.safetensors"

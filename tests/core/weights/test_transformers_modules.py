@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dbuffer.weights.sources import Describer
 from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.engines.tiny_models import SHAPE
 from tests.support.later import Later
-from tests.support.patterns import bits, received
+from tests.support.patterns import assert_same, received
 
 transformers = Later("transformers")
 SPEC = importlib.util.find_spec("transformers")
@@ -51,11 +50,6 @@ def saved(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that transformers itself writes of a model."""
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
-
-
-def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    assert [name for name in got if bits(got[name]) != bits(expected[name])] == []
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
