@@ -139,6 +139,31 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return data.view(dtype).view(shape)
 
 
+def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
+    """Tensors that do not lie in memory as a file holds them, and the file's dtype."""
+    side = max(1, int(numel**0.5))
+    square = torch.arange(side * side, dtype=torch.float32).view(side, side)
+    complex_numbers = torch.complex(square, -square)
+    return {
+        "plain": (square, torch.float32),
+        "transposed": (square.T, torch.float32),
+        "every other": (square.view(-1)[::2], torch.float32),
+        "expanded": (square[:1].expand(5, side), torch.float32),
+        "cast": (square, torch.bfloat16),
+        "cast up": (square.to(torch.float16), torch.float64),
+        "cast and transposed": (square.T, torch.float16),
+        "cast to bytes": (square / side, torch.float8_e4m3fn),
+        "conjugate": (complex_numbers.conj(), torch.complex64),
+        "conjugate and transposed": (complex_numbers.mH, torch.complex64),
+        "negated": (complex_numbers.conj().imag, torch.float32),
+        "parameter": (torch.nn.Parameter(square.T), torch.float32),
+        "inside": (square.view(-1)[1:-1], torch.float32),
+        "none": (square[:0].T, torch.bfloat16),
+        "flags": (square > 3, torch.bool),
+        "scalar": (torch.tensor(2.5), torch.float32),
+    }
+
+
 def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
     """The version that a receiver made now reads; it must be whole, and one of the patterns."""
     with dbuffer.WeightReceiver(

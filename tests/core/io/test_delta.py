@@ -18,7 +18,7 @@ from dbuffer.io import changes as io_changes
 from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
-from dbuffer.io.tensors import DTYPES
+from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
     BASE,
@@ -29,7 +29,7 @@ from tests.support.deltas import (
     random_tensor,
     verify_result,
 )
-from tests.support.patterns import bits
+from tests.support.patterns import bits, odd_tensors
 from tests.support.soak import is_soak
 
 SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
@@ -202,31 +202,18 @@ def test_the_header_says_what_it_is_for(copier):
 
 class TestOtherTensors:
     def test_are_cast_as_a_publish_would(self, copier):
-        rng = np.random.default_rng(0)
+        tensors = odd_tensors(1000)
         layout = Layout.of(
-            [
-                TensorSpec("cast", "bfloat16", (40, 30)),
-                TensorSpec("turned", "float32", (30, 40)),
-                TensorSpec("conjugate", "complex64", (50,)),
-                TensorSpec("negative", "float32", (50,)),
-                TensorSpec("parameter", "float32", ()),
-                TensorSpec("plain", "float32", (9,)),
-            ]
+            TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
+            for name, (tensor, dtype) in tensors.items()
         )
-        before = Guarded(layout, [])
-        complex_ = torch.from_numpy(rng.normal(size=50) + 1j * rng.normal(size=50))
-        after = [
-            torch.from_numpy(rng.normal(size=(40, 30))),
-            torch.from_numpy(rng.normal(size=(40, 30))).float().t(),
-            complex_.to(torch.complex64).conj(),
-            complex_.to(torch.complex64).conj().imag,
-            torch.nn.Parameter(torch.tensor(2.0)),
-            torch.arange(9.0),
-        ]
-        expected = Guarded(layout, [])
+        after = [tensor for tensor, _ in tensors.values()]
+        before, expected = Guarded(layout, []), Guarded(layout, [])
         checksums = copier.write(expected, after, hashed=True)
         found = find_changes(before, after, copier, hashed=True)
-        assert found.checksums == dict(enumerate(checksums))
+        changed = {change.tensor for change in found.changes}
+        assert changed == {index for index, tensor in enumerate(after) if tensor.numel()}
+        assert found.checksums == {index: checksums[index] for index in changed}
         write_changes(found.changes, before, copier)
         assert torch.equal(before.data, expected.data)
 

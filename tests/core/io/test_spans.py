@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dbuffer.io import transfer
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors
 from dbuffer.store.filesystem import Descriptor
-from tests.support.patterns import bits
+from tests.support.patterns import bits, checksum_of, odd_tensors
 from tests.support.stores import open_below
 
 EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
@@ -138,31 +139,6 @@ def test_the_same_bytes_and_checksums_as_through_a_mapping(files, sizes, num_thr
     files.close()
 
 
-def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """Tensors that do not lie in memory as the file holds them, and the file's dtype."""
-    side = max(1, int(numel**0.5))
-    square = torch.arange(side * side, dtype=torch.float32).view(side, side)
-    complex_numbers = torch.complex(square, -square)
-    return {
-        "plain": (square, torch.float32),
-        "transposed": (square.T, torch.float32),
-        "every other": (square.view(-1)[::2], torch.float32),
-        "expanded": (square[:1].expand(5, side), torch.float32),
-        "cast": (square, torch.bfloat16),
-        "cast up": (square.to(torch.float16), torch.float64),
-        "cast and transposed": (square.T, torch.float16),
-        "cast to bytes": (square / side, torch.float8_e4m3fn),
-        "conjugate": (complex_numbers.conj(), torch.complex64),
-        "conjugate and transposed": (complex_numbers.mH, torch.complex64),
-        "negated": (complex_numbers.conj().imag, torch.float32),
-        "parameter": (torch.nn.Parameter(square.T), torch.float32),
-        "inside": (square.view(-1)[1:-1], torch.float32),
-        "none": (square[:0].T, torch.bfloat16),
-        "flags": (square > 3, torch.bool),
-        "scalar": (torch.tensor(2.5), torch.float32),
-    }
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("numel", [1, 1000, 3 * SPAN_BYTES // 8])
 def test_tensors_that_lie_otherwise(files, num_threads, numel):
@@ -176,10 +152,13 @@ def test_tensors_that_lie_otherwise(files, num_threads, numel):
     data, checksums = written_file(files, layout, sources, num_threads)
     assert (data, checksums) == mapped_file(files, layout, sources)
     found = FileTensors(torch.frombuffer(bytearray(data), dtype=torch.uint8), layout)
-    for view, (tensor, dtype) in zip(found.views, tensors.values(), strict=True):
+    for view, checksum, (tensor, dtype) in zip(
+        found.views, checksums, tensors.values(), strict=True
+    ):
         right = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous()
         assert (view.dtype, view.shape) == (right.dtype, right.shape)
         assert bits(view) == bits(right)
+        assert checksum == checksum_of(bits(right))
 
 
 def test_gaps_are_written_as_zeros(files):
@@ -296,30 +275,25 @@ def test_a_read_that_fails_ends_all_threads_before_it_is_told(files, monkeypatch
     layout = layout_of([8 * SPAN_BYTES])
     file, path = files.new(layout, "source")
     memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
-    preadv = os.preadv
-    lock, running = threading.Lock(), 0
-    gate = threading.Event()
+    preadv, gate, running = os.preadv, threading.Event(), set()
 
-    def count(descriptor: int, buffers: Any, offset: int) -> int:
-        nonlocal running
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
         if offset == 0:
             gate.set()
             raise OSError(number, os.strerror(number))
-        with lock:
-            running += 1
+        running.add(offset)
         gate.wait(10)
-        threading.Event().wait(0.02)
+        time.sleep(0.02)
         try:
             return preadv(descriptor, buffers, offset)
         finally:
-            with lock:
-                running -= 1
+            running.remove(offset)
 
-    monkeypatch.setattr(os, "preadv", count)
+    monkeypatch.setattr(os, "preadv", read)
     copier = Copier(4)
     with pytest.raises(kind, match=str(path)):
         transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
-    assert running == 0
+    assert not running
     copier.close()
 
 

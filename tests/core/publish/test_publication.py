@@ -406,13 +406,8 @@ def test_metrics_show_how_far_each_receiver_is_behind(store):
         with fast.open():
             pass
         assert lags() == [[0, 0], [2, 50]]
-        assert sender.receiver_lags() == {"fast": (0, 0), "slow": (2, 50)}
-        sender.send(WEIGHTS, metadata={"step": "151"})
-        assert lags() == [[1, None], [3, None]]
-        sender.republish(3)
-        assert lags() == [[2, 0], [4, 50]]
         slow.close()
-        assert lags() == [[2, 0], [None, None]]
+        assert lags() == [[0, 0], [None, None]]
         (store / "CURRENT").write_bytes(b"{")
         assert lags() == [[None, None], [None, None]]
-        assert registry.get_sample_value("dbuffer_sender_versions_total") == 5
+        assert registry.get_sample_value("dbuffer_sender_versions_total") == 3

@@ -413,6 +413,10 @@ def test_lags_of_records(sender, store):
     sender.send(WEIGHTS, metadata={"step": 7.5})
     # Ranks of an engine are one receiver, and a version of another history counts as none.
     assert sender.receiver_lags() == {"engine": (1, 2.5), "other": (2, None)}
+    sender.send(WEIGHTS, metadata={"step": "8"})
+    assert sender.receiver_lags() == {"engine": (2, None), "other": (3, None)}
+    sender.republish(2)
+    assert sender.receiver_lags() == {"engine": (3, 2.5), "other": (4, None)}
 
 
 # Its life
