@@ -7,7 +7,8 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 
 import numpy as np
 
@@ -35,14 +36,13 @@ from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import HeldVersion
+from dbuffer.store.hold import HeldVersion, OpenCopy
 from dbuffer.store.records import OwnRecord
+from dbuffer.store.watcher import wait_and_clear
 
 
 class HeldObjects(HeldVersion):
     """A version in a bucket. Deltas that were fetched are kept in memory until it is released.
-
-    A delta that this host has may be taken from there: see :meth:`take_copy`.
 
     Args:
         bucket: where it is.
@@ -58,6 +58,7 @@ class HeldObjects(HeldVersion):
         self._prefix = self.manifest.history
         self._weights = f"{self._prefix}/weights/{version.anchor}"
         self._deltas: dict[str, Descriptor] = {}
+        self._fetch_ahead: futures.Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -68,6 +69,8 @@ class HeldObjects(HeldVersion):
         return self._layouts
 
     def release(self) -> None:
+        if self._fetch_ahead is not None:
+            futures.wait([self._fetch_ahead])
         for file in self._deltas.values():
             file.close()
         self._deltas.clear()
@@ -102,19 +105,31 @@ class HeldObjects(HeldVersion):
 
         self._fetch([(self._weights, self.record.weights_parts, place)], count)
 
-    def take_copy(self, identity: str, file: Descriptor) -> None:
+    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
+        """Fetch those without a copy in another thread, while the caller applies the others."""
+        missing = [name for name in identities if not self._take_copy(name, open_copy(name))]
+        if missing:
+            self._fetch_ahead = self._bucket.begin(lambda: self._fetch_deltas(missing))
+
+    def _take_copy(self, identity: str, file: Descriptor | None) -> bool:
         """Take a file for a delta, which then is not fetched, if it is a copy of that."""
+        if file is None:
+            return False
         parts, part_bytes = self.record.delta_parts(identity), self.record.part_bytes
         found = [
             digest(filesystem.read_at(file.number, offset, part_bytes))
             for offset in range(0, os.fstat(file.number).st_size, part_bytes)
         ]
-        if found == parts.digests:
-            self._deltas[identity] = file
-        else:
+        if found != parts.digests:
             file.close()
+            return False
+        self._deltas[identity] = file
+        return True
 
     def open_delta(self, identity: str) -> tuple[str, Descriptor]:
+        if identity not in self._deltas and self._fetch_ahead is not None:
+            ahead, self._fetch_ahead = self._fetch_ahead, None
+            ahead.result()
         if identity not in self._deltas:
             # With the later ones, which are needed next: a request takes long, side by side or not.
             self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(identity) :])
@@ -244,8 +259,9 @@ class BucketReceiver:
     ) -> int | None:
         # At random, so that the mirrors of many nodes do not ask all at once.
         poll_interval_s = self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+        wait = functools.partial(wait_and_clear, self._is_woken)
         return wait_until_newer(
-            self._look, self._wait, poll_interval_s, newer_than, timeout_s, stop_event
+            self._look, wait, poll_interval_s, newer_than, timeout_s, stop_event
         )
 
     @contextlib.contextmanager
@@ -300,12 +316,6 @@ class BucketReceiver:
             raise VersionRegressedError(
                 f"{self.store} went back from version {seen.version} to {now.version}"
             )
-
-    def _wait(self, timeout_s: float) -> bool:
-        if not self._is_woken.wait(timeout_s):
-            return False  # and not cleared: it may be woken right now
-        self._is_woken.clear()
-        return True
 
 
 class BucketSource:

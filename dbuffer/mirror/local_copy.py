@@ -17,7 +17,6 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
-from dbuffer.mirror.download import HeldObjects
 from dbuffer.mirror.ends import SourceReceiver
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.delta_chain import names_in, trimmed
@@ -25,6 +24,7 @@ from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
 from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.store.writer import BufferWriter
 
@@ -115,24 +115,10 @@ class LocalCopy(Closing):
         total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
-            if isinstance(held, HeldObjects):
-                self._lend_deltas(held, since)
             checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
         return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
-
-    def _lend_deltas(self, held: HeldObjects, since: str | None) -> None:
-        """Let a version have the deltas that this store has: those for the other buffer, mostly."""
-        if since is None or since not in held.manifest.chain:
-            return
-        store = self._writer.store
-        for identity in held.manifest.deltas_after(since):
-            if identity in self._chain:
-                path = store.delta_path(identity)
-                with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
-                    file = filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
-                    held.take_copy(identity, file)
 
     def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
         """Return the identity of the version that a draft's file holds, to apply deltas to.
@@ -141,6 +127,8 @@ class LocalCopy(Closing):
         it: memory is read sooner than a network.
         """
         since, chain = draft.claim.held_before, held.manifest.chain
+        if since in chain:
+            held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
         if since in chain or not chain:
             return since
         newest = hold_newest(self._writer.store, newer_than=None)
@@ -149,8 +137,20 @@ class LocalCopy(Closing):
                 return since
             if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
                 return since
+            since = newest.manifest.identity
+            held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
             ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
-            return newest.manifest.identity
+            return since
+
+    def _open_own(self, identity: str) -> Descriptor | None:
+        """Open this store's copy of a delta, which was copied for the other buffer, mostly."""
+        store = self._writer.store
+        if identity not in self._chain:
+            return None
+        path = store.delta_path(identity)
+        with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
+            return filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
+        return None
 
     @staticmethod
     def _is_whole(

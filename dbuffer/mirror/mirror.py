@@ -215,7 +215,11 @@ class Mirror(Closing, ProcessBound):
             time.sleep(TIMING.mirror_look_s)
 
     def close(self) -> None:
-        """Stop. What was copied stays; a mirror that stands by takes over."""
+        """Stop after the version that is being copied. A mirror that stands by takes over.
+
+        A bucket gets the last acknowledgements. A request to it that hangs fails after 120 s, and
+        is not repeated.
+        """
         self._stop.set()
         for bucket in self._buckets:
             bucket.end_retries()

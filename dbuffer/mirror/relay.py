@@ -26,6 +26,7 @@ from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
+from dbuffer.store.watcher import wait_and_clear
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class AcknowledgementRelay:
         pauses = doubling(self._interval_s, self._interval_s)
         due = time.monotonic() + next(pauses)
         while not self._is_closed:
-            if self._is_woken.wait(max(0.0, due - time.monotonic())):
-                self._is_woken.clear()
+            if wait_and_clear(self._is_woken, max(0.0, due - time.monotonic())):
                 first_s = min(TIMING.bucket_expect_s, self._interval_s)
                 pauses = doubling(first_s, self._interval_s)
                 due = min(due, time.monotonic() + next(pauses))  # versions may come fast

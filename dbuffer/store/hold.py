@@ -20,7 +20,7 @@ import abc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 Announce = Callable[[int], None]
 """Function that announces in the store which version is about to be read."""
+
+OpenCopy = Callable[[str], Descriptor | None]
+"""Function that opens a copy of the delta that leads to the version of an identity."""
 
 
 class HeldVersion(abc.ABC):
@@ -75,6 +78,15 @@ class HeldVersion(abc.ABC):
         Raises:
             StoreNotFoundError: it was removed meanwhile.
             StoreCorruptError, StoreAccessError: it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
+        """Prepare to open the deltas that lead to the versions of these identities, in this order.
+
+        Args:
+            identities: versions of its chain.
+            open_copy: opens the caller's copy of a delta, which may be damaged; None: it has none.
         """
 
     @abc.abstractmethod
@@ -179,6 +191,9 @@ class Held(HeldVersion):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
         return path, file
+
+    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
+        """Do nothing: they are opened where they are."""
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):

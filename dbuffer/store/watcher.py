@@ -53,10 +53,7 @@ class Watcher(FileSystemEventHandler):
     def wait(self, timeout_s: float) -> bool:
         """Return when the file may have been replaced since the last call, or False on time-out."""
         self._follow_directory()
-        if not self._changed.wait(timeout_s):
-            return False  # and not cleared: it may change right now
-        self._changed.clear()
-        return True
+        return wait_and_clear(self._changed, timeout_s)
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         """End a wait if an event, which the observer's thread has seen, is about the file."""
@@ -127,3 +124,11 @@ class Watcher(FileSystemEventHandler):
             self._observer.join()
             self._observer = None
             self._watched = None
+
+
+def wait_and_clear(event: threading.Event, timeout_s: float) -> bool:
+    """Wait for an event and clear it, or return False on time-out."""
+    if not event.wait(timeout_s):
+        return False  # and not cleared: it may be set right now
+    event.clear()
+    return True

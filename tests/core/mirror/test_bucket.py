@@ -14,10 +14,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import dbuffer
+from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.manifest import encode
 from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
 from dbuffer.integrations import metrics
 from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.io import chain_reader
+from dbuffer.io.delta import apply_delta
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
@@ -28,7 +31,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
 from tests.support.damage import flip_bit
-from tests.support.object_store import FAULTS, Hold, Request, lose_answer
+from tests.support.object_store import FAULTS, FaultyProxy, Hold, Request, lose_answer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
 from tests.support.waiting import until
 
@@ -181,13 +184,43 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
                 for each in last:
                     flip_bit(each, 8 * 100)
         assert way.failures == [0, 0]
-        got = Counter(r.path for r in proxy.requests if r.method == "GET" and "/deltas/" in r.path)
+        got = Counter(request.path for request in gets(proxy) if "/deltas/" in request.path)
     num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
     assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
     assert sorted(got.values()) == [1, 1, 1, 1, 2]
 
 
 LONG_BYTES = 9 * 8 * (1 << 14)
+
+
+def test_a_delta_is_fetched_while_the_one_before_is_applied(
+    remote, local, proxy, bucket_url, monkeypatch
+):
+    """The buffer to be written is two versions behind; this host has the first of its deltas."""
+    applied: list[int] = []
+
+    def apply(header: DeltaHeader, *others: Any) -> None:
+        if header.record.version == 3:
+            path = f"/deltas/{chain_in(remote)[-1]}/"
+            until("the next is requested", lambda: any(path in r.path for r in gets(proxy)))
+        applied.append(header.record.version)
+        apply_delta(header, *others)
+
+    with Way(remote, bucket_url, local, delta=True) as way:
+        for version in (1, 2, 3):
+            way.carry(version, LONG)
+        monkeypatch.setattr(chain_reader, "apply_delta", apply)
+        way.carry(4, LONG)
+        assert way.failures == [0, 0]
+    assert applied == [3, 4]
+
+
+def chain_in(store: Path) -> list[str]:
+    return manifest_of(store).chain
+
+
+def gets(proxy: FaultyProxy) -> list[Request]:
+    return [request for request in proxy.requests if request.method == "GET"]
 
 
 def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
