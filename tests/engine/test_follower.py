@@ -273,12 +273,16 @@ def sleep_and_lose_the_weights(engine: LightEngine) -> None:
     engine.endpoint.note_awake()
 
 
+@pytest.mark.parametrize("failing_loads", [0, 1])
 @pytest.mark.parametrize("lose", [reload_another_checkpoint, sleep_and_lose_the_weights])
-def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, sender, lose):
+def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
+    scene, sender, caplog, lose, failing_loads
+):
     engine = scene.engine
     with scene.serving() as follower:
         lose(engine)
         assert scene.recorded == (None, {})
+        engine.model.failing_loads = failing_loads  # there is nothing to go back to
         labels = []
 
         def note(label: WeightLabel) -> None:
@@ -288,6 +292,8 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(scene, s
         engine.set_weight_version = note
         assert follower.sync().version == engine.version == 1
         assert labels == [UNKNOWN_VERSION, "1"]
+        assert ("loading version 1 once more" in caplog.text) == bool(failing_loads)
+        assert "going back" not in caplog.text
         assert scene.recorded == (1, {"step": 10})
         del engine.set_weight_version
         assert follower.sync() is None
@@ -305,21 +311,17 @@ def test_forced_sync_brings_the_version_again(scene):
         assert scene.engine.serves == (1, "1")
 
 
-def test_sleeping_engine_is_busy_and_untouched(scene):
+def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
+    engine = scene.engine
     with scene.about_to_switch() as follower:
-        scene.engine.endpoint.note_asleep(is_lost=False)
+        engine.endpoint.note_asleep(is_lost=False)
         for _ in range(2):
             with pytest.raises(dbuffer.EngineBusyError):
                 follower.sync()
-        assert scene.engine.serves == (1, "1")
-        scene.engine.endpoint.note_awake()
+        assert engine.serves == (1, "1")
+        engine.endpoint.note_awake()
         assert follower.sync() is not None
-        assert scene.engine.serves == (2, "2")
-
-
-def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene):
-    engine = scene.engine
-    with scene.about_to_switch() as follower:
+        assert engine.serves == (2, "2")
         pause = engine.pause
 
         def pause_and_fall_asleep(mode: str) -> None:
@@ -327,6 +329,7 @@ def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(scene):
             engine.endpoint.note_asleep(is_lost=False)
 
         engine.pause = pause_and_fall_asleep
+        scene.publish(3)
         with pytest.raises(dbuffer.EngineBusyError):
             follower.sync()
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
@@ -344,12 +347,6 @@ def test_sleeping_server_is_not_resumed_when_following_begins(scene):
         engine.endpoint.note_awake()
         assert follower.sync() is not None
         assert engine.paused, "whoever wakes it resumes it"
-
-
-def test_lost_weights_are_brought_again_in_the_background(scene):
-    with scene.following():
-        reload_another_checkpoint(scene.engine)
-        until("the version is there again", lambda: scene.engine.serves == (1, "1"))
 
 
 def test_lost_layers_that_no_version_has_come_from_the_checkpoint(scene):
@@ -380,16 +377,6 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sen
         scene.engine.endpoint.note_awake()
         assert follower.sync() is not None
         assert scene.engine.serves == (4, "1")
-
-
-def test_failed_load_after_lost_weights_goes_back_to_nothing_else(scene, caplog):
-    with scene.serving() as follower:
-        reload_another_checkpoint(scene.engine)
-        scene.engine.model.failing_loads = 1
-        assert follower.sync() is not None
-        assert scene.engine.serves == (1, "1")
-    assert "going back" not in caplog.text
-    assert "loading version 1 once more" in caplog.text
 
 
 # What is refused at once
@@ -438,16 +425,25 @@ def test_file_is_no_store(tmp_path):
 # How a switch ended: never by what a message says
 
 
-def test_failed_load_that_was_taken_back_leaves_the_label(scene):
+def test_failed_load_that_was_taken_back_leaves_the_label(scene, sender):
     with scene.about_to_switch() as follower:
         scene.engine.model.failing_loads = 1
         with pytest.raises(dbuffer.EngineUpdateError, match="version 1"):
             follower.sync()
         assert (scene.engine.serves, scene.engine.paused) == ((1, "1"), False)
         assert (scene.recorded, follower.applied_metadata) == ((1, {"step": 10}), {"step": 10})
+        assert scene.metrics()["lag_steps"] == 10
         assert follower.sync() is not None
         assert scene.engine.serves == (2, "2")
         assert (scene.recorded, follower.applied_metadata) == ((2, {"step": 20}), {"step": 20})
+        assert scene.metrics()["lag_steps"] == 0
+        sender.send(SMALL.weights(3))
+        follower.sync()
+        assert "lag_steps" not in scene.metrics(), "this version tells no step"
+        scene.publish(4)
+        follower.sync()
+        assert scene.metrics()["lag_steps"] == 0
+    assert "lag_steps" not in scene.metrics()
 
 
 def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
@@ -466,23 +462,6 @@ def test_metadata_of_replicas_is_that_of_the_oldest(scene, sender, store):
         until("one is switched", lambda: followers[0].applied == 2)
         assert (replicas.applied, replicas.applied_metadata) == (1, {"step": 10})
         engines[1].error = None
-
-
-def test_lag_in_steps_is_measured_where_versions_have_steps(scene, sender, caplog):
-    with scene.about_to_switch() as follower:
-        scene.engine.model.failing_loads = 1
-        with pytest.raises(dbuffer.EngineUpdateError):
-            follower.sync()
-        assert scene.metrics()["lag_steps"] == 10
-        follower.sync()
-        assert scene.metrics()["lag_steps"] == 0
-        sender.send(SMALL.weights(3))
-        follower.sync()
-        assert "lag_steps" not in scene.metrics()
-        scene.publish(4)
-        follower.sync()
-        assert scene.metrics()["lag_steps"] == 0
-    assert "lag_steps" not in scene.metrics()
 
 
 def test_broken_engine_is_told_by_its_record(scene):
@@ -575,24 +554,17 @@ def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(scene):
         assert (engine.label, follower.applied) == ("2", 2)
 
 
-def test_follower_that_ends_ends_its_pause(scene):
+@pytest.mark.parametrize("at_its_end", ["answers", "does not resume", "has ended"])
+def test_follower_that_ends_ends_its_pause(scene, caplog, at_its_end):
     with scene.left_paused():
-        pass
-    assert not scene.engine.paused
+        if at_its_end == "does not resume":
+            scene.engine.failing_resumes = 1
+        elif at_its_end == "has ended":  # as a server that is stopped in a switch
+            scene.engine.error = dead
+    assert scene.engine.paused == (at_its_end != "answers")
     assert scene.engine.serves == (2, "2")
-
-
-def test_pause_that_cannot_be_ended_at_the_end_is_logged(scene, caplog):
-    with scene.left_paused():
-        scene.engine.failing_resumes = 1
-    assert "left paused: not now" in caplog.text
-
-
-def test_an_engine_that_has_ended_is_not_left_paused(scene, caplog):
-    """A server that is stopped in a switch takes its engine down first."""
-    with scene.left_paused():
-        scene.engine.error = dead
-    assert "left paused" not in caplog.text
+    is_told = at_its_end == "does not resume"
+    assert ("left paused" in caplog.text) == ("left paused: not now" in caplog.text) == is_told
 
 
 def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch):
@@ -616,16 +588,6 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(scene, monkeypatch
         assert engine.label == "2"
 
 
-def test_pause_for_another_store_is_ended_by_the_next_sync(scene, other_store):
-    with scene.serving() as follower:
-        scene.engine.failing_resumes = 1
-        with pytest.raises(dbuffer.EngineUpdateError, match="not now"):
-            follower.apply_once(other_store)
-        assert scene.engine.paused
-        follower.sync()
-        assert not scene.engine.paused
-
-
 def test_version_of_another_store_is_none_of_this_one(scene, other_store, shm_path):
     with scene.serving() as follower:
         follower.apply_once(str(shm_path / "empty"))
@@ -637,6 +599,12 @@ def test_version_of_another_store_is_none_of_this_one(scene, other_store, shm_pa
         assert follower.sync() is not None
         assert (scene.engine.serves, follower.applied) == ((1, "1"), 1)
         assert follower.applied_metadata == {"step": 10}
+        scene.engine.failing_resumes = 1
+        with pytest.raises(dbuffer.EngineUpdateError, match="not now"):
+            follower.apply_once(other_store)
+        assert scene.engine.paused
+        follower.sync()
+        assert not scene.engine.paused
 
 
 def test_what_no_waiting_mends_is_raised_at_once(scene):
@@ -692,14 +660,6 @@ def test_follow_command_survives_trouble_of_a_moment(scene, tmp_path):
         assert '"version": 2' in follower.line(1)
         assert follower.wait(WAIT_S) == 0
         assert "works again" in " ".join(follower.errors().split())
-
-
-def test_follow_command_names_what_is_wrong_from_the_start(scene, tmp_path):
-    scene.publish(1)
-    with group_writable(scene.store), Command(tmp_path, "follow", scene.store) as follower:
-        code, _, errors = follower.communicate(WAIT_S)
-    assert code == 1
-    assert "others can write to" in " ".join(errors.split())
 
 
 # The middleware: what it answers a server that starts, or ends
@@ -780,13 +740,10 @@ async def refusal(engine_client: Any) -> str:
     return answer["message"]
 
 
-def test_server_does_not_start_from_an_insecure_store(scene, client):
+def test_server_does_not_start_whatever_goes_wrong(scene, client):
     scene.publish(1)
     with group_writable(scene.store):
         assert "others can write to" in asyncio.run(refusal(client))
-
-
-def test_server_does_not_start_whatever_goes_wrong(scene, client):
     scene.engine.error = lambda: RuntimeError("a bug\nin two lines")
     assert "RuntimeError: a bug in two lines" in asyncio.run(refusal(client))
 
@@ -798,30 +755,22 @@ def test_dummys_weights_are_not_served_when_no_version_comes_in_time(scene, clie
     assert "within 1 s" in message
 
 
-def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(client):
-    async def run() -> None:
-        lifespan = Lifespan(client)
-        assert await lifespan.do("startup") == STARTED
-        await lifespan.shut_down()
-
-    asyncio.run(run())
-
-
-def test_following_ends_before_the_server_does_and_raises_nothing(scene, client, monkeypatch):
+def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client, monkeypatch):
     def close() -> None:
         scene.engine.error = away
         raise dbuffer.StoreAccessError("the network is gone")
 
     async def run() -> None:
         lifespan = Lifespan(client)
-        await lifespan.do("startup")
-        assert scene.engine.label == "1"
+        assert await lifespan.do("startup") == STARTED
+        scene.publish(1)
+        await asyncio.to_thread(until, "it is followed", lambda: scene.engine.label == "1")
+        # Following ends before the server does, and raises nothing.
         monkeypatch.setattr(scene.engine, "close", close)
         assert await lifespan.do("shutdown") == ENDED
         assert scene.engine.error is away
         await lifespan.end()
 
-    scene.publish(1)
     asyncio.run(run())
 
 

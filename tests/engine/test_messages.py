@@ -105,11 +105,8 @@ def test_the_worst_answer_counts():
         assert worst_of([None, more, less]) is more
     refused = dbuffer.EngineUpdateError("refused")
     assert worst_of([refused, dbuffer.EngineUpdateError("another")]) is refused
-
-
-def test_no_answer_at_all_is_not_taken_for_done():
     with pytest.raises(dbuffer.EngineUpdateError):
-        worst_of([])
+        worst_of([])  # no answer at all is not taken for done
 
 
 class OneRank:
@@ -155,16 +152,13 @@ def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank):
         assert second is not before, "whoever asks would not find it under the name that it has"
 
 
-def test_an_update_before_the_beginning_is_refused(rank):
-    assert isinstance(
-        rank.ask(RankRequest("update", update=UpdateRequest())), dbuffer.UnsupportedError
-    )
+def test_an_update_before_the_beginning_or_after_the_end_is_refused(rank):
+    update = RankRequest("update", update=UpdateRequest())
+    assert isinstance(rank.ask(update), dbuffer.UnsupportedError)
     rank.begin()
-    assert rank.ask(RankRequest("end")) is None
-    assert rank.ask(RankRequest("end")) is None
-    assert isinstance(
-        rank.ask(RankRequest("update", update=UpdateRequest())), dbuffer.UnsupportedError
-    )
+    for _ in range(2):
+        assert rank.ask(RankRequest("end")) is None
+    assert isinstance(rank.ask(update), dbuffer.UnsupportedError)
 
 
 @pytest.mark.parametrize(

@@ -241,10 +241,12 @@ class Switched:
             self.model.reload(dict(tensors))
 
     def prepare_next(self) -> tuple[Tensors, PreparedSwitch]:
-        """Prepare a version of which little changed."""
-        newest = changed_a_little(self.versions[-1])
+        """Prepare a version of which little changed, under the one that is served."""
+        newest, served = changed_a_little(self.versions[-1]), copied(self.model.state_dict())
         self.versions.append(newest)
-        return newest, self.loads.prepare(newest, self.trace, self.changed_since)
+        switch = self.loads.prepare(newest, self.trace, self.changed_since)
+        assert all(torch.equal(served[n], now) for n, now in self.model.state_dict().items())
+        return newest, switch
 
     def changed_since(self, identity: str) -> Changed | None:
         if self.changes is None:

@@ -97,8 +97,27 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-RIGHT: dict[str, tuple[list[Patch], dict[str, torch.Tensor]]] = {
+def spoilt(**fields: Any) -> Patch:
+    return replace(patch(), **fields)
+
+
+def without_shape() -> Any:
+    """As releases before 0.32 have it."""
+    given = SimpleNamespace(**vars(patch()))
+    del given.full_shape
+    return given
+
+
+RIGHT: dict[str, tuple[list[Any], dict[str, torch.Tensor]]] = {
     "values": ([patch()], changed("a", [1, 6], [20.0, 30.0])),
+    "indices of 64 bits, and a shape as a list": (
+        [
+            spoilt(indices=torch.tensor([1, 6]), full_shape=[3, 4]),
+            patch(places=(7,), values=(1.0,)),
+        ],
+        changed("a", [1, 6, 7], [20.0, 30.0, 1.0]),
+    ),
+    "without a shape": ([without_shape()], changed("a", [1, 6], [20.0, 30.0])),
     "in any order": ([patch(places=(6, 1))], changed("a", [6, 1], [20.0, 30.0])),
     "what is there already": ([patch(places=(1, 2), values=(1.0, 2.0))], WEIGHTS),
     "no places": ([patch(places=(), values=())], WEIGHTS),
@@ -129,30 +148,10 @@ def test_patches_make_a_version(sender, what):
     assert same(published(sender), after)
 
 
-def test_indices_of_64_bits_and_a_shape_as_a_list(sender):
-    wide = patch(shape=[3, 4])
-    wide.indices = wide.indices.long()
-    assert publish_patches(sender, [wide, patch(places=(7,), values=(1.0,))]) == 2
-    assert same(published(sender), changed("a", [1, 6, 7], [20.0, 30.0, 1.0]))
-
-
-def test_patches_of_a_release_without_shapes(sender):
-    fields = vars(patch())
-    del fields["full_shape"]
-    assert publish_patches(sender, [SimpleNamespace(**fields)]) == 2
-    assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
-
-
-@pytest.mark.parametrize(
-    "nothing", [None, [], (), iter([])], ids=["none", "list", "tuple", "iterator"]
-)
-def test_no_patches_are_no_version(sender, nothing):
-    assert publish_patches(sender, nothing) is None
+def test_no_patches_are_no_version(sender):
+    for nothing in (None, [], (), iter([])):
+        assert publish_patches(sender, nothing) is None
     assert publish_patches(sender, [patch()]) == 2
-
-
-def spoilt(**fields: Any) -> Patch:
-    return replace(patch(), **fields)
 
 
 WRONG: dict[str, tuple[Any, type[DBufferError], str]] = {
@@ -255,12 +254,9 @@ def test_as_releases_with_a_sparse_method_call_it(sender):
     assert trainer_send_sparse_weights(iter([patch()]), {"sender": sender}) == 2
     assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
     assert trainer_send_sparse_weights(iter(()), {"sender": sender}) is None
-
-
-@pytest.mark.parametrize("arguments", [None, {}, {"sender": None}, {"group": 1}], ids=repr)
-def test_arguments_without_a_sender_are_refused(arguments):
-    with pytest.raises(OptionError, match="'sender'"):
-        trainer_send_sparse_weights([patch()], arguments)
+    for arguments in (None, {}, {"sender": None}, {"group": 1}):
+        with pytest.raises(OptionError, match="'sender'"):
+            trainer_send_sparse_weights([patch()], arguments)
 
 
 def test_a_sender_without_deltas_is_refused(store):
