@@ -149,30 +149,6 @@ def test_fused_experts_are_gathered_once_and_published_one_by_one(world, store, 
     assert_same(received(store), expected)
 
 
-def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
-    """From a checkpoint: each version is the first one with so many of its elements changed."""
-    options = {"delta": True, "dtype": torch.bfloat16}
-    with mounted(mount), ShardedWeightSender(store, **options) as sender:
-        engines = (make_engine(10_000, changed_model(version)) for version in versions)
-        return [sender.send(engine).delta_bytes is not None for engine in engines]
-
-
-def changed_model(version: int) -> nn.Module:
-    model = make_model()
-    for parameter in model.parameters():
-        parameter.data.view(-1)[: 3 * version] *= 2
-    return model
-
-
-@pytest.mark.parametrize("mount", ["local", "network"])
-def test_ranks_that_were_restarted_go_on_with_deltas(world, store, mount):
-    for found in world.run(publish_deltas, store, mount, range(1, 4)):
-        assert found == [False, True, True]
-    for found in world.run(publish_deltas, store, mount, range(4, 6)):
-        assert found == [True, True]
-    assert_published(store, mount, changed_model(5))
-
-
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
     engine = make_engine(0)

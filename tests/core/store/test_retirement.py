@@ -134,17 +134,6 @@ def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender,
     assert not (store / "B" / held).exists()
 
 
-def test_a_reader_that_never_lets_go_keeps_a_bounded_number_of_files(store, sender, clock):
-    """Whatever stands in records: after the time-out a file goes."""
-    for number in range(20):
-        put_record(store, record_of(number + 1, f"stuck-{number}"))
-    for version in range(1, 41):
-        publish(sender, version)
-        clock.now_s += 10.0
-        assert len(files_in(store)) <= 3 + READER_TIMEOUT_S / 10.0
-    assert len(files_in(store)) <= 3
-
-
 @pytest.mark.parametrize("is_here", [True, False], ids=["this host", "another host"])
 def test_records_of_dead_processes_count_only_where_nobody_can_tell(store, sender, clock, is_here):
     with Child(do_nothing) as child:
