@@ -300,43 +300,10 @@ def rows(tensor: torch.Tensor, *ranks: int) -> torch.Tensor:
     return distribute_tensor(tensor, mesh_of(*ranks), [Shard(0)])
 
 
-def other_shape(rank: int) -> Weights:
-    return {f"{rank}": torch.ones(3), "shared": torch.ones(4 + rank // 2)}
-
-
-def other_dtype(rank: int) -> Weights:
-    return {"shared": torch.ones(4, dtype=torch.float64 if rank == 3 else torch.float32)}
-
-
-def whole_and_parts(rank: int) -> Weights:
-    part = rows(torch.ones(4), 0, 1)  # by all ranks: it makes a group
-    return {f"{rank}": torch.ones(3), "shared": part if rank < 2 else torch.ones(4)}
-
-
-def gap(rank: int) -> Weights:
-    return {("other" if rank == 2 else "mine"): rows(torch.ones(8), 0, 1, 2, 3)}
-
-
 def gap_in_sum(rank: int) -> Weights:
     """As a gap, where no box says so."""
     part = DTensor.from_local(torch.ones(4), mesh_of(0, 1, 2, 3), [Partial()])
     return {f"{rank}": torch.ones(3)} | ({} if rank == 1 else {"sum": part})
-
-
-def tied_on_one(rank: int) -> Weights:
-    embedding = torch.ones(4)
-    return {0: {"embedding": embedding, "head": embedding}, 3: {"head": torch.ones(4)}}.get(
-        rank, {}
-    )
-
-
-def tied_differently(rank: int) -> Weights:
-    one, other = torch.ones(4), torch.zeros(4)
-    return {"one": one, "other": other, "head": one if rank else other}
-
-
-def nothing(rank: int) -> Weights:
-    return {}
 
 
 def nowhere(rank: int) -> Weights:
@@ -345,29 +312,40 @@ def nowhere(rank: int) -> Weights:
     return {f"{rank}": torch.ones(3)} | ({"away": part} if rank > 1 else {})
 
 
-def stages_of_one_name(rank: int) -> Weights:
-    """Two stages whose layers each begin at 0."""
-    return {f"{rank}": torch.ones(3), "layers.0": torch.full((512, 512), float(rank // 2))}
+ONE, OTHER = torch.ones(4), torch.zeros(4)
 
-
-def experts_of_one_name(rank: int) -> Weights:
-    """One expert a rank: all describe the same."""
-    return {"all": torch.zeros(9), "experts": torch.full((1, 512, 512), float(rank))}
-
-
-REFUSED: dict[Callable[[int], Weights], str] = {
-    other_shape: r"rank 2 is to publish shared float32\[5\], and rank 0 shared float32\[4\]",
-    other_dtype: r"rank 3 is to publish shared float64\[4\], and rank 0 shared float32\[4\]",
-    whole_and_parts: r"ranks 2, 3 hold the whole of shared float32\[4\], and ranks 0, 1 hold parts",
-    gap: r"mine float32\[8\] has a gap: rank 2 holds parts of it, as rank 0 says",
-    gap_in_sum: r"sum float32\[4\] has a gap: rank 1 holds parts of it, as rank 0 says",
-    tied_on_one: "'head' is tied to 'embedding' on one rank, and a tensor of its own on rank 3",
-    tied_differently: "rank 1 ties 'head' to 'one', and another rank to 'other'",
-    nothing: "no rank holds a tensor to publish",
-    nowhere: r"no rank holds away float32\[2\]",
-    stages_of_one_name: "rank 0 and rank 2 hold different tensors of one name, .*: layers.0;",
-    experts_of_one_name: "rank 0 and rank 1 hold different tensors of one name, .*: experts;",
+REFUSED: dict[str, Callable[[int], Weights]] = {
+    r"rank 2 is to publish shared float32\[5\], and rank 0 shared float32\[4\]": (
+        lambda rank: {f"{rank}": OTHER, "shared": torch.ones(4 + rank // 2)}
+    ),
+    r"rank 3 is to publish shared float64\[4\], and rank 0 shared float32\[4\]": (
+        lambda rank: {"shared": ONE.double() if rank == 3 else ONE}
+    ),
+    r"ranks 2, 3 hold the whole of shared float32\[4\], and ranks 0, 1 hold parts": (
+        lambda rank: {f"{rank}": OTHER, "shared": (rows(ONE, 0, 1), ONE)[rank // 2]}
+    ),
+    r"mine float32\[8\] has a gap: rank 2 holds parts of it, as rank 0 says": (
+        lambda rank: {("other" if rank == 2 else "mine"): rows(torch.ones(8), 0, 1, 2, 3)}
+    ),
+    r"sum float32\[4\] has a gap: rank 1 holds parts of it, as rank 0 says": gap_in_sum,
+    "'head' is tied to 'embedding' on one rank, and a tensor of its own on rank 3": (
+        lambda rank: {0: {"embedding": ONE, "head": ONE}, 3: {"head": ONE}}.get(rank, {})
+    ),
+    "rank 1 ties 'head' to 'one', and another rank to 'other'": (
+        lambda rank: {"one": ONE, "other": OTHER, "head": ONE if rank else OTHER}
+    ),
+    "no rank holds a tensor to publish": lambda rank: {},
+    r"no rank holds away float32\[2\]": nowhere,
+    # Two stages whose layers each begin at 0.
+    "rank 0 and rank 2 hold different tensors of one name, .*: layers.0;": (
+        lambda rank: {f"{rank}": ONE, "layers.0": torch.full((512, 512), float(rank // 2))}
+    ),
+    # One expert a rank: all describe the same.
+    "rank 0 and rank 1 hold different tensors of one name, .*: experts;": (
+        lambda rank: {"all": torch.zeros(9), "experts": torch.full((1, 512, 512), float(rank))}
+    ),
 }
+"""Weights that do not fit together, by what is said of them."""
 
 
 def send_refused(rank: int, store: Path) -> list[str]:
@@ -376,7 +354,7 @@ def send_refused(rank: int, store: Path) -> list[str]:
     messages = []
     with ShardedWeightSender(store, delta=True) as sender:
         sender.send(good.weights)
-        for version, case in enumerate(REFUSED, 2):
+        for version, case in enumerate(REFUSED.values(), 2):
             before = content_of(store)
             distributed.barrier()
             with pytest.raises(dbuffer.InvalidWeightsError) as caught:
@@ -398,7 +376,7 @@ def content_of(store: Path) -> dict[str, bytes]:
 def test_what_does_not_fit_together_is_refused_by_name_on_all_ranks(four, store):
     messages, *others = four.run(send_refused, store)
     assert others == [messages] * 3
-    for expected, message in zip(REFUSED.values(), messages, strict=True):
+    for expected, message in zip(REFUSED, messages, strict=True):
         step = "could not (join what the ranks hold|compare the samples)"
         assert re.search(f"{step}: .*{expected}", message), message
 
