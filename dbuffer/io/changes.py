@@ -146,7 +146,7 @@ def find_changes(
         num_changed += sum([diff.num_changed for diff in diffs])
         if num_changed > max_changed:
             return Diff(layout, [], None, num_changed)
-        changes += _changes_of(before, batch, runs, diffs)
+        changes += _changes_of(before, batch, runs, diffs, copier)
     changes.sort(key=lambda change: change.tensor)
     checksums = None
     if digests is not None:
@@ -489,23 +489,44 @@ def _changes_of(
     after: Mapping[int, torch.Tensor],
     runs: Sequence[list[int]],
     diffs: Sequence[_RunDiff],
-) -> Iterator[TensorDiff]:
+    copier: Copier,
+) -> list[TensorDiff]:
     """Return one change for each tensor that differs, from the differences in runs."""
-    layout = before.layout
-    by_tensor: dict[int, list[tuple[list[int], _RunDiff]]] = {}
+    blocks = before.layout.blocks
+    parts: dict[int, list[tuple[list[int], _RunDiff]]] = {}
+    """Runs of one long tensor, or one run of short ones, by the first tensor."""
     for run, diff in zip(runs, diffs, strict=True):
-        if diff.num_changed and len(run) > 1:
-            yield from _split(before, after, run, diff)
-        elif diff.num_changed:
-            by_tensor.setdefault(layout.blocks[run[0]].tensor, []).append((run, diff))
-    for tensor, some in by_tensor.items():
-        num_words = layout.sizes[tensor] // layout.widths[tensor]
-        if sum([diff.num_changed for _, diff in some]) > num_words * _WHOLE_SHARE:
-            yield _whole(before, after, tensor)
-        else:
-            columns = list(zip(*(_gathered(layout, *pair) for pair in some), strict=True))[1:]
-            positions, values, replaced = map(join_words, columns)
-            yield TensorDiff(tensor, positions, values, replaced)
+        if diff.num_changed:
+            parts.setdefault(blocks[run[0]].tensor, []).append((run, diff))
+    joined: dict[int, list[TensorDiff]] = {}
+    tensors = list(parts)
+
+    def work(first: int, end: int) -> None:
+        for tensor in tensors[first:end]:
+            joined[tensor] = list(_joined(before, after, parts[tensor]))
+
+    sizes = [sum([diff.num_changed for _, diff in parts[tensor]]) for tensor in tensors]
+    copier.in_parallel(work, cut_work(sizes, copier))
+    return [change for tensor in tensors for change in joined[tensor]]
+
+
+def _joined(
+    before: FileTensors,
+    after: Mapping[int, torch.Tensor],
+    parts: Sequence[tuple[list[int], _RunDiff]],
+) -> Iterator[TensorDiff]:
+    """Join the differences in the blocks of a long tensor, or split those in short ones."""
+    layout, (run, diff) = before.layout, parts[0]
+    tensor = layout.blocks[run[0]].tensor
+    num_words = layout.sizes[tensor] // layout.widths[tensor]
+    if len(run) > 1:
+        yield from _split(before, after, run, diff)
+    elif sum([diff.num_changed for _, diff in parts]) > num_words * _WHOLE_SHARE:
+        yield _whole(before, after, tensor)
+    else:
+        columns = list(zip(*(_gathered(layout, *pair) for pair in parts), strict=True))[1:]
+        positions, values, replaced = map(join_words, columns)
+        yield TensorDiff(tensor, positions, values, replaced)
 
 
 def _split(
@@ -631,31 +652,27 @@ def check_change(layout: Layout, change: TensorDiff) -> None:
         )
 
 
-def gather(
-    layout: Layout, group: Sequence[TensorDiff]
-) -> tuple[int, list[slice] | Positions, Words, Words | None]:
-    """Gather the words of a group.
+def places_of(layout: Layout, group: Sequence[TensorDiff]) -> tuple[int, list[slice] | Positions]:
+    """Return the places of a group's words in the file.
 
     Returns:
-        The first word's place in the file, counted in words of its size. The words' places from
-        there on: ranges, for whole tensors. Then the new words; and the old ones, if all were kept.
+        The first word's place, counted in words of its size. The words' places from there on:
+        ranges, for whole tensors.
     """
-    values = join_words([change.values for change in group])
-    old = [change.replaced for change in group if change.replaced is not None]
-    replaced = join_words(old) if len(old) == len(group) else None
-    starts = [layout.offsets[change.tensor] // values.itemsize for change in group]
+    width = group[0].values.itemsize
+    starts = [layout.offsets[change.tensor] // width for change in group]
     positions = [change.positions for change in group if change.positions is not None]
     if not positions:
         first = starts[0] + group[0].first
         firsts = [start + change.first - first for start, change in zip(starts, group, strict=True)]
         lengths = [len(change.values) for change in group]
-        return first, list(map(slice, firsts, map(operator.add, firsts, lengths))), values, replaced
+        return first, list(map(slice, firsts, map(operator.add, firsts, lengths)))
     places = np.concatenate(positions)
     first = starts[0] + int(places[0])
     # Modulo 2 ** 32, if positions are narrow: a group spans fewer words.
     shifts = np.array(starts, np.int64) - first
     places += np.repeat(shifts.astype(places.dtype), [len(each) for each in positions])
-    return first, places, values, replaced
+    return first, places
 
 
 def join_words(parts: Sequence[Words]) -> Words:
@@ -677,7 +694,8 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
                     part = slice(change.first, change.first + len(change.values))
                     words_of(contents, change.tensor)[part] = change.values
             else:
-                first, places, values, _ = gather(contents.layout, group)
+                first, places = places_of(contents.layout, group)
+                values = join_words([change.values for change in group])
                 words = file_words(contents, values.itemsize)[first:]
                 write_words(words, places, values, is_added=False)
 
@@ -693,6 +711,7 @@ def write_words(
 ) -> None:
     """Write values to places, or add them to the words there."""
     if isinstance(places, np.ndarray):
+        places = places.astype(np.intp, copy=False)  # as an index, others take a third longer
         if not is_added:
             words[places] = values
             return

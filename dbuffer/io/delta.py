@@ -28,9 +28,9 @@ from dbuffer.io.changes import (
     cut_changes,
     cut_work,
     file_words,
-    gather,
     join_words,
     num_words,
+    places_of,
     write_words,
 )
 from dbuffer.io.copier import Copier
@@ -116,10 +116,12 @@ def _require_ascending(is_ascending: object) -> None:
 
 
 def _encode_chunk(layout: Layout, group: Sequence[TensorDiff]) -> tuple[Chunk, bytes]:
-    first, places, words, replaced = gather(layout, group)
+    first, places = places_of(layout, group)
+    words = join_words([change.values for change in group])
+    replaced = [change.replaced for change in group if change.replaced is not None]
     value_code = delta.NEW_WORDS
-    if replaced is not None:
-        differences = _zigzag(words - replaced)
+    if len(replaced) == len(group):
+        differences = _zigzag(words - join_words(replaced))
         if isinstance(places, np.ndarray) or _is_shorter(differences, words):
             value_code, words = delta.DIFFERENCES, differences
     if isinstance(places, np.ndarray):

@@ -28,7 +28,14 @@ import torch
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Diff, TensorDiff, find_changes, words_of, write_changes
+from dbuffer.io.changes import (
+    Diff,
+    TensorDiff,
+    cut_work,
+    find_changes,
+    words_of,
+    write_changes,
+)
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
@@ -181,14 +188,17 @@ class WholeShare(Share):
         Raises:
             StoreCorruptError: what was published is damaged.
         """
-        contents = self.contents
-        changes = [
-            change._replace(replaced=words_of(contents, change.tensor)[change.positions])
-            for change in changes
-        ]
+        contents, changes = self.contents, list(changes)
+
+        def work(first: int, end: int) -> None:
+            for index, change in enumerate(changes[first:end], first):
+                replaced = words_of(contents, change.tensor)[change.positions]
+                changes[index] = change._replace(replaced=replaced)
+
+        sizes = [len(change.values) for change in changes]
+        self._copier.in_parallel(work, cut_work(sizes, self._copier))
         checksums = self._checksums_after(changes) if self._chain.hashed else None
-        num_changed = sum(len(change.values) for change in changes)
-        self._compared = Diff(contents.layout, changes, checksums, num_changed)
+        self._compared = Diff(contents.layout, changes, checksums, sum(sizes))
 
     def write_all(
         self,

@@ -55,7 +55,8 @@ class Patch(NamedTuple):
 
     def apply(self) -> None:
         """Write the values."""
-        self.target.index_copy_(0, self.places, self.values)
+        # In main memory, index_copy_ takes half as long again.
+        self.target.scatter_(0, self.places, self.values)
 
     def pieces(self) -> Iterator[Patch]:
         """Split it into pieces, for several threads, or for a device with little room."""
@@ -154,9 +155,10 @@ def values_for(
     parameter: torch.Tensor, source: torch.Tensor, places: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
     """Take elements of a source, as integers of the size of a parameter's elements."""
-    if source.dtype == parameter.dtype:  # torch cannot index every dtype
-        return as_integers(source)[places]
-    return as_integers(source[places].to(parameter.dtype))
+    bits = as_integers(source)  # torch cannot index every dtype
+    # Of one dimension, this takes half the time of an index in brackets.
+    taken = bits.index_select(0, places[0]) if len(places) == 1 else bits[places]
+    return as_integers(taken.view(source.dtype).to(parameter.dtype))
 
 
 def _is_invertible(part: View) -> bool:
