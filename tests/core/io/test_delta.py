@@ -32,6 +32,8 @@ from tests.support.deltas import (
 from tests.support.patterns import bits, odd_tensors
 from tests.support.soak import is_soak
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
 SHARES = (0.0, 0.0001, 0.01, 0.2, 0.45, 0.9, 1.0)
 EXAMPLES = 200 if is_soak() else 8
 
