@@ -187,30 +187,6 @@ def test_memory_a_thread_is_bounded(files, monkeypatch):
     assert sum(made) <= 2 * 2 * SPAN_BYTES
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
-    files, monkeypatch, number, num_threads
-):
-    layout = layout_of([5 * SPAN_BYTES])
-    file, path = files.new(layout, "written")
-    pwrite = os.pwrite
-
-    def refuse(descriptor: int, data: Any, offset: int) -> int:
-        if offset + len(data) > 4 * SPAN_BYTES:
-            raise OSError(number, os.strerror(number))
-        return pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    copier = Copier(num_threads)
-    with pytest.raises(dbuffer.StoreAccessError, match=str(path)) as caught:
-        transfer.write_tensors(
-            handed(file), path, layout, [bytes_of(5 * SPAN_BYTES)], copier, hashed=True
-        )
-    assert isinstance(caught.value, dbuffer.errors.StoreFullError) == (number == errno.ENOSPC)
-    copier.close()
-
-
 # Read and copied
 
 

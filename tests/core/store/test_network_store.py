@@ -134,45 +134,6 @@ def test_no_file_is_written_twice_and_each_has_checksums(store, sender):
     assert manifest.checksums_xxh3 is not None
 
 
-def test_all_is_flushed_before_the_pointer_and_the_pointer_too(
-    store, sender, receiver, monkeypatch
-):
-    """Other hosts see what was flushed, and nothing else; a rename, when its directory was."""
-    calls: list[tuple[str, str]] = []
-
-    def note(name: str, nth: int) -> None:
-        real = getattr(os, name)
-
-        def noted(*arguments: Any) -> Any:
-            paths = [path_of(each) if isinstance(each, int) else each for each in arguments[:nth]]
-            names = [Path(path).relative_to(store).as_posix() for path in paths]
-            if name == "replace":
-                assert calls[-1] == ("fsync", names[0]), "a record is flushed before its rename"
-            calls.append((name, names[-1]))
-            return real(*arguments)
-
-        monkeypatch.setattr(os, name, noted)
-
-    publish(sender, 1)
-    for name, nth in (("fsync", 1), ("replace", 2), ("pwrite", 1)):
-        note(name, nth)
-    publish(sender, 2)
-    published = [call for call in calls if not call[1].endswith(".tmp")]
-    assert load(receiver) == 2
-    monkeypatch.undo()
-    assert ("replace", receiver.record.path.relative_to(store).as_posix()) in calls
-    [weights] = weights_files(store)["A"]
-    last_write = max(i for i, call in enumerate(published) if call == ("pwrite", f"A/{weights}"))
-    assert published[last_write + 1 :] == [
-        ("fsync", f"A/{weights}"),
-        ("replace", "A/manifest.json"),
-        ("fsync", "A"),
-        ("replace", "CURRENT"),
-        ("fsync", "."),
-    ]
-    assert published[:2] == [("replace", "A/manifest.json"), ("fsync", "A")], "the mark is first"
-
-
 def test_readers_map_nothing_and_keep_nothing_open(store, sender, receiver):
     """A mapping of a file that goes away is a SIGBUS; an open file keeps the old one in sight."""
     publish(sender, 1, 2, pattern=LARGE)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.errors import StoreCorruptError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
@@ -56,23 +55,6 @@ def test_what_is_set_is_in_the_store_when_it_is_written(made):
     assert [other.receiver for other in DoubleBuffer(made).receivers()] == ["two"]
     record.write()
     assert read(made) == record.current
-
-
-def test_a_wrong_value_is_refused_and_nothing_is_changed(made):
-    record = RecordFile(made, "one")
-    before = record.current
-    for changes in (
-        *({"applied_version": value} for value in ("3", -1, True)),
-        *({"staged_version": 1.0}, {"problem": 7}, {"problem_version": "4"}, {"part_of": "a/b"}),
-        *({"stats": {"staged": "many"}}, {"stats": None}),
-    ):
-        with pytest.raises(StoreCorruptError, match=next(iter(changes))):
-            record.set(**changes)
-    with pytest.raises(TypeError, match="nonsense"):
-        record.set(nonsense=1)
-    assert record.current is before
-    record.write()
-    assert read(made) is not None
 
 
 def test_a_store_that_is_not_there_yet_gets_the_record_later(store, caplog):
