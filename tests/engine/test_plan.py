@@ -579,10 +579,13 @@ def test_what_is_derived_from_integers_is_derived_when_they_change():
     switched = Switched(lambda: Coded(a=Layer(), b=Layer(dtype=torch.int32)), tensors(alike))
     assert [switched.switch(tensors(alike)) for _ in range(3)] == [False, True, True]
     codes = torch.arange(24, dtype=torch.int32).view(SHAPE)
+    switched.model.reload(tensors(codes))  # as something else loads a checkpoint
+    switched.loads.forget()
+    assert not switched.switch(tensors(alike))
     assert not switched.switch(tensors(codes))
     assert not switched.switch(tensors(codes.flip(1)))
     assert not any(switched.switch(tensors(codes + number)) for number in range(4))
-    assert switched.reloads < 12  # two for each of three proofs
+    assert switched.reloads == 12  # two for each of four proofs, and four
 
 
 # Layers that pack their weights, and have images.
@@ -836,9 +839,12 @@ def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload():
 
     switched = Switched(lambda: mixed_model(kind=Failing), mixed_tensors(), in_parts=True)
     assert switched.switch_often(mixed_tensors)[-1]
+    _, late = switched.prepare_next()
+    assert late.is_enough
     switched.model.fails = True
     with pytest.raises(RuntimeError, match="not today"):
         switched.switch(mixed_tensors())
+    assert not late.is_enough
     switched.model.fails = False
     assert switched.switch_often(mixed_tensors) == PLANNED
     switched.model.fails = True
@@ -1108,10 +1114,18 @@ def one_patched() -> Switched:
 
 @mapped_and_staged
 @pytest.mark.parametrize("case", COPIES)
-def test_what_changed_is_patched_where_somebody_tells(case, staged):
+def test_what_changed_is_patched_where_somebody_tells(case, staged, monkeypatch):
+    applied = []
+
+    def note_and_apply(*args: Any) -> None:
+        applied.append(args)
+        patching.apply_patches(*args)
+
+    monkeypatch.setattr(prepared_switch, "apply_patches", note_and_apply)
     make, make_tensors = COPIES[case]
     switched = patched_often(make, make_tensors(), staged=staged)
     assert switched.patched == PLANNED
+    assert len(applied) == sum(PLANNED)
 
 
 def test_a_patch_reaches_every_rank_s_share_and_no_other():
@@ -1153,7 +1167,8 @@ def test_what_is_told_wrongly_is_found_out_and_never_believed_again(log):
     one = {"a.weight": random()}  # a switch compares it with a reload
     switched = patched_often(lambda: Model(a=Layer()), one, changes=lambda before, after: {})
     assert not any(switched.patched)
-    assert "layers.a.weight changed in other places than its delta says" in log.text
+    [told] = [message for message in log.messages if "than its delta says" in message]
+    assert told.startswith("layers.a.weight changed in other places")
 
 
 def test_a_model_whose_weights_are_unknown_is_copied_whole():

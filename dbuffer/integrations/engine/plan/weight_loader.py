@@ -90,7 +90,7 @@ class WeightLoader:
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._rewritten: Collection[str] = ()
-        """Published tensors that loaders write into, so that each load gets a copy of them."""
+        """Published tensors of the last reload that loaders write into: each load gets copies."""
         self._plan: CopyPlan | None = None
         """Plan of this trace; None: versions are reloaded."""
         self._reloaded: Mapping[str, str] = {}
@@ -123,7 +123,6 @@ class WeightLoader:
             changed_since: returns where it differs from the version of an identity, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
-        self._rewritten = trace.rewritten
         plan = self._plan_of(trace)
         if plan is None:
             return None
