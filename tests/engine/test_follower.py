@@ -230,17 +230,20 @@ def test_unexpected_error_does_not_end_following(scene):
     assert [line for line in scene.lines() if "RuntimeError: a bug" in line][1:] == []
 
 
-def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(scene, sender, caplog):
+def test_versions_that_do_not_fit_are_told_once_and_the_next_one_is_taken(scene, sender, caplog):
     with scene.following() as follower:
         sender.send({"another": torch.ones(3)})
         until("it is tried again", lambda: scene.metrics()["retries_total"] >= 2)
         during = scene.metrics()
         until("it could have been staged again", lambda: scene.metrics()["retries_total"] >= 3)
         rank = DoubleBuffer(scene.store).receiver(f"{scene.engine_id}.rank-0")
-        scene.publish(3)
-        assert follower.wait_applied(3, WAIT_S) == 3
-        until("no lag", lambda: scene.metrics()["lag_versions"] == 0)
         assert scene.metrics()["failures_total"] == 1
+        sender.send({"a third": torch.ones(3)})
+        until("it is another incident", lambda: scene.metrics()["failures_total"] == 2)
+        scene.publish(4)
+        assert follower.wait_applied(4, WAIT_S) == 4
+        until("no lag", lambda: scene.metrics()["lag_versions"] == 0)
+        assert scene.metrics()["failures_total"] == 2
     assert (during["version_applied"], during["version_available"]) == (1, 2)
     assert during["failures_total"] == during["lag_versions"] == 1
     assert rank.stats["failures"] == 1
@@ -286,12 +289,12 @@ def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
         labels = []
 
         def note(label: WeightLabel) -> None:
-            labels.append(label.version)
+            labels.append((label.version, label.metadata))
             LightEngine.set_weight_version(engine, label)
 
         engine.set_weight_version = note
         assert follower.sync().version == engine.version == 1
-        assert labels == [UNKNOWN_VERSION, "1"]
+        assert labels == [(UNKNOWN_VERSION, {}), ("1", {"step": 10})]
         assert ("loading version 1 once more" in caplog.text) == bool(failing_loads)
         assert "going back" not in caplog.text
         assert scene.recorded == (1, {"step": 10})

@@ -19,7 +19,6 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
-from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
 from tests.support import waiting
@@ -195,24 +194,19 @@ def test_what_asks_for_another_version_is_refused(scene):
                 scene.engine.receiver.update(request)
         scene.engine.receiver.update(UpdateRequest())
         assert scene.engine.serves == (2, "2")
+        # A forced sync brings it again, if it is there.
+        scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
+        assert follower.sync(force=True).version == 2
+        assert scene.engine.serves == (2, "2")
+        scene.publish(4, 5, 6, 7, 8)
+        with pytest.raises(dbuffer.VersionError, match="version 2 "):
+            follower.sync(force=True)
+        assert scene.engine.serves == (2, "2")
 
 
 def test_local_copy_is_refused():
     with pytest.raises(dbuffer.OptionError, match="local_store"):
         EngineOptions(store="/store", local_store="/dev/shm/copy", version=3)
-
-
-def test_forced_sync_brings_it_again_if_it_is_there(scene):
-    scene.publish(1, 2, 3)
-    with scene.follower(version=1) as follower:
-        follower.sync()
-        scene.engine.model.tensors = SMALL.weights(0)  # unnoticed
-        assert follower.sync(force=True).version == 1
-        assert scene.engine.serves == (1, "1")
-        scene.publish(4, 5, 6, 7, 8)
-        with pytest.raises(dbuffer.VersionError, match="version 1 "):
-            follower.sync(force=True)
-        assert scene.engine.serves == (1, "1")
 
 
 def test_engine_stays_when_the_store_is_started_over(scene):
@@ -284,11 +278,3 @@ def test_engine_that_loads_by_callbacks_has_only_that_version(scene):
     with pytest.raises(dbuffer.OptionError, match="stays on version 2"):
         loader.load(UpdateRequest(version=3), loaded.update)
     loader.end()
-
-
-def test_pinned_version_waits_for_the_engine(scene):
-    scene.publish(1, 2)
-    kept.pin(DoubleBuffer(scene.store), 1)
-    scene.publish(*range(3, 12))
-    with scene.follower(version=1) as follower:
-        assert follower.sync().version == 1
