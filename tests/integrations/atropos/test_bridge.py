@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -69,56 +70,47 @@ class Follower:
         self._receiver.close()
 
 
-class BridgeHTTP:
-    """Routes on a port of their own, each with its code or its body, and what they were asked."""
-
-    def __init__(self, routes: Mapping[str, int | dict[str, Any]], port: int = 0) -> None:
-        self.calls: list[tuple[str, str, Any]] = []
-        """All but those for its health and a pause, which come when a bridge begins."""
-        self.health: list[tuple[str, str, Any]] = []
-        calls, health = self.calls, self.health
-
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                path = self.path.partition("?")[0]
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                kept = health if path in ("/health", "/is_paused") else calls
-                kept.append((self.command, path, json.loads(body) if body else None))
-                found = routes.get(f"{self.command} {path}", 404)
-                answer = json.dumps(found if isinstance(found, dict) else {}).encode()
-                self.send_response(200 if isinstance(found, dict) else found)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            do_GET = do_POST = _answer  # noqa: N815 - the library's names
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(TIMEOUT_S)
-
-
 WITH_ROUTES = {"POST /bridge/notify_update": 200}
 
 
 @contextlib.contextmanager
-def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Iterator[Any]:
-    """A server with such routes; one that follows the store, or else does nothing."""
+def running(
+    store: Path, routes: Mapping[str, Any], *, follows: bool = True, port: int = 0
+) -> Iterator[Any]:
+    """A server that answers each route with a code or a body, and follows the store or does not."""
+    calls: list[tuple[str, str, Any]] = []
+    """All but those for its health and a pause, which come when a bridge begins."""
+    health: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            path = self.path.partition("?")[0]
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if path in ("/health", "/is_paused"):
+                health.append(path)
+            else:
+                calls.append((self.command, path, json.loads(body) if body else None))
+            found = routes.get(f"{self.command} {path}", 404)
+            answer = json.dumps(found if isinstance(found, dict) else {}).encode()
+            self.send_response(200 if isinstance(found, dict) else found)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST = _answer  # noqa: N815 - the library's names
+
+        def log_message(self, *_: object) -> None:
+            pass
+
     with contextlib.ExitStack() as stack:
-        http = stack.enter_context(contextlib.closing(BridgeHTTP(routes)))
-        follower = None
-        if follows:
-            follower = stack.enter_context(contextlib.closing(Follower(store)))
-        yield SimpleNamespace(http=http, url=http.url, follower=follower)
+        server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", port), Handler))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        stack.callback(thread.join, TIMEOUT_S)
+        stack.callback(server.shutdown)
+        follower = stack.enter_context(contextlib.closing(Follower(store))) if follows else None
+        url = f"http://127.0.0.1:{server.server_port}"
+        yield SimpleNamespace(url=url, calls=calls, health=health, follower=follower)
 
 
 def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
@@ -178,8 +170,7 @@ def test_initialize_warns_of_a_server_that_is_not_healthy(tmp_path, caplog, heal
     with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
         url = server.url if health else "http://127.0.0.1:9"
         with opened(tmp_path / "store", url):
-            asked = [path for _, path, _ in server.http.health]
-            assert asked.count("/health") == bool(health)
+            assert server.health.count("/health") == bool(health)
     told = [message for message in caplog.messages if f"the server at {url}" in message]
     says = {200: [], 503: ["answers /health with 503"], None: ["does not answer"]}[health]
     assert len(told) == len(says)
@@ -408,8 +399,11 @@ def test_bridge_is_made_and_opened_from_a_training_config(tmp_path, monkeypatch)
 # Local mode
 
 
-def test_server_with_bridge_routes_is_notified_and_waited_for(store):
-    with running(store, WITH_ROUTES) as server, opened(store, server.url) as bridge:
+@pytest.mark.parametrize("code", [200, 404, 405])
+def test_server_that_follows_is_notified_and_waited_for(store, code):
+    """Also a stock one, which has no route for that and nothing to drive it by."""
+    routes = {"POST /bridge/notify_update": code}
+    with running(store, routes) as server, opened(store, server.url) as bridge:
         for count in range(1, 5):
             began = time.time()
             if count % 2:  # also the first one, before any notify_update()
@@ -418,21 +412,12 @@ def test_server_with_bridge_routes_is_notified_and_waited_for(store):
             else:
                 bridge.notify_update()
             assert server.follower.versions[-1] == count
-            method, path, body = server.http.calls[-1]
-            assert (method, path) == ("POST", "/bridge/notify_update")
+            bridge.barrier()  # which finds that it is served already
+            posted = [(path, body) for method, path, body in server.calls if method == "POST"]
+            path, body = posted[-1]
+            assert (len(posted), path) == (count, "/bridge/notify_update")
             assert began - 1 < body.pop("timestamp") < time.time() + 1
             assert body == {"update_count": count, "trainer_rank": 0}
-            bridge.barrier()  # which finds that it is served already
-        assert len(server.http.calls) == 4
-
-
-@pytest.mark.parametrize("code", [404, 405])
-def test_server_without_routes_that_follows_by_itself_is_waited_for(store, code):
-    routes = {"POST /bridge/notify_update": code}
-    with running(store, routes) as server, opened(store, server.url) as bridge:
-        for version in (1, 2):
-            bridge.notify_update()
-            assert server.follower.versions[-1] == version
 
 
 @pytest.mark.parametrize("routes", [WITH_ROUTES, {}], ids=["with routes", "without"])
@@ -491,8 +476,7 @@ def test_server_that_comes_late_is_waited_for(store):
     with contextlib.ExitStack() as stack:
 
         def come() -> None:
-            stack.enter_context(contextlib.closing(BridgeHTTP(WITH_ROUTES, port)))
-            stack.enter_context(contextlib.closing(Follower(store)))
+            stack.enter_context(running(store, WITH_ROUTES, port=port))
 
         with opened(store, f"http://127.0.0.1:{port}") as bridge, meanwhile(come, after_s=SOON_S):
             bridge.notify_update()
@@ -620,7 +604,7 @@ def test_all_ranks_publish_and_hear_of_it_together(store, tmp_path, follows, del
             assert [child.receive() for child in ranks] == [expected] * 2
         assert [child.receive() for child in ranks] == [False, False]
         assert [child.wait() for child in ranks] == [0, 0]
-        assert [body["update_count"] for _, _, body in server.http.calls] == [1, 2]
+        assert [body["update_count"] for _, _, body in server.calls] == [1, 2]
     assert len(list(store.glob("deltas/*"))) == delta
 
 
@@ -628,7 +612,7 @@ def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
     with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
         told = tmp_path / "meeting", store, server.url, TIMEOUT_S
         first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
-        until("the server is notified", lambda: server.http.calls, TIMEOUT_S)
+        until("the server is notified", lambda: server.calls, TIMEOUT_S)
         first.signal(signal.SIGKILL)
         assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
 
@@ -719,63 +703,48 @@ def test_mapping_that_comes_late_is_waited_for(store, tmp_path, nodes, monkeypat
     assert "first.w" in stored(store)
 
 
-def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("several", [True, False])
+def test_mapping_that_is_needed_and_does_not_come_is_named(tmp_path, monkeypatch, several):
+    """It is with several nodes, and if the file itself is named."""
     be_in_job(monkeypatch, tmp_path)
     log_dir = tmp_path / "logs"
     log_dir.mkdir()
-    config = config_for(log_dir=str(log_dir), num_inference_nodes=1, timeout_seconds=SOON_S)
-    with pytest.raises(RuntimeError, match="logs") as caught:
-        VLLMWeightBridge(config).initialize()
-    assert str(log_dir / MAPPING_FILE) in str(caught.value)
+    path, store = log_dir / MAPPING_FILE, None if several else log_dir / "store"
+    if not several:
+        path = log_dir / "names.json"
+        monkeypatch.setenv(PATH_VARIABLE, str(path))
+    config = config_for(
+        log_dir=str(log_dir), num_inference_nodes=int(several), timeout_seconds=SOON_S
+    )
+    with pytest.raises(RuntimeError, match=re.escape(str(path))) as caught:
+        VLLMWeightBridge(config, store=store).initialize()
+    assert isinstance(caught.value, dbuffer.NotReadyError)
     assert list(log_dir.iterdir()) == []
 
 
-def test_mapping_that_is_named_and_does_not_come_is_named(store, tmp_path, monkeypatch):
-    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
-    with pytest.raises(dbuffer.NotReadyError, match=r"names\.json"):
-        VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
-
-
-def test_local_mode_goes_on_without_a_mapping_and_says_so(store, tmp_path, caplog):
+def test_local_mode_goes_on_without_a_mapping_and_refuses_a_late_one(store, tmp_path, caplog):
     with opened(store, log_dir=str(tmp_path), timeout_seconds=SOON_S) as bridge:
-        _, waiting, without = (record.getMessage() for record in caplog.records)
+        _, waiting, without = caplog.messages
         assert waiting.startswith("waiting up to 0.5 s for ")
         assert str(tmp_path / MAPPING_FILE) in waiting
         assert str(tmp_path / MAPPING_FILE) in without
         bridge.broadcast_weights_to_inference()
-        # One that comes now, and would have changed something, stops the next update.
-        write_mapping(tmp_path, RENAMED)
-        with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
-            bridge.broadcast_weights_to_inference()
-        assert bridge._update_count == 1
-        bridge.cleanup()
-        bridge.initialize()
-        bridge.broadcast_weights_to_inference()
-        assert "first.w" in stored(store)
-
-
-def test_late_mapping_that_changes_nothing_hinders_nobody(store, tmp_path):
-    with opened(store, log_dir=str(tmp_path), timeout_seconds=SOON_S) as bridge:
-        write_mapping(tmp_path, {"0.weight": to("0.weight"), "theirs": to("theirs")})
-        bridge.broadcast_weights_to_inference()
-    assert len(stored(store)) == 4
-
-
-def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(store, tmp_path):
-    """Atropos' server writes an empty one first, also when it starts again."""
-    write_mapping(tmp_path, {})
-    with opened(store, log_dir=str(tmp_path)) as bridge:
-        bridge.broadcast_weights_to_inference()
-        write_mapping(tmp_path, RENAMED)
-        with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
-            bridge.broadcast_weights_to_inference()
-        bridge.cleanup()
-        bridge.initialize()
-        for entries in ({}, RENAMED):
-            bridge.broadcast_weights_to_inference()
+        # Atropos' server writes an empty one first, also when it starts again.
+        for entries in ({}, {"0.weight": to("0.weight"), "theirs": to("theirs")}):
             write_mapping(tmp_path, entries)
-        bridge.broadcast_weights_to_inference()
-    assert "first.w" in stored(store)
+            bridge.broadcast_weights_to_inference()
+        assert "0.weight" in stored(store)
+        write_mapping(tmp_path, RENAMED)
+        for _ in range(2):
+            with pytest.raises(dbuffer.NotReadyError, match=MAPPING_FILE):
+                bridge.broadcast_weights_to_inference()
+        assert bridge._update_count == 3
+        bridge.cleanup()
+        bridge.initialize()
+        for entries in (RENAMED, {}, RENAMED):
+            write_mapping(tmp_path, entries)
+            bridge.broadcast_weights_to_inference()
+        assert "first.w" in stored(store)
 
 
 def test_nobody_waits_for_the_mapping_of_a_stock_server(store, tmp_path):
