@@ -17,6 +17,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer import InvalidWeightsError, StoreBusyError, WeightsMismatchError
 from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.options import TransportOptions
+from tests.support.stores import bytes_read
 
 
 @pytest.fixture
@@ -133,11 +134,6 @@ def test_receivers_of_a_host_share_what_one_of_them_reads(transport, network):
     assert read[1] < weights["a"].nbytes / 2 < read[0]
     for receiver in receivers:
         receiver.close()
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read so far, with read calls."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_there_is_a_connection_where_a_store_is_or_may_be(transport, tmp_path):

@@ -24,6 +24,7 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
+from tests.support.stores import bytes_read
 
 STEP = 7
 
@@ -71,9 +72,12 @@ class Ends:
     def begin(self) -> None:
         self.incoming.expect(self.outgoing.announce())
 
-    def sync(self, number: float, step: int | None = STEP) -> float:
+    def publish(self, number: float, step: int | None = STEP) -> None:
         self.begin()
         self.outgoing.publish(weights(number), step)
+
+    def sync(self, number: float, step: int | None = STEP) -> float:
+        self.publish(number, step)
         found = number_of(taken(self.incoming))
         self.incoming.finish()
         return found
@@ -103,8 +107,7 @@ def test_each_sync_is_a_version_that_says_its_step(ends, store):
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_version_of_another_sync_is_not_taken_whatever_its_step(ends, step, is_new):
     ends.sync(1, step)
-    ends.begin()
-    ends.outgoing.publish(weights(2), step)  # and verl gave this sync up
+    ends.publish(2, step)  # and verl gave this sync up
     if is_new:
         ends.incoming = ends.new_rollout()
     ends.begin()
@@ -147,11 +150,6 @@ def test_workers_of_a_host_share_what_one_of_them_reads(store, network):
     assert read[1] < tensor.nbytes / 2 < tensor.nbytes <= read[0]
 
 
-def bytes_read() -> int:
-    """Bytes that this process has read so far, with read calls."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends):
     ends.sync(1)
     with pytest.raises(StoreBusyError):
@@ -184,8 +182,7 @@ class TestFailure:
         ends.begin()
         waiting = ends.incoming.waiting()
         next(waiting)
-        ends.begin()
-        ends.outgoing.publish(weights(2), STEP)
+        ends.publish(2)
         with pytest.raises(WaitTimeoutError):
             next(waiting)
         assert number_of(taken(ends.incoming)) == 2
@@ -208,8 +205,7 @@ class TestFailure:
             taken(ends.incoming)
         with pytest.raises(NotReadyError):
             ends.outgoing.publish(weights(1), STEP)
-        ends.begin()
-        ends.outgoing.publish(weights(1), STEP)
+        ends.publish(1)
         with pytest.raises(NotReadyError):
             ends.outgoing.publish(weights(1), STEP)
 
@@ -218,23 +214,20 @@ class TestAcknowledgement:
     """By what ``dbuffer status`` shows, and ``wait_applied`` waits for."""
 
     def test_it_comes_when_the_engine_has_loaded_and_not_else(self, ends):
-        ends.begin()
-        ends.outgoing.publish(weights(1), STEP)
+        ends.publish(1)
         taken(ends.incoming)
         with pytest.raises(WaitTimeoutError):
             self.wait(ends, 1)
         ends.incoming.finish()
         self.wait(ends, 1)
-        ends.begin()
-        ends.outgoing.publish(weights(2), STEP)
+        ends.publish(2)
         taken(ends.incoming)
         ends.begin()  # of the next: nobody finished this one
         with pytest.raises(WaitTimeoutError):
             self.wait(ends, 2)
 
     def test_it_does_not_come_for_what_was_overwritten_while_it_loaded(self, ends, store):
-        ends.begin()
-        ends.outgoing.publish(weights(1), STEP)
+        ends.publish(1)
         taken(ends.incoming)
         ends.restart_trainer()
         with dbuffer.WeightSender(store, reader_timeout_s=0.01) as impatient:
