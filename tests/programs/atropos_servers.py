@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import time
@@ -20,16 +19,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import dbuffer
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from tests.support.engines import preforked
-from tests.support.engines.tiny_models import revealing_weights, save_revealing
-from tests.support.engines.vllm_engines import (
-    EXTENSION,
-    engine_arguments,
+from tests.support.engines.tiny_models import (
+    make_model,
+    revealing_weights,
+    save_revealing,
+    token_of,
 )
+from tests.support.engines.vllm_engines import EXTENSION, engine_arguments, judge
+from tests.support.engines.vllm_servers import Server
+from tests.support.ports import free_port
 
 WAIT_S = 300
 ANSWER_TOKENS = 8
@@ -117,13 +121,11 @@ class WithRoutes:
     def __init__(self, directory: Path) -> None:
         import httpx
 
-        from tests.support.ports import free_port
-
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with (directory / "routes.log").open("wb") as log:
             self._process = preforked.start(
-                [__file__, str(directory), "serve", str(port)], env=dict(os.environ), output=log
+                [__file__, str(directory), str(port)], env=dict(os.environ), output=log
             )
         self._client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
@@ -150,69 +152,63 @@ def set_weights(model: torch.nn.Module, version: int) -> None:
     model.load_state_dict(revealing_weights(version), strict=False)
 
 
-def train_with_routes(directory: Path, server: WithRoutes) -> dict[str, Any]:
-    """As Atropos' trainer does: it loads its model itself, and attaches its parameters."""
-    from tests.support.engines.tiny_models import make_model
+def answer_of(version: int) -> list[int]:
+    return [token_of(version)] * ANSWER_TOKENS
 
+
+def train_with_routes(directory: Path, server: WithRoutes) -> None:
+    """Train as Atropos' trainer does: it loads its model itself, and attaches its parameters."""
     model = make_model("qwen3", 0)
     config = BridgeConfig(vllm_api_url=server.url, device="cpu", timeout_seconds=WAIT_S)
-    seen: dict[str, Any] = {"answers": {}, "updates": []}
     with VLLMWeightBridge(config, store=directory / "routes") as bridge:
         bridge.attach_to_vllm_weights(dict(model.named_parameters()))
         for version in VERSIONS:
             set_weights(model, version)
             bridge.notify_update()
-            seen["answers"][version] = server.answer()
-            seen["updates"].append(server.update_count())
-    return seen
+            assert (server.answer(), server.update_count()) == (answer_of(version), version)
 
 
-def train_with_stock(directory: Path, server: Any) -> dict[str, Any]:
-    """With the model of the bridge; then with tensors that do not fit the engine."""
+def train_with_stock(directory: Path, server: Any) -> None:
+    """Train the bridge's model, which lives in the store; then send what does not fit the engine.
+
+    The first update comes before any ``notify_update()``.
+    """
     config = BridgeConfig(
         vllm_api_url=server.url,
         device="cpu",
         model_name=str(directory / "revealing-0"),
         timeout_seconds=WAIT_S,
     )
-    seen: dict[str, Any] = {"answers": {}, "versions": []}
     with VLLMWeightBridge(config, store=directory / "stock") as bridge:
         model = bridge.get_trainable_model()
-        seen["publisher"] = type(bridge._sender).__name__
+        assert isinstance(bridge._sender, dbuffer.ResidentModel)
         for version in VERSIONS:
             set_weights(model, version)
-            if version == VERSIONS[0]:  # before any notify_update()
+            if version == VERSIONS[0]:
                 bridge.broadcast_weights_to_inference()
                 bridge.barrier()
             else:
                 bridge.notify_update()
-            seen["answers"][version] = server.answer()
-            seen["versions"].append(server.version())
+            assert (server.answer(), server.version()) == (answer_of(version), str(version))
     weights = revealing_weights(5)
     # As a trainer leaves it that is killed in an update.
     server.client.post("/pause", params={"mode": "keep"})
     with VLLMWeightBridge(config, store=directory / "stock") as bridge:
-        seen["paused for the next trainer"] = server.is_paused()
-        seen["answer to the next trainer"] = server.answer()
+        assert not server.is_paused()
+        assert server.answer() == answer_of(VERSIONS[-1])
         bridge.attach_to_vllm_weights({n: t for n, t in weights.items() if "lm_head" not in n})
         began = time.monotonic()
-        try:
+        with pytest.raises(dbuffer.EngineUpdateError, match=r"lm_head\.weight"):
             bridge.notify_update()
-        except dbuffer.DBufferError as error:
-            seen["misfit"] = type(error).__name__, str(error)
-        seen["misfit took s"] = time.monotonic() - began
-        seen["answer with a misfit"] = server.answer()
+        assert time.monotonic() - began < WAIT_S / 4
+        assert server.answer() == answer_of(VERSIONS[-1])
         bridge.attach_to_vllm_weights(weights)
         bridge.notify_update()
-        seen["answer after a misfit"] = server.answer()
-    return seen
+        assert server.answer() == answer_of(5)
 
 
 @contextlib.contextmanager
 def stock_server(directory: Path) -> Iterator[Any]:
-    from tests.support.engines.vllm_servers import Server
-    from tests.support.ports import free_port
-
     flags = ("--worker-extension-cls", EXTENSION, "--api-key", "secret")
     log = directory / "stock.log"
     checkpoint = directory / "revealing-0"
@@ -223,19 +219,16 @@ def stock_server(directory: Path) -> Iterator[Any]:
         server.kill()
 
 
-def observe_all(directory: Path) -> dict[str, Any]:
+def run(directory: Path) -> None:
     save_revealing(0, directory)
     with contextlib.closing(WithRoutes(directory)) as routes, stock_server(directory) as stock:
         # Neither is ready: the bridge waits for them.
-        return {
-            "routes": train_with_routes(directory, routes),
-            "stock": train_with_stock(directory, stock),
-        }
+        train_with_routes(directory, routes)
+        train_with_stock(directory, stock)
 
 
 if __name__ == "__main__":
-    target, role = Path(sys.argv[1]), sys.argv[2]
-    if role == "serve":
-        serve(target, int(sys.argv[3]))
+    if sys.argv[2:]:
+        serve(Path(sys.argv[1]), int(sys.argv[2]))
     else:
-        (target / "observed.json").write_text(json.dumps(observe_all(target)))
+        judge(run)
