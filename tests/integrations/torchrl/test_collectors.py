@@ -296,38 +296,26 @@ def test_start_update_policy(scheme, collector_class, total_frames):
         collector.async_shutdown(timeout=10)
 
 
-def test_per_worker_weight_sync(scheme):
-    """With distinct factories, for one worker, for several, and for all of them again.
-
-    As `test_multi_collector_with_distinct_policy_factories`, too.
-    """
+def test_weights_for_all_workers_or_for_some(scheme):
+    """With distinct factories, as `test_multi_collector_with_distinct_policy_factories`, too."""
     factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
     with parts.collecting(None, scheme, policy_factory=factories, num_workers=3) as collector:
         assert parts.acts(collector) == [0.0, 1.0, 2.0]
-        for weights, expected in (
-            ({0: weights_of(10.0)}, [10.0, 1.0, 2.0]),
-            ({i: weights_of(100.0 * (i + 1)) for i in range(3)}, [100.0, 200.0, 300.0]),
-            (weights_of(7.0), [7.0, 7.0, 7.0]),
-            ({2: weights_of(8.0), 1: weights_of(9.0)}, [7.0, 9.0, 8.0]),
+        for weights, worker_ids, expected in (
+            ({0: weights_of(10.0)}, None, [10.0, 1.0, 2.0]),
+            ({i: weights_of(100.0 * (i + 1)) for i in range(3)}, None, [100.0, 200.0, 300.0]),
+            (weights_of(7.0), None, [7.0, 7.0, 7.0]),
+            ({2: weights_of(8.0), 1: weights_of(9.0)}, None, [7.0, 9.0, 8.0]),
+            (weights_of(2.0), [1], [7.0, 2.0, 8.0]),
+            (weights_of(3.0), 0, [3.0, 2.0, 8.0]),
+            (weights_of(4.0), (2, 1, 2), [3.0, 4.0, 4.0]),
+            (weights_of(5.0), [], [3.0, 4.0, 4.0]),
         ):
-            collector.update_policy_weights_(weights)
-            assert parts.acts(collector) == expected
-
-
-def test_worker_ids(scheme, policy):
-    with parts.collecting(policy, scheme, num_workers=3) as collector:
-        for value, worker_ids, expected in (
-            (2.0, [1], [1.0, 2.0, 1.0]),
-            (3.0, 0, [3.0, 2.0, 1.0]),
-            (4.0, (2, 1, 2), [3.0, 4.0, 4.0]),
-            (5.0, None, [5.0, 5.0, 5.0]),
-            (6.0, [], [5.0, 5.0, 5.0]),
-        ):
-            update(collector, policy, value, worker_ids=worker_ids)
+            collector.update_policy_weights_(weights, worker_ids=worker_ids)
             assert parts.acts(collector) == expected
         with pytest.raises(ValueError, match="3"):
-            collector.update_policy_weights_(worker_ids=[0, 3])
-        assert parts.acts(collector) == [5.0, 5.0, 5.0]
+            collector.update_policy_weights_(weights_of(6.0), worker_ids=[0, 3])
+        assert parts.acts(collector) == [3.0, 4.0, 4.0]
 
 
 def scheme_of(address: Path, strategy: str) -> parts.DoubleBufferSyncScheme:
@@ -489,6 +477,17 @@ def receiving(scheme: Any, model: nn.Module) -> Any:
     return worker
 
 
+@contextlib.contextmanager
+def following(scheme: Any, model: nn.Module, source: nn.Module | None = None) -> Iterator[Any]:
+    """A worker in this process, which is connected and keeps its model on the newest weights."""
+    begin(scheme, source)
+    worker = receiving(scheme, model)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    yield worker
+    worker.shutdown()
+
+
 def _follow(
     connection: Connection,
     scheme: parts.DoubleBufferSyncScheme,
@@ -552,42 +551,37 @@ def test_mp_flow(scheme, source):
 
 
 def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
-    begin(scheme)
-    model = parts.ConstantPolicy(-5.0)
-    worker = receiving(scheme, model)
-    scheme.connect()
-    worker.connect(worker_idx=0)
-    store = DoubleBuffer(address / "policy")
+    model, store = parts.ConstantPolicy(-5.0), DoubleBuffer(address / "policy")
 
     def problem() -> str | None:
         record = store.receiver("worker-0")
         return None if record is None else record.problem
 
-    pointer = store.root / "CURRENT"
-    whole = pointer.read_bytes()
-    pointer.write_bytes(b"{")
-    until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
-    pointer.write_bytes(whole)
-    until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
-    scheme.send(weights_of(3.0))
-    assert model.weight.item() == 3.0
-    worker.shutdown()
+    with following(scheme, model):
+        pointer = store.root / "CURRENT"
+        whole = pointer.read_bytes()
+        pointer.write_bytes(b"{")
+        until("the worker records it", lambda: problem() is not None, TIMEOUT_S)
+        pointer.write_bytes(whole)
+        until("the worker records the end", lambda: problem() is None, TIMEOUT_S)
+        scheme.send(weights_of(3.0))
+        assert model.weight.item() == 3.0
 
 
 def test_receiver_receive_method(scheme):
     scheme.sync = False
-    begin(scheme)
     model = parts.ConstantPolicy(-5.0)
-    worker = receiving(scheme, model)
-    scheme.connect()
-    worker.connect(worker_idx=0)
-    assert worker.receive(timeout=0.001) is None, "there was nothing new"
-    scheme.send(weights_of(2.0))
-    started = time.monotonic()
-    received = worker.receive(timeout=TIMEOUT_S)  # the background thread may have been faster
-    assert time.monotonic() - started < TIMEOUT_S / 2, "receive waited for what had come"
-    assert received["weight"].item() == model.weight.item() == 2.0
-    worker.shutdown()
+    with following(scheme, model) as worker:
+        assert worker.receive(timeout=0.001) is None, "there was nothing new"
+        scheme.send(weights_of(2.0))
+        started = time.monotonic()
+        received = worker.receive(timeout=TIMEOUT_S)  # the background thread may have been faster
+        assert time.monotonic() - started < TIMEOUT_S / 2, "receive waited for what had come"
+        assert received["weight"].item() == model.weight.item() == 2.0
+
+
+RECEIVING = {"worker_idx": 0, "total_frames": -1, "auto_register_policy_transforms": False}
+"""Options of a collector that has a scheme of its own to receive by."""
 
 
 def test_collector_receives(address):
@@ -600,11 +594,9 @@ def test_collector_receives(address):
         parts.ProbeEnv,
         parts.ConstantPolicy(-5.0),
         frames_per_batch=4,
-        total_frames=-1,
         weight_recv_schemes={"policy": first},
-        worker_idx=0,
         track_policy_version=True,
-        auto_register_policy_transforms=False,
+        **RECEIVING,
     )
     try:
 
@@ -626,9 +618,8 @@ def test_collector_receives(address):
         collector.receive_weights()
         assert next_batch()[0] == [4.0]
     finally:
-        collector.shutdown()
-        for scheme in (first, second, sender):
-            scheme.shutdown()
+        for part in (collector, first, second, sender):
+            part.shutdown()
 
 
 def test_multi_collector_receives(address):
@@ -641,11 +632,9 @@ def test_multi_collector_receives(address):
         [parts.ProbeEnv] * 2,
         parts.ConstantPolicy(-5.0),
         frames_per_batch=8,
-        total_frames=-1,
         cat_results="stack",
-        auto_register_policy_transforms=False,
         weight_recv_schemes={"policy": receiver},
-        worker_idx=0,
+        **RECEIVING,
     )
     try:
         assert parts.acts(collector) == [1.0, 1.0]
@@ -653,9 +642,8 @@ def test_multi_collector_receives(address):
             sender.send(parts.ConstantPolicy(value))
             assert parts.acts(collector) == [value, value]
     finally:
-        collector.shutdown()
-        receiver.shutdown()
-        sender.shutdown()
+        for part in (collector, receiver, sender):
+            part.shutdown()
 
 
 def test_a_model_that_came_by_shared_memory(scheme, policy):
@@ -823,19 +811,15 @@ def test_weights_that_do_not_fit(scheme):
 
 def test_a_load_that_failed_in_the_models_own_code_is_tried_again(scheme, address):
     scheme.sync = False
-    begin(scheme, parts.StatefulPolicy(1.0))
     model = parts.ReluctantPolicy()
-    worker = receiving(scheme, model)
-    scheme.connect()
-    worker.connect(worker_idx=0)
-    model.refusals = 1
-    scheme.send(parts.StatefulPolicy(2.0, offset=0.5))
     record = DoubleBuffer(address / "policy").receiver
-    until("it is tried again", lambda: record("worker-0").applied_version == 2, TIMEOUT_S)
-    assert record("worker-0").problem is None
-    assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
-    model(parts.TensorDict(batch_size=[]))  # it runs again
-    worker.shutdown()
+    with following(scheme, model, parts.StatefulPolicy(1.0)):
+        model.refusals = 1
+        scheme.send(parts.StatefulPolicy(2.0, offset=0.5))
+        until("it is tried again", lambda: record("worker-0").applied_version == 2, TIMEOUT_S)
+        assert record("worker-0").problem is None
+        assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
+        model(parts.TensorDict(batch_size=[]))  # it runs again
 
 
 def test_first_weights_that_do_not_fit(scheme):
@@ -919,12 +903,6 @@ def test_a_fast_trainer_and_a_slow_worker(address):
         thread.join()
         assert num_sends > 2 * 6, "the trainer waited for its slow worker's six forwards"
         come_to(collector, float(num_sends))
-        # In step, from here on.
-        scheme.sync = True
-        for step in range(3):
-            policy.say(2000.0 + step)
-            collector.update_policy_weights_()
-            assert parts.acts(collector) == [2000.0 + step]
 
 
 @pytest.mark.parametrize("leftover", ["weights", "other layout", "for one worker", "scheme"])
@@ -955,23 +933,15 @@ def test_weights_of_an_earlier_run_are_not_used(address, policy, leftover):
         assert parts.acts(collector) == [4.0, 5.0]
 
 
-def test_two_collectors(address, shm_path, policy):
-    """With an address each; two cannot share one."""
-    other = parts.ConstantPolicy(2.0)
-    with (
-        parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as first,
-        parts.collecting(other, parts.DoubleBufferSyncScheme(shm_path / "b")) as second,
-    ):
-        assert [parts.acts(first), parts.acts(second)] == [[1.0, 1.0], [2.0, 2.0]]
+def test_two_collectors_cannot_share_an_address(address, policy):
+    with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
         with (
             pytest.raises(dbuffer.StoreBusyError),
-            parts.collecting(other, parts.DoubleBufferSyncScheme(address)),
+            parts.collecting(parts.ConstantPolicy(2.0), parts.DoubleBufferSyncScheme(address)),
         ):
             pass
-        update(first, policy, 3.0)
-        assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [2.0, 2.0]]
-        update(second, other, 4.0)
-        assert [parts.acts(first), parts.acts(second)] == [[3.0, 3.0], [4.0, 4.0]]
+        update(collector, policy, 3.0)
+        assert parts.acts(collector) == [3.0, 3.0]
 
 
 def _kinds_in(model: nn.Module) -> dict[str, Any]:
@@ -986,15 +956,11 @@ def _kinds_in(model: nn.Module) -> dict[str, Any]:
 def test_a_model_keeps_its_kinds_of_tensors(scheme):
     """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
     policy, model = parts.AwkwardModel(1), parts.AwkwardModel(0)
-    begin(scheme, policy)
-    worker = receiving(scheme, model)
-    scheme.connect()
-    worker.connect(worker_idx=0)
-    assert _kinds_in(model) == _kinds_in(policy)
-    scheme.send(parts.AwkwardModel(2))
-    assert _kinds_in(model) == _kinds_in(policy)
-    parts.assert_same_state(model.state_dict(), parts.AwkwardModel(2).state_dict())
-    worker.shutdown()
+    with following(scheme, model, policy):
+        assert _kinds_in(model) == _kinds_in(policy)
+        scheme.send(parts.AwkwardModel(2))
+        assert _kinds_in(model) == _kinds_in(policy)
+        parts.assert_same_state(model.state_dict(), parts.AwkwardModel(2).state_dict())
 
 
 def test_a_policy_without_weights(scheme):

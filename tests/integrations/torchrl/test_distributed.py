@@ -98,6 +98,13 @@ def local(num_batches: int, **options: Any) -> dict[str, Any]:
     }
 
 
+def start(kind: Any, policy: Any, address: Path, num_batches: int, **options: Any) -> Any:
+    """Start a collector of two nodes, with a scheme of ours unless the options have one."""
+    options.setdefault("weight_sync_schemes", {"policy": parts.DoubleBufferSyncScheme(address)})
+    envs = options.pop("envs", [parts.NodeEnv()] * 2)
+    return kind(envs, policy, **local(num_batches), **options)
+
+
 def actions(batch: Any) -> list[float]:
     assert batch.numel() == FRAMES
     values: list[float] = batch["action"].unique().tolist()
@@ -129,13 +136,7 @@ def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
 
 def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     policy = modules.RandomPolicy(parts.ProbeEnv().action_spec)
-    collector = kind(
-        [parts.NodeEnv()] * 2,
-        policy,
-        collector_class=node,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **local(4),
-    )
+    collector = start(kind, policy, address, 4, collector_class=node)
     total = sum(batch.numel() for batch in collector)
     end(collector)
     return total
@@ -156,18 +157,17 @@ def _update_policy(
     source = parts.PidPolicy(1.0) if with_factory else policy
     # Of several nodes that collect at their own pace, some batches may have begun before.
     num_nodes = 1 if node is collectors.MultiAsyncCollector else 2
-    collector = kind(
-        [parts.NodeEnv()] * num_nodes,
+    collector = start(
+        kind,
         policy,
+        address,
+        # Of workers that collect at their own pace, one may be late with what it began before.
+        40 if node is collectors.MultiAsyncCollector else 8,
+        envs=[parts.NodeEnv()] * num_nodes,
         policy_factory=parts.PidPolicy if with_factory else None,
         collector_class=node,
         sync=sync,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        # Of workers that collect at their own pace, one may be late with what it began before.
-        **local(
-            40 if node is collectors.MultiAsyncCollector else 8,
-            num_workers_per_collector=1 if node is collectors.Collector else 2,
-        ),
+        num_workers_per_collector=1 if node is collectors.Collector else 2,
     )
     pids = {job.pid for job in collector.jobs}
     seen = []
@@ -208,14 +208,15 @@ def test_distributed_collector_updatepolicy(address, kind, node, sync, with_fact
 
 def _update_by_itself(sync: bool, address: Path) -> tuple[dict[str, int | None], Collected]:
     policy = parts.ConstantPolicy(1.0)
-    collector = distributed.DistributedCollector(
-        [parts.LateEnv()] * 2,
+    collector = start(
+        distributed.DistributedCollector,
         policy,
+        address,
+        8,
+        envs=[parts.LateEnv()] * 2,
         policy_factory=parts.ConstantPolicy,
         sync=sync,
         update_interval=1,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **local(8),
     )
     applied = {worker: record.applied_version for worker, record in records(address).items()}
     seen = []
@@ -242,14 +243,7 @@ def test_update_interval(address, sync):
 
 def _update_one(kind: Any, node: Any, address: Path) -> Collected:
     policy = parts.ConstantPolicy(1.0)
-    collector = kind(
-        [parts.NodeEnv()] * 2,
-        policy,
-        collector_class=node,
-        sync=True,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **local(5),
-    )
+    collector = start(kind, policy, address, 5, collector_class=node, sync=True)
     seen = []
     for worker_ids, batch in zip(([1], 0, [0, 1], None, None), collector, strict=True):
         seen.append(batch["action"].flatten().tolist())
@@ -289,13 +283,9 @@ def test_worker_ids(address, kind, node):
 
 def _whole(kind: Any, node: Any, address: Path) -> Collected:
     policy = parts.WholePolicy(0.0, numel=50_000)
-    collector = kind(
-        [parts.NodeEnv()] * 2,
-        policy,
-        collector_class=node,
-        sync=False,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address, sync=False)},
-        **local(40),
+    schemes = {"policy": parts.DoubleBufferSyncScheme(address, sync=False)}
+    collector = start(
+        kind, policy, address, 40, collector_class=node, sync=False, weight_sync_schemes=schemes
     )
     seen = []
     for batch in collector:
@@ -319,12 +309,13 @@ def test_no_forward_call_sees_weights_of_two_versions(address, kind):
 def _lose_a_node(address: Path) -> tuple[str, float]:
     policy = parts.ConstantPolicy(1.0)
     scheme = parts.DoubleBufferSyncScheme(address)
-    collector = distributed.DistributedCollector(
-        [parts.NodeEnv()] * 2,
+    collector = start(
+        distributed.DistributedCollector,
         policy,
+        address,
+        100,
         sync=True,
         weight_sync_schemes={"policy": scheme},
-        **local(100),
     )
     next(iter(collector))
     lost, other = collector.jobs

@@ -389,29 +389,21 @@ class OnlyGetModel:
 
 
 @pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
-def test_prepare_weights_asks_the_context(kind, store):
+def test_prepare_weights_asks_the_context_and_knows_what_the_sender_was_given(kind, store):
     model = torch.nn.Linear(1, 1)
     context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
     scheme = ours(kind)(str(store))
-    prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), context)
-    assert torch.equal(prepared["weight"], model.weight)
     prepared = scheme.prepare_weights("critic", "policy", WeightStrategy(), context)
     assert prepared["weight"].shape == (2, 2)
     with pytest.raises(dbuffer.OptionError, match="actor"):
         scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
-    scheme.shutdown()
-
-
-@pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
-@pytest.mark.parametrize("given", ["model", "context"])
-def test_prepare_weights_knows_what_the_sender_was_given(kind, given, store):
-    model = torch.nn.Linear(1, 1)
-    scheme = ours(kind)(str(store))
-    context = OnlyGetModel(policy=model)
-    scheme.init_on_sender("policy", **{given: model if given == "model" else context})
-    prepared = scheme.prepare_weights(None, "policy", WeightStrategy())
-    assert torch.equal(prepared["weight"], model.weight)
-    scheme.shutdown()
+    for given, where in (({}, context), ({"model": model}, None), ({"context": context}, None)):
+        if given:
+            scheme.init_on_sender("policy", **given)
+        prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), where)
+        assert torch.equal(prepared["weight"], model.weight)
+        scheme.shutdown()
+        scheme = ours(kind)(str(store))
 
 
 # With engines.
