@@ -123,14 +123,14 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store, and read the parameter mapping. The servers may be away.
 
-        In local mode, a server that does not answer ``/health`` with 200 is logged, and one that
-        is paused, as a trainer leaves it that is killed in an update, is resumed.
+        In local mode a server that does not answer ``/health`` with 200 is logged. One that is
+        paused, because its last trainer was killed in an update, is resumed.
 
-        A mapping is waited for, up to ``timeout_seconds``, where ``log_dir``, ``LOGDIR`` or
-        ``VLLM_BRIDGE_CONFIG_PATH`` says where to expect one; without them, one in the working
-        directory is read if it is there. With several nodes, and where the file itself is named,
-        one that does not come is an error. In local mode it is logged, and the trainer's names are
-        used; it is not waited for if a stock vLLM server answers, which writes none.
+        Where ``log_dir``, ``LOGDIR`` or ``VLLM_BRIDGE_CONFIG_PATH`` names a place for the mapping,
+        it is waited for, up to ``timeout_seconds``; else it is read from the working directory, if
+        it is there. A missing mapping is an error with several nodes, or if
+        ``VLLM_BRIDGE_CONFIG_PATH`` is set. In local mode it is logged, and the trainer's names are
+        used; a stock vLLM server, which writes none, is not waited for.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
@@ -168,13 +168,12 @@ class VLLMWeightBridge:
     def attach_to_vllm_weights(self, vllm_state_dict: Mapping[str, torch.Tensor]) -> None:
         """Publish these tensors from now on; for a trainer that has loaded its model itself.
 
-        Atropos' trainer gives its own ``dict(model.named_parameters())``, and so does this take the
-        trainer's tensors, under the trainer's names. They are read at each update: a server sees
-        what is written into them after :meth:`notify_update`, not before. No memory is shared with
-        an engine, on a GPU or elsewhere.
+        They are the trainer's own, under its names, as ``dict(model.named_parameters())``. Each
+        update reads them: a server gets what was written into them when :meth:`notify_update` is
+        called. No memory is shared with an engine, on a GPU or elsewhere.
 
         Raises:
-            InvalidWeightsError: something of it cannot be published.
+            InvalidWeightsError: something in them cannot be published.
             OptionError: (a ``ValueError``) the parameter mapping is not for them.
         """
         if self._model is not None:

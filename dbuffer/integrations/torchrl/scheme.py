@@ -145,6 +145,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
                 # A node starts its own workers with the policy before its scheme is initialized,
                 # which would be too late to give them memory that the trainer does not share.
+                # TorchRL has no public name for the policy that it starts nodes with.
                 context._policy_to_send = unshared(context._policy_to_send)  # noqa: SLF001
         except BaseException:
             self._close()
