@@ -22,7 +22,6 @@ from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
-from dbuffer.receive.stager import Stager
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, in_a_fork
@@ -341,27 +340,6 @@ def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path):
     with pytest.raises(ClosedError):
         os.write(first.number, b"not here")
     second.close()
-
-
-def fork_a_stager(connection: Connection, store: Path) -> None:
-    with WeightSender(store) as sender:
-        sender.send({"a": torch.ones(1)})
-        stager = Stager(WeightReceiver(store, receiver_id="stager"))
-        stager.take(timeout_s=TIMEOUT_S)
-
-        def use_in_child() -> None:
-            with pytest.raises(ClosedError):
-                stager.take(timeout_s=0)
-            stager.close()
-
-        with stager._condition:
-            connection.send(in_a_fork(use_in_child))
-        stager.close()
-
-
-def test_a_stager_hangs_in_no_forked_child(store):
-    with Child(fork_a_stager, store) as child:
-        assert child.receive() == 0
 
 
 # An interrupt in the middle of a copy that several threads make
