@@ -95,19 +95,6 @@ def test_store_that_vanishes_in_the_middle_of_a_publish(store):
     assert not store.exists()
 
 
-def test_receiver_that_came_before_the_store(store):
-    with dbuffer.WeightReceiver(store, poll_interval_s=0.05) as receiver:
-        assert load(receiver) is None
-        assert receiver.wait_for_version(timeout_s=0.01) is None
-        with pytest.raises(dbuffer.WaitTimeoutError, match=str(store)):
-            receiver.open(timeout_s=0.01).__enter__()
-        with dbuffer.WeightSender(store) as sender:
-            assert load(receiver) is None
-            publish(sender, 1)
-            assert receiver.wait_for_version(timeout_s=5) == 1
-        assert load(receiver) == 1
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -136,17 +123,6 @@ def test_any_path_will_do(shm_path, name):
         sender.wait_applied(3, timeout_s=1)
         with pytest.raises(dbuffer.StoreBusyError):
             dbuffer.WeightSender(store)
-
-
-def test_a_relative_path_stays_where_it_was(shm_path, monkeypatch):
-    (shm_path / "elsewhere").mkdir()
-    monkeypatch.chdir(shm_path)
-    with dbuffer.WeightSender("store") as sender, dbuffer.WeightReceiver("store") as receiver:
-        publish(sender, 1)
-        assert load(receiver) == 1
-        monkeypatch.chdir("elsewhere")
-        publish(sender, 2)
-        assert load(receiver) == 2
 
 
 # Clocks

@@ -129,14 +129,6 @@ def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged):
         assert receiver.load_into(target) == 7
 
 
-def test_verify_refuses_what_was_published_without_checksums(store):
-    with dbuffer.WeightSender(store, checksum=False) as sender:
-        sender.send(SMALL.weights(1))
-    with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
-        read(store, verify=True)
-    assert read(store, verify=False) == 1
-
-
 LAYOUT_NUMBERS = st.one_of(
     st.sampled_from([-64, -1, 0, 1, 63, 64, 2**31, 2**40, 2**62, 2**63 - 1, 2**63]),
     st.integers(0, 40_000),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter
 
 import pytest
 
@@ -34,30 +32,6 @@ def test_transfers_share_links_and_wait_for_those_before_them():
     assert ends(chain, a=10, b=20, c=50) == pytest.approx([10, 15, 17])
     numbered = [Transfer(100, (Link("a", number),)) for number in (1, 2)]
     assert ends(numbered, a=10) == pytest.approx([10, 10]), "links of their own"
-
-
-def test_shares_are_max_min_fair():
-    """No link carries too much; and each flow has a full link on which nobody has more."""
-    rng = random.Random(3)
-    for _ in range(50):
-        speeds = {kind: rng.uniform(1, 10) for kind in "abcdef"}
-        flows = {
-            index: tuple(Link(kind) for kind in rng.sample("abcdef", rng.randint(1, 4)))
-            for index in range(rng.randint(1, 20))
-        }
-        rates = {index: rate for index, (rate, _) in benchmark._fair_rates(flows, speeds).items()}
-        carried: Counter[Link] = Counter()
-        for index, links in flows.items():
-            for link in links:
-                carried[link] += rates[index]  # type: ignore[assignment]
-        assert all(used <= speeds[link.kind] * (1 + 1e-6) for link, used in carried.items())
-        for index, links in flows.items():
-            full = [link for link in links if carried[link] >= speeds[link.kind] * (1 - 1e-6)]
-            most = {
-                link: max(rates[other] for other, through in flows.items() if link in through)
-                for link in full
-            }
-            assert any(rates[index] >= rate * (1 - 1e-6) for rate in most.values())
 
 
 def test_a_fleet_waits_for_the_server_or_a_node_for_its_own_copy():

@@ -140,11 +140,6 @@ def test_a_recording_shows_each_line_when_it_was_written_and_scrolls():
 # Charts.
 
 
-def test_dbuffer_has_one_color():
-    assert MADE["COLORS"]["ours"][0] == plot.OURS
-    assert f".ours{{fill:{plot.OURS};" in (PICTURES / "switch.svg").read_text(encoding="utf-8")
-
-
 def test_the_chart_of_latencies_shows_what_was_printed():
     text = (plot.RESULTS / "latency.txt").read_text(encoding="utf-8")
     shares_ms, caption = plot.read_latencies(text)

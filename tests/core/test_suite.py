@@ -10,18 +10,14 @@ import re
 import runpy
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support import durations, unchanged
-from tests.support.children import Child
-from tests.support.durations import Duration
+from tests.support import unchanged
 from tests.support.ports import free_port
 from tests.support.scopes import SCOPES, scope_of
 from tests.support.unchanged import RULES, changed_since, left_out, mark
@@ -130,40 +126,6 @@ def test_what_stands_for_a_gpu_is_where_dev_py_says(framework):
     assert (stubs / f"{framework}_without_gpu.py").is_file()
 
 
-def work(connection: Connection, seconds: float) -> None:
-    while time.process_time() < seconds:
-        pass
-    connection.send(None)
-    connection.recv()
-
-
-def test_processor_time_is_that_of_all_processes_below():
-    """Of a child of a child, while it runs and after it has ended."""
-    work_s, lost_s = 0.3, 0.05
-    with Child(id) as started:
-        started.wait()
-    before_s = durations.processor_s(os.getpid())
-    with Child(work, work_s) as child:
-        child.receive()
-        assert durations.processor_s(os.getpid()) - before_s > work_s - lost_s
-        child.send()
-        assert child.wait() == 0
-    assert durations.processor_s(os.getpid()) - before_s > work_s - lost_s
-
-
-def test_a_table_keeps_rows_of_files_that_did_not_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(durations, "TABLE", tmp_path / "table.json")
-    ran, kept = "tests/core/test_suite.py", "tests/core/test_docs.py"
-    durations.write({kept: Duration(1, 2), ran: Duration(9, 9), "tests/gone.py": Duration(3, 4)})
-    measurement = durations.Measurement()
-    for name in ("test_one", "test_other[a::b]"):
-        report = SimpleNamespace(nodeid=f"{ran}::{name}", duration=1.5, processor_s=0.25)
-        measurement.pytest_runtest_logreport(report)  # type: ignore[arg-type]
-    session = SimpleNamespace(config=SimpleNamespace())
-    measurement.pytest_sessionfinish(session)  # type: ignore[arg-type]
-    assert list(durations.durations().items()) == [(ran, Duration(3, 0.5)), (kept, Duration(1, 2))]
-
-
 VLLM_PROGRAMS = {
     "tests.support.engines.preforked",
     "tests.support.engines.vllm_engines.observe",
@@ -225,18 +187,6 @@ def test_imports_of_tests():
         ]
         wrong += [f"{path.relative_to(unchanged.ROOT)}: {name}" for name in at_once + of_tests]
     assert not wrong, "\n".join(wrong)
-
-
-def test_programs_hold_no_tests():
-    tests = [
-        f"{path.relative_to(unchanged.ROOT)}:{node.lineno}: {node.name}"
-        for path, module in modules().items()
-        if path.parent.name == "programs"
-        for node in ast.walk(module)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and node.name.startswith(("test_", "Test"))
-    ]
-    assert not tests, "\n".join(tests)
 
 
 def test_only_until_waits_in_a_loop():

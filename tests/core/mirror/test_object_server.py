@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import obstore
@@ -18,8 +16,8 @@ from obstore.exceptions import (
 )
 
 from tests.support import ROOT
-from tests.support.children import Child, is_running
-from tests.support.object_store import FAULTS, Exchange, FaultyProxy, Hold, Request, slow, status
+from tests.support.children import is_running
+from tests.support.object_store import FAULTS, Exchange, FaultyProxy, Request
 from tests.support.waiting import until
 
 BODY = bytes(range(256)) * 4096
@@ -57,16 +55,6 @@ def test_an_object_is_created_once_and_replaced_only_by_who_knows_it(store, buck
     store.delete("pointer")
     with pytest.raises(FileNotFoundError):
         store.get("pointer")
-
-
-def put_in_child(connection: Connection, url: str) -> None:
-    obstore.store.from_url(url).put("of-child", b"1")
-
-
-def test_a_child_finds_the_server_in_its_environment(store, bucket_url):
-    with Child(put_in_child, bucket_url) as child:
-        assert child.wait() == 0
-    assert bytes(store.get("of-child").bytes()) == b"1"
 
 
 def test_the_proxy_records_requests(store, proxy, bucket_url):
@@ -110,37 +98,6 @@ def test_a_fault_is_of_one_request(store, proxy, bucket_url, name):
     assert ("new" in names_in(store)) == is_put_done
     if is_put_done:
         assert bytes(store.get("new").bytes()) == BODY
-
-
-def test_a_slow_line(store, proxy, bucket_url):
-    store.put("weights", BODY)
-    through = spoiled(bucket_url, client_options={"allow_http": True, "timeout": "300ms"})
-    proxy.inject(slow(bytes_per_s=len(BODY)))
-    with pytest.raises(BaseError):
-        through.get("weights").bytes()
-
-
-def test_a_test_acts_while_a_request_is_held(store, proxy, bucket_url):
-    store.put("pointer", b"1")
-    through, read, hold = spoiled(bucket_url), [], Hold()
-    proxy.inject(hold, when=lambda request: request.method == "GET")
-    reader = threading.Thread(target=lambda: read.append(bytes(through.get("pointer").bytes())))
-    reader.start()
-    hold.wait()
-    store.put("pointer", b"2")
-    hold.release()
-    reader.join()
-    assert read == [b"2"]
-
-
-def test_a_fault_lasts_until_the_proxy_is_healed(proxy, bucket_url):
-    through = spoiled(bucket_url)
-    proxy.inject(status(503), times=10)
-    for _ in range(2):
-        with pytest.raises(BaseError):
-            through.put("weights", b"")
-    proxy.heal()
-    through.put("weights", b"")
 
 
 def test_a_failure_of_the_proxy_is_not_silent(object_server):

@@ -20,7 +20,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
-from tests.support.children import in_a_fork, open_files
+from tests.support.children import open_files
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
 from tests.support.soak import in_turn
@@ -362,19 +362,6 @@ class TestAcknowledging:
             receiver.acknowledge(version)
             assert record_of(store)["metadata"] == metadata
 
-    def test_two_receivers_go_their_own_ways(self, sender, receiver, store):
-        with dbuffer.WeightReceiver(store, receiver_id="other") as other:
-            sender.send(weights_of(1))
-            with receiver.open() as mine, other.open() as others:
-                assert values_in(mine.tensors) == values_in(others.tensors) == {1.0}
-            assert is_applied(sender, 1, receivers=2)
-            sender.send(weights_of(2))
-            assert receiver.load_into(weights_of(0)) == 2
-            with pytest.raises(TimeoutError, match=r"other .*1"):
-                sender.wait_applied(2, receivers=2, timeout_s=0)
-            assert other.load_into(weights_of(0)) == 2
-            assert is_applied(sender, 2, receivers=2)
-
     def test_a_name_must_be_plain_and_default_names_differ(self, store):
         plain = ("", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "é", "x" * 129, "a\0b")
         for name in plain:
@@ -510,16 +497,6 @@ class TestFollowing:
                 sender.send(weights_of(value))
             assert not is_applied(sender, 2)
 
-    def test_the_stop_event_ends_it(self, sender, store):
-        stop = threading.Event()
-        sender.send(weights_of(1))
-        with (
-            dbuffer.WeightReceiver(store, poll_interval_s=30) as receiver,
-            meanwhile(stop.set),
-            soon(),
-        ):
-            assert [snapshot.version for snapshot in receiver.follow(stop_event=stop)] == [1]
-
     def test_an_evicted_loop_is_told(self, sender, receiver):
         sender.send(weights_of(1))
 
@@ -640,21 +617,6 @@ class TestStore:
             again.send(weights_of(2))
             assert receiver.load_into(weights_of(0)) == 2
 
-    def test_that_was_removed_is_noticed(self, sender, receiver, store):
-        sender.send(weights_of(1))
-        receiver.load_into(weights_of(0))
-        sender.close()
-        shutil.rmtree(store)
-        require_refused(receiver, dbuffer.StoreNotFoundError)
-
-    @pytest.mark.parametrize("mode", [0o770, 0o707])
-    def test_that_others_can_write_is_refused(self, sender, receiver, store, mode):
-        sender.send(weights_of(1))
-        store.chmod(mode)
-        require_refused(receiver, dbuffer.StoreAccessError, "chmod go-w")
-        with dbuffer.WeightReceiver(store, allow_shared_store=True) as shared:
-            assert shared.load_into(weights_of(0)) == 1
-
     def test_is_left_as_it_was_by_a_receiver_that_never_reads(self, sender, store):
         sender.send(weights_of(1))
         before = sorted(store.rglob("*"))
@@ -682,32 +644,3 @@ class TestLife:
                 assert set(threading.enumerate()) - threads
         assert set(threading.enumerate()) <= threads
         assert open_files("inotify", str(store)) == files
-
-    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-    def test_is_of_no_use_in_a_forked_child(self, sender, receiver):
-        sender.send(weights_of(1))
-        receiver.wait_for_version(1, timeout_s=0.05)
-
-        def open_in_child():
-            with pytest.raises(dbuffer.ClosedError), receiver.open(timeout_s=0):
-                pass
-
-        assert in_a_fork(open_in_child) == 0
-        assert receiver.load_into(weights_of(0)) == 1
-
-    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-    def test_a_forked_child_does_not_keep_the_parents_snapshot_held(self, store, receiver):
-        with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
-            sender.send(weights_of(1))
-            with receiver.open():
-                child = os.fork()
-                if child == 0:
-                    time.sleep(60)
-                    os._exit(0)
-            try:
-                with soon():
-                    for value in (2, 3):
-                        sender.send(weights_of(value))
-            finally:
-                os.kill(child, 9)
-                os.waitpid(child, 0)

@@ -60,11 +60,6 @@ def published(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return out
 
 
-def newest_tensors(store: Path) -> dict[str, torch.Tensor]:
-    with dbuffer.WeightReceiver(store, verify="auto") as receiver, receiver.open() as snapshot:
-        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("bfloat16", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.half)],
@@ -78,19 +73,6 @@ def test_publish_then_read(capsys, tmp_path, checkpoint, name, dtype):
         tensor = snapshot.tensors["layers.2.weight"]
         assert torch.equal(tensor, torch.full((4, 8), 2.0, dtype=dtype))
         assert {each.dtype for each in snapshot.tensors.values()} == {dtype}
-
-
-def test_publish_what_changed(capsys, tmp_path, checkpoint):
-    store = tmp_path / "store"
-    published(capsys, checkpoint, store, "--delta")
-    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    tensors["layers.1.weight"][2, 3] = -1
-    save_file(tensors, checkpoint / FILE)
-    assert "as a delta" in published(capsys, checkpoint, store, "--delta")
-    there = newest_tensors(store)
-    assert all(torch.equal(there[name], tensors[name]) for name in tensors)
-    out = published(capsys, checkpoint, store, "--delta", "--json")
-    assert json.loads(out)["delta_bytes"] > 0
 
 
 def test_publish_json_and_versions(capsys, tmp_path, checkpoint):
@@ -120,21 +102,14 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
     "arguments",
     [
         ("publish",),
-        ("status", "x", "--colour"),
-        ("follow", "x", "--partial"),
         ("exec", "x"),
         ("exec", "x", "true", "--pause", "abort"),
         ("follow-server", "x"),
         ("follow-server", "x", "localhost:8000"),
         ("follow-server", "x", "//localhost:8000", "--engine", "sglang"),
-        ("follow-server", "x", "http://localhost:1", "--engine", "bogus"),
         ("follow-server", "x", "http://localhost:1", "--engine", "sglang", "--pause", "wait"),
-        ("follow-server", "x", "http://localhost:1", "--pause", "bogus"),
-        ("follow", "x", "--new-history", "bogus"),
-        ("follow-server", "x", "http://localhost:1", "--new-history", "bogus"),
         ("follow-server", "x", "http://localhost:1", "--unused-tensors", "bogus"),
         ("follow", "x", "--timeout-s", "nan"),
-        ("demo", "--steps", "3"),
         ("--json", "status", "x"),
         ("status", "x", "--wat"),
         ("mirror", "x", "y", "--count", "0"),
@@ -196,14 +171,6 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, tmp_path, store, arguments, 
     assert "use bf16" not in text or "int8" not in err
 
 
-def test_completion(monkeypatch, capsys):
-    """The shell asks for it in this way after `--install-completion`."""
-    monkeypatch.setenv("_DBUFFER_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "dbuffer fol")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    assert call(capsys)[1].split() == ["follow", "follow-server"]
-
-
 @pytest.mark.parametrize("command", ["publish", "ls"])
 def test_a_tensor_that_is_in_two_files_is_named_with_them(capsys, store, checkpoint, command):
     save_file(TENSORS, checkpoint / "consolidated.safetensors")
@@ -218,8 +185,8 @@ def test_a_publish_that_is_no_delta_says_why(tmp_path, checkpoint):
 
     def reason(*options: object) -> str:
         with Command(tmp_path, "publish", checkpoint, store, *options) as publishing:
-            code, _, err = publishing.communicate()
-        assert code == 0, err
+            code, out, err = publishing.communicate()
+        assert (code, "as a delta" in out) == (0, "--delta" in options and not err)
         return err
 
     assert "no delta: the store holds no version" in reason("--delta")
@@ -358,12 +325,6 @@ def test_help_of_each_command(capsys, command):
     assert code == 0
     assert command in out
     assert "--json " in out or command == "demo"
-
-
-def test_pin_and_unpin_print_json(capsys, store):
-    for command, is_pinned in (("pin", True), ("unpin", False)):
-        code, out, _ = call(capsys, command, store, 2, "--json")
-        assert (code, json.loads(out)) == (0, {"version": 2, "is_pinned": is_pinned})
 
 
 def test_version_option(capsys):

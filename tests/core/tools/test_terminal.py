@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.tools.cli import COMMANDS, command_named
-from tests.support.terminals import COLUMNS, ROWS, Terminal, lines_of
+from tests.support.terminals import ROWS, Terminal
 
 NUM_RECEIVERS = 20
 LONG = f"model.layers.0.{'mlp.experts.w13_weight.' * 5}scale"
@@ -182,10 +182,3 @@ def test_nothing_raw_reaches_a_terminal(store):
         shown = "".join(shown_by("status", odd))
     assert r"[bold]a\x1b[31m[-]" in shown
     assert r"engine-0 reports: \x9b2J\nx" in shown
-
-
-def test_the_terminal_of_these_tests():
-    assert lines_of("one\r\ntwo\rT\x1b[K\r\n") == ["one", "T"]
-    assert lines_of("a\r\n\x1b[?1049hb\x1b[Hc\x1b[J") == ["c"]
-    assert lines_of("a\x1b[?1049hb\x1b[?1049l\x1b[1mc\x1b[0m") == ["ac"]
-    assert lines_of("x" * (COLUMNS + 1)) == ["x" * COLUMNS, "x"]
