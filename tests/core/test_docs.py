@@ -13,7 +13,6 @@ import pkgutil
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -788,17 +787,3 @@ def test_the_site_builds_without_a_warning(tmp_path):
     reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
     assert "receivers. Default: one from what" in reference
     assert ">Type<" not in reference  # words of a docstring, taken for an attribute's type
-
-
-def test_a_broken_link_fails_the_build(tmp_path):
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    shutil.copy(DOCS / "conf.py", docs)
-    shutil.copytree(DOCS / "static", docs / "static")
-    (docs / "index.md").touch()
-    broken = "[a page](docs/nowhere.md) and [a section](#no-such-section)"
-    (tmp_path / "README.md").write_text(f"# A title\n\n{broken}\n")
-    code, warnings = build(docs, tmp_path / "site")
-    assert code != 0
-    assert "nowhere" in warnings
-    assert "no-such-section" in warnings

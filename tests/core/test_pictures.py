@@ -20,8 +20,6 @@ PICTURES = DOCS / "pictures"
 NAMES = sorted(MADE["pictures"]())
 RECORDING = RECORDED["PICTURE"].name
 SVG = "{http://www.w3.org/2000/svg}"
-WIDEST = {"code": 0.62, "strong": 0.62, "": 0.55}
-"""Mean width of a character, of its font's size, in the widest of usual fonts."""
 
 
 def texts(name: str) -> list[str]:
@@ -55,35 +53,6 @@ def test_a_picture_is_shown_by_a_page_and_explains_itself(name):
     said = {each.get("id"): each.text or "" for each in root}
     assert all(len(said[each].split()) >= 2 for each in named)
     assert (len(named), root.get("role")) == (2, "img")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_picture_has_colors_for_both_modes(name):
-    root = ElementTree.parse(PICTURES / name).getroot()
-    (style,) = (each.text or "" for each in root.iter(f"{SVG}style"))
-    light, dark = style.split("@media(prefers-color-scheme:dark)")
-    used = {each for node in root.iter() for each in (node.get("class") or "").split()}
-    defined = set(re.findall(r"\.([a-z]+)\{", light))
-    assert used <= defined
-    for each in re.findall(r"([.#]?\w+)\{[^}]*(?:fill|stroke):#", light):
-        assert f"{each}{{" in dark
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_are_in_the_picture_and_legible(name):
-    root = ElementTree.parse(PICTURES / name).getroot()
-    *_, width, height = map(float, root.get("viewBox", "").split())
-    for text in root.iter(f"{SVG}text"):
-        classes = (text.get("class") or "").split()
-        size = 13 if "small" in classes else 14
-        kind = next((each for each in classes if each in WIDEST), "")
-        length = WIDEST[kind] * size * len(text.text or "")
-        before = {"middle": length / 2, "end": length}.get(text.get("text-anchor", ""), 0)
-        start = float(text.get("x", "")) - before
-        assert start >= 0, text.text
-        assert start + length <= width, text.text
-        assert size <= float(text.get("y", "")) <= height - 4, text.text
-    assert "font:14px" in (PICTURES / name).read_text(encoding="utf-8")
 
 
 def test_the_figures_of_the_switch_are_measured():
@@ -123,18 +92,6 @@ def test_the_recording_is_a_demo_that_succeeded():
     assert [int(step) for step, *_ in steps] == list(range(1, 41))
     assert shown[-1] == "success: the engine followed its trainer"
     assert len((PICTURES / RECORDING).read_bytes()) <= 300_000
-
-
-def test_a_recording_shows_each_line_when_it_was_written_and_scrolls():
-    events = [[0.5 * n, "o", f"line {n}\r\n"] for n in range(1, 31)]
-    header = {"version": 2, "width": 80, "height": 24, "command": "count"}
-    drawn = RECORDED["draw"]("\n".join(map(json.dumps, [header, *events])))
-    end_s = 1.0 + 30 * 0.5 + RECORDED["END_S"]
-    tenth = f"{100 * (1.0 + 10 * 0.5) / end_s:.2f}%"  # 11 lines are then seen, with the command's
-    assert f"{tenth}{{transform:translateY({11 * 18}px)}}" in drawn.partition("@keyframes cover")[2]
-    assert f".lines{{transform:translateY({(24 - 31) * 18}px)" in drawn
-    with pytest.raises(ValueError, match="more than lines"):
-        RECORDED["draw"](json.dumps(header) + '\n[0.1, "o", "\\u001b[1mbold"]')
 
 
 # Charts.

@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -121,8 +120,6 @@ class Question(NamedTuple):
     mount: str
     is_late: bool
     """Whether by a reader that has just come."""
-    loose: frozenset[int]
-    """Attempts whose weights the trainer has changed while they were being published."""
 
 
 def check(connection: Connection, address: str) -> None:
@@ -154,7 +151,7 @@ class Eyes:
         except Exception as error:
             return f"{question}: {type(error).__name__}: {error}", 0
         self._last[question.store] = seen
-        if seen.version and seen.attempt not in question.loose:
+        if seen.version:
             self._checked.add((question.store, seen))
         return seen, len(self._checked)
 
@@ -176,12 +173,10 @@ class Eyes:
             with contextlib.suppress(dbuffer.SnapshotEvictedError, dbuffer.WeightsMismatchError):
                 if question.is_late:
                     with dbuffer.WeightReceiver(question.store) as reader:
-                        return self._read(question, reader)[0]
+                        return self._read(reader)[0]
                 return self._follow(question)
 
-    def _read(
-        self, question: Question, reader: dbuffer.WeightReceiver
-    ) -> tuple[Seen, Label | None]:
+    def _read(self, reader: dbuffer.WeightReceiver) -> tuple[Seen, Label | None]:
         try:
             with reader.open(timeout_s=0) as snapshot:
                 label = Label(*snapshot.metadata["label"])
@@ -189,7 +184,7 @@ class Eyes:
                 seen = Seen(snapshot.version, label.attempt)
         except (dbuffer.WaitTimeoutError, dbuffer.StoreNotFoundError):
             return Seen(), None
-        assert unlike is None or label.attempt in question.loose, f"{seen} differs in {unlike}"
+        assert unlike is None, f"{seen} differs in {unlike}"
         return seen, label
 
     def _follow(self, question: Question) -> Seen:
@@ -199,7 +194,7 @@ class Eyes:
             self.close()
             self._readers[key] = dbuffer.WeightReceiver(question.store)
         reader = self._readers[key]
-        seen, label = self._read(question, reader)
+        seen, label = self._read(reader)
         if label is None:
             return seen
         if self._targets.get(key, (None,))[0] != label.layout:
@@ -207,7 +202,7 @@ class Eyes:
             self._targets[key] = label.layout, tensors
         target = self._targets[key][1]
         version = reader.load_into(target)
-        if version == seen.version and label.attempt not in question.loose:
+        if version == seen.version:
             unlike = differing(target, label)
             assert unlike is None, f"{seen} as it was loaded differs in {unlike}"
         return seen
@@ -226,13 +221,12 @@ class Checker:
         self._client = Client(address, family="AF_UNIX")
         self._plan = plan
         self._rng = random.Random(plan.seed)
-        self.loose: set[int] = set()
         self.num_versions = 0
 
     def look(self) -> Seen:
         """The newest version, which is right."""
         plan, is_late = self._plan, self._rng.random() < 0.4
-        self._client.send(Question(plan.store, plan.mount, is_late, frozenset(self.loose)))
+        self._client.send(Question(plan.store, plan.mount, is_late))
         assert self._client.poll(TIMEOUT_S), "nothing was answered"
         answer, num_versions = self._client.recv()
         assert isinstance(answer, Seen), answer
@@ -251,10 +245,9 @@ class Trip(NamedTuple):
 
     rank: int
     kind: str
-    """``refuse``: it gives other weights. ``raise``, ``interrupt``, ``kill``: before a call of C.
-    ``write``: its trainer writes into weights that are being published."""
+    """``refuse``: it gives other weights; ``raise``, ``interrupt``, ``kill``: at a call of C."""
     number: int
-    """Before which call, or after how many microseconds; or which of `REFUSED`."""
+    """Before which call; or which of `REFUSED`."""
 
 
 class Plan(NamedTuple):
@@ -263,7 +256,7 @@ class Plan(NamedTuple):
     store: Path
     seed: int
     kind: str
-    """``one``, ``pending`` (which does not wait), ``sharded`` or ``resident``."""
+    """``one``, ``sharded`` or ``resident``."""
     size: int
     mount: str
     options: dict[str, Any]
@@ -323,17 +316,6 @@ def make_groups(rank: int) -> None:
             meshes[size] = DeviceMesh.from_group(group, "cpu")
 
 
-class Teacher(torch.optim.Optimizer):
-    """An optimizer whose step leads to weights that are known."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer.module.parameters(), {})
-        self._trainer = trainer
-
-    def step(self, closure: Any = None) -> None:
-        self._trainer.write(self._trainer.label)
-
-
 class Trainer:
     """Weights that a rank holds, and the sender that publishes them."""
 
@@ -350,7 +332,6 @@ class Trainer:
             )
         else:
             self.sender = dbuffer.WeightSender(plan.store, **options)
-            self.sender.guard(self.optimizer)
 
     def _hold(self, label: Label) -> None:
         """Hold other weights, which do not share memory with those before."""
@@ -358,25 +339,18 @@ class Trainer:
         self.module = nn.Module()
         for name, tensor in self._parts(label).items():
             self.module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.optimizer = Teacher(self)
-        if isinstance(self.sender, dbuffer.WeightSender):
-            self.sender.guard(self.optimizer)
 
     def train(self, label: Label) -> None:
-        """Take the step that leads to these weights."""
+        """Change the weights where they lie, or hold others."""
         if label.layout != self.label.layout:
             self._hold(label)
         self.label = label
-        self.optimizer.step()
-
-    def write(self, label: Label) -> None:
-        """Change the weights where they lie."""
         own = dict(self.module.named_parameters())
         for name, part in self._parts(label).items():
             own[name].copy_(part)
 
-    def publish(self, trip: Trip | None) -> Any:
-        """Publish them: the version, or what is returned for one that is not waited for."""
+    def publish(self, trip: Trip | None) -> int:
+        """Publish them; return the version."""
         options: dict[str, Any] = {"metadata": {"label": list(self.label)}}
         if self.plan.kind == "resident":
             with tripped(trip):
@@ -387,8 +361,6 @@ class Trainer:
             weights, more = among[trip.number % len(among)](weights)
             options |= more
         with tripped(trip):
-            if self.plan.kind == "pending":
-                return self.sender.send(weights, wait=False, **options)
             return self.sender.send(weights, **options).version
 
     def _weights(self) -> dict[str, Any]:
@@ -416,19 +388,14 @@ class Trainer:
         return 1 if self.plan.mount == "local" else None
 
 
-class Attempt(NamedTuple):
-    """How one went on a rank."""
-
-    number: int
-    version: int | None
-    """None: it was not published, or not waited for."""
-    error: str = ""
+Went = dict[int, int | None]
+"""Versions by the attempt; None: it was not published."""
 
 
-def live(rank: int, plan: Plan, address: str) -> tuple[list[Attempt], int]:
+def live(rank: int, plan: Plan, address: str) -> tuple[Went, int]:
     """One sender's life on one rank; how attempts went, and how many versions were compared."""
     if rank >= plan.size:
-        return [], 0
+        return {}, 0
     random.seed(plan.seed)
     TIMING.keep_superseded_s = 0.0
     os.environ[filesystem.MOUNT_VARIABLE] = plan.mount
@@ -438,22 +405,17 @@ def live(rank: int, plan: Plan, address: str) -> tuple[list[Attempt], int]:
             checker = stack.enter_context(contextlib.closing(Checker(address, plan)))
         trainer = Trainer(plan, rank)
         try:
-            attempts = [make_attempt(trainer, checker, label) for label in plan.labels]
+            went = {each.attempt: make_attempt(trainer, checker, each) for each in plan.labels}
         finally:
             with contextlib.suppress(dbuffer.DBufferError, OSError, MemoryError, RuntimeError):
-                trainer.sender.close()  # it says what was not waited for, and failed
+                trainer.sender.close()
         if checker is None:
-            return attempts, 0
-        seen, last = checker.look(), plan.labels[-1].attempt
-        if plan.kind == "pending" and last not in plan.trips and last not in checker.loose:
-            if error := attempts[-1].error:  # of the attempt before: its failure prevents the step
-                assert last - 1 in plan.trips, f"attempt {last} was not tripped up: {error}"
-            else:
-                assert seen.attempt == last, f"{seen}: attempt {last} was never published"
-        return attempts, checker.num_versions
+            return went, 0
+        checker.look()
+        return went, checker.num_versions
 
 
-def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Attempt:
+def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> int | None:
     plan, trip = trainer.plan, trainer.plan.trips.get(label.attempt)
     mine = trip if trip is not None and trip.rank == trainer.rank else None
     before = None if checker is None else checker.look()
@@ -465,12 +427,6 @@ def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Att
         version = trainer.publish(mine)
     except (KeyboardInterrupt, dbuffer.DBufferError, *TRIPPED_UP) as caught:
         error = f"{type(caught).__name__}: {caught}"
-    if plan.kind == "pending":
-        checker.look()
-        if version is not None and mine is not None and mine.kind == "write":
-            checker.loose.add(label.attempt)
-            write_too_soon(trainer, version, mine)
-        return Attempt(label.attempt, None, error)
     if trip is None and not plan.has_lost_a_rank(label.attempt):
         assert version is not None, f"{label} was not tripped up: {error}"
     if trip is not None and trip.kind == "refuse" and not plan.has_lost_a_rank(label.attempt):
@@ -484,24 +440,10 @@ def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Att
             assert seen == before, (before, seen, label, error)
         else:
             assert seen in (before, there), (before, seen, label, error)
-    return Attempt(label.attempt, version, error)
+    return version
 
 
 TRIPPED_UP = (OSError, MemoryError, RuntimeError, ValueError)
-
-
-def write_too_soon(trainer: Trainer, pending: dbuffer.PendingPublication, trip: Trip) -> None:
-    """Write what is to be published next before this is, or just as it is.
-
-    That is the trainer's mistake; what is published after it is right all the same.
-    """
-    pointer = trainer.plan.store / "CURRENT"
-    deadline = time.monotonic() + (trip.number * 1e-6 if trip.number % 2 else 1.0)
-    at_first = pointer.stat().st_ino if pointer.exists() else None
-    while time.monotonic() < deadline and not pending.is_done:
-        if trip.number % 2 == 0 and pointer.exists() and pointer.stat().st_ino != at_first:
-            break
-    trainer.write(trainer.label._replace(attempt=trainer.label.attempt + 1))
 
 
 # Worlds
@@ -514,7 +456,7 @@ class Worlds:
         self._directory, self._address = directory, address
         self._world: World | None = None
 
-    def run(self, plan: Plan) -> tuple[dict[int, list[Attempt]], int]:
+    def run(self, plan: Plan) -> tuple[dict[int, Went], int]:
         """One sender's life: how attempts went by rank, and how many versions were compared."""
         if self._world is None:
             self._world = World(self._directory, SIZE)
@@ -541,19 +483,18 @@ class Worlds:
             self._world = None
 
 
-def require_one_story(went: dict[int, list[Attempt]]) -> None:
+def require_one_story(went: dict[int, Went]) -> None:
     """See that ranks which published an attempt published it as the same version."""
-    versions: dict[int, set[int]] = {}
-    for attempts in went.values():
-        for one in attempts:
-            if one.version is not None:
-                versions.setdefault(one.number, set()).add(one.version)
-    assert all(len(several) == 1 for several in versions.values()), versions
+    versions: Went = {}
+    for version_of in went.values():
+        for attempt, version in version_of.items():
+            if version is not None:
+                assert versions.setdefault(attempt, version) == version, went
 
 
 def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
     """A sender's life, at random, from this attempt on."""
-    kind = rng.choice(["one", "pending", "sharded", "sharded", "sharded", "resident"])
+    kind = rng.choice(["one", "sharded", "sharded", "sharded", "resident"])
     mount = "local" if kind == "resident" else rng.choice(["local", "network"])
     size = rng.randint(1, SIZE) if kind == "sharded" else 1
     options = {"delta": rng.random() < 0.7, "checksum": rng.random() < 0.5}
@@ -567,8 +508,6 @@ def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
     ways = ["refuse", "refuse", "raise", "raise", "interrupt", "interrupt", "kill"]
     if kind == "resident":
         ways = ways[2:]
-    if kind == "pending":
-        ways += ["write"] * 4
     trips: dict[int, Trip] = {}
     for attempt in sorted(rng.sample(attempts, rng.randint(0, 4))):
         way = rng.choice(ways)
@@ -601,7 +540,7 @@ def test_every_version_is_what_was_given_whatever_trips_a_sender_up(
             for _ in range(rng.randint(2, 6)):
                 plan = make_plan(rng, store, first)
                 print(plan)
-                first = plan.labels[-1].attempt + 2  # one may have been written, and not sent
+                first = plan.labels[-1].attempt + 1
                 num_versions = run_plan(worlds, plan, address)
             shutil.rmtree(store)
             if num_versions >= VERSIONS:
@@ -614,6 +553,5 @@ def run_plan(worlds: Worlds, plan: Plan, address: str) -> int:
     went, num_versions = worlds.run(plan)
     require_one_story(went)
     with contextlib.closing(Checker(address, plan)) as checker:
-        checker.loose.update(n for n, trip in plan.trips.items() if trip.kind == "write")
         checker.look()
         return max(num_versions, checker.num_versions)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,22 +36,17 @@ from hypothesis.stateful import (
 )
 
 import dbuffer
-from dbuffer.format.places import SCRATCH_DIRECTORY
 from dbuffer.publish import delta_chain
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
-from tests.support.damage import flip_bit
 from tests.support.moments import die, die_before_call
 from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, assert_tidy, make_temporaries_old
-from tests.support.timings import timings
 
 Tensors = dict[str, torch.Tensor]
 
 READER_TIMEOUT_S = 0.01
-KEEP = 2
 
 OVERTAKEN = (dbuffer.SnapshotEvictedError, dbuffer.VersionRegressedError)
 """What leaving a snapshot may raise: its buffer was taken, or the whole store was emptied."""
@@ -171,10 +166,8 @@ class StoreMachine(RuleBasedStateMachine):
     readers = Bundle("readers")
     snapshots = Bundle("snapshots")
     mount = "local"
-    rewrites = True
-    """Whether a publish takes the file of a version that somebody holds on to."""
-    goes_at_once = True
-    """Whether old files are removed with the next publish, and not in time."""
+    """A publish takes the file of a version that somebody holds on to, and removes old files at
+    once; on a network mount it does neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +210,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def note_claim(self) -> None:
         """The buffer that is not the newest was taken, whoever held it."""
-        if not self.rewrites:
-            return  # its file was left alone, or its bytes are in memory
+        if self.mount == "network":
+            return  # its bytes are in memory
         for held in self.held:
             held.is_evicted |= held.version != self.newest
 
@@ -256,18 +249,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert publication.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
         self.note_publication(publication.version, tensors, metadata or {})
 
-    @rule(weights=st.sampled_from([{}, [("a", torch.ones(1))] * 2, {"a": 1.0}, 7, "none"]))
-    def refuse_what_is_no_weights(self, weights: Any) -> None:
-        with pytest.raises(dbuffer.InvalidWeightsError):
-            self.sender.send(weights)
-
-    @rule(value=st.sampled_from([object(), {1, 2}, "x" * (1 << 20)]), back=st.integers(0, 3))
-    def refuse_metadata_and_versions(self, value: Any, back: int) -> None:
-        with pytest.raises(dbuffer.InvalidWeightsError):
-            self.sender.send(tensors_of(0, 0), metadata={"a": value})
-        with pytest.raises(dbuffer.VersionError):
-            self.sender.send(tensors_of(0, 0), version=self.newest - back)
-
     @rule(layout=st.integers(0, 3), after=st.integers(0, 2))
     def publish_a_stream_that_breaks_off(self, layout: int, after: int) -> None:
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,15 +282,6 @@ class StoreMachine(RuleBasedStateMachine):
                 publication = self.sender.send(tensors)
             self.note_publication(publication.version, tensors, {})
 
-    @precondition(has_deltas)
-    @rule(index=st.integers(0, 3))
-    def refuse_patches_that_do_not_fit(self, index: int) -> None:
-        name, tensor = list(self.published[self.newest].items())[index % 2]
-        one = torch.ones(1, dtype=tensor.dtype)
-        patch = dbuffer.SparsePatch(name, torch.tensor([tensor.numel()]), one)
-        with pytest.raises((dbuffer.WeightsMismatchError, dbuffer.VersionError)):
-            self.sender.send_patches([patch])
-
     # Senders come and go
 
     @rule()
@@ -339,16 +311,12 @@ class StoreMachine(RuleBasedStateMachine):
                 self.note_claim()
                 self.note_publication(child.receive(), tensors, {})
             assert child.wait() == -signal.SIGKILL
-        self.note_claim_if_it_came_to_that()
+        for held in self.held:  # it may have come before the mark: readers keep what they hold
+            held.is_evicted |= not held.snapshot._held.is_unchanged()
         pointer = DoubleBuffer(self.store).pointer()
         if pointer is not None and pointer.version > self.newest:
             self.note_publication(pointer.version, weights[-1], {})
         self.sender = self.make_sender()
-
-    def note_claim_if_it_came_to_that(self) -> None:
-        """A crash may have come before the mark; then the readers keep what they hold."""
-        for held in self.held:
-            held.is_evicted |= not held.snapshot._held.is_unchanged()
 
     @rule(leave=st.sets(st.sampled_from(["writer.json", "receivers", "tmp"])))
     def begin_anew(self, leave: set[str]) -> None:
@@ -362,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.newest = 0
         self.history += 1
         for held in self.held:
-            held.is_evicted = self.rewrites
+            held.is_evicted = self.mount == "local"
             held.version = 0
         self.sender = self.make_sender()
 
@@ -421,15 +389,12 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.newest)
     @rule(target=snapshots, reader=readers)
     def open(self, reader: Reader) -> Any:
-        return self.hold(reader, self.newest)
-
-    def hold(self, reader: Reader, expected: int, version: int | None = None) -> Any:
         self.see(reader)
         leave = contextlib.ExitStack()
-        snapshot = leave.enter_context(reader.receiver.open(version=version, timeout_s=1))
-        assert snapshot.version == expected
-        assert snapshot.metadata == self.metadata[expected]
-        held = Held(snapshot, leave, expected, self.published[expected])
+        snapshot = leave.enter_context(reader.receiver.open(timeout_s=1))
+        assert snapshot.version == self.newest
+        assert snapshot.metadata == self.metadata[self.newest]
+        held = Held(snapshot, leave, self.newest, self.published[self.newest])
         self.held.append(held)
         return multiple(held)
 
@@ -470,9 +435,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert are_equal(snapshot.tensors, self.published[self.newest])
 
     # Damage to what is not the newest
-
-    def holds_at_most_the_newest(self) -> bool:
-        return {held.version for held in self.held} <= {self.newest}
 
     # Else it would be a snapshot's own file.
     @precondition(
@@ -524,7 +486,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        if hasattr(self, "sender") and self.goes_at_once:
+        if hasattr(self, "sender") and self.mount == "local":
             files = [*self.store.rglob("weights-*")]
             assert len(files) <= 3, "a crash may leave one, until the next publish"
 
@@ -532,7 +494,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart_and_tidy(self) -> None:
         make_temporaries_old(self.store)
         self.restart()
-        if not self.goes_at_once:
+        if self.mount == "network":
             time.sleep(READER_TIMEOUT_S)
             self.publish(0, 1)
         self.publish(0, 0)
@@ -540,205 +502,9 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class NetworkStoreMachine(StoreMachine):
-    """As on a network mount, where the pointer may be away for a while."""
+    """As on a network mount."""
 
     mount = "network"
-    rewrites = goes_at_once = False
-
-    @precondition(lambda self: self.has_deltas())
-    @rule(
-        which=st.integers(0, 5),
-        damage=st.sampled_from(["lost", "cut short", "flipped", "emptied"]),
-        seed=st.integers(0, 99),
-    )
-    def damage_a_delta(self, which: int, damage: str, seed: int) -> None:
-        """Who needs it says so, and the next version is for everybody again."""
-        files = sorted((self.store / "deltas").glob("*.delta"))
-        files = [file for file in files if file.stat().st_size]  # a killed sender leaves others
-        if not files:
-            return
-        file = files[which % len(files)]
-        size = file.stat().st_size
-        if damage == "lost":
-            file.unlink()
-        elif damage == "flipped":
-            flip_bit(file, 8 * (seed * 7919 % size) + seed % 8)
-        else:
-            os.truncate(file, size // 2 if damage == "cut short" else 0)
-        verify = self.options["checksum"]
-        with (
-            timings(settle_s=0.01),
-            dbuffer.WeightReceiver(
-                self.store, receiver_id="check", verify=verify, num_threads=1
-            ) as receiver,
-        ):
-            try:
-                with receiver.open(timeout_s=1) as snapshot:
-                    assert are_equal(snapshot.tensors, self.published[self.newest])
-            except dbuffer.StoreCorruptError as error:
-                assert file.name in str(error), "the message says which file"
-        tensors = changed(self.published[self.newest], seed)
-        self.note_publication(self.sender.send(tensors).version, tensors, {})
-
-    @precondition(lambda self: self.newest)
-    @rule(seen=st.booleans())
-    def look_while_the_pointer_is_away(self, seen: bool) -> None:
-        pointer = self.store / "CURRENT"
-        into: Tensors = {}
-        with dbuffer.WeightReceiver(self.store, receiver_id="away", num_threads=1) as receiver:
-            if seen:
-                assert receiver.wait_for_version(timeout_s=0) == self.newest
-                with receiver.open(acknowledge=False):
-                    pass
-            data = pointer.read_bytes()
-            pointer.unlink()
-            version = None
-            # None: a buffer was damaged, or holds nothing yet.
-            with contextlib.suppress(dbuffer.StoreCorruptError, dbuffer.VersionRegressedError):
-                version = receiver.load_into(lambda pairs: into.update(copied(pairs)))
-            pointer.write_bytes(data)
-            pointer.chmod(0o600)
-        if version is not None:
-            assert version >= (self.newest if seen else 0)
-            assert are_equal(into, self.published[version]), "it was published, just so"
-
-
-class KeepingMachine(StoreMachine):
-    """A sender that keeps versions, which are pinned, unpinned and published again."""
-
-    rewrites = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle: int | None = None
-        """Version in the buffer that is not the newest's; None: it is being written, or damaged."""
-        self.kept: set[int] = set()
-        self.pinned: set[int] = set()
-
-    def make_sender(self) -> dbuffer.WeightSender:
-        self.options["keep"] = KEEP
-        return super().make_sender()
-
-    @property
-    def readable(self) -> set[int]:
-        return {version for version in (*self.kept, self.idle, self.newest) if version}
-
-    def note_claim(self) -> None:
-        if self.idle:
-            self.kept.add(self.idle)
-        self.idle = None
-        self.kept.difference_update(sorted(self.kept - self.pinned - {self.newest})[:-KEEP])
-
-    def note_publication(self, version: int, tensors: Tensors, metadata: Any) -> None:
-        self.idle = self.newest
-        super().note_publication(version, tensors, metadata)
-
-    def note_claim_if_it_came_to_that(self) -> None:
-        """A crash may have come at any moment of keeping one version and dropping others."""
-        before, store, had_idle = self.readable, DoubleBuffer(self.store), self.idle is not None
-        self.note_claim()
-        certain = self.readable
-        pointer = store.pointer()
-        if pointer is None or pointer.version > self.newest:
-            return
-        try:
-            idle = store.manifest(other_buffer(pointer.buffer))
-        except dbuffer.StoreCorruptError:  # as it was left before: nothing was claimed
-            assert not had_idle
-            idle = None
-        if idle is not None and idle.state == "complete" and idle.version < self.newest:
-            self.idle = idle.version
-        self.kept = {each.version for each in store.kept().values()}
-        assert certain <= self.readable <= before
-
-    def begin_anew(self, leave: set[str]) -> None:  # type: ignore[override]
-        """Without its rule: what is kept is not what that is about."""
-
-    # Else it may be a snapshot's or a kept version's file, too.
-    @precondition(lambda self: self.newest and not self.kept and self.holds_at_most_the_newest())
-    @rule(damage=st.sampled_from(["garbled", "no manifest", "no file", "emptied"]))
-    def damage_the_idle_buffer(self, damage: str) -> None:
-        super().damage_the_idle_buffer(damage)
-        self.idle = None
-
-    @precondition(lambda self: self.newest)
-    @rule(which=st.integers(0, 9))
-    def pin(self, which: int) -> None:
-        version = self.one_of(self.readable, which)
-        kept.pin(DoubleBuffer(self.store), version)
-        self.kept.add(version)
-        self.pinned.add(version)
-
-    @precondition(lambda self: self.pinned)
-    @rule(which=st.integers(0, 9))
-    def unpin(self, which: int) -> None:
-        version = self.one_of(self.pinned, which)
-        kept.unpin(DoubleBuffer(self.store), version)
-        self.pinned.remove(version)
-
-    @precondition(lambda self: self.newest)
-    @rule(which=st.integers(0, 9))
-    def republish(self, which: int) -> None:
-        old = self.one_of(self.readable, which)
-        self.kept.add(old)
-        self.note_claim()
-        publication = self.sender.republish(old)
-        metadata = self.metadata[old] | {"republished_version": old}
-        self.note_publication(publication.version, self.published[old], metadata)
-
-    @precondition(lambda self: self.idle and self.published.keys() - self.readable)
-    @rule(which=st.integers(0, 99))
-    def refuse_what_was_dropped(self, which: int) -> None:
-        version = self.one_of(self.published.keys() - self.readable, which)
-        store = DoubleBuffer(self.store)
-        for use in (self.sender.republish, lambda version: kept.pin(store, version)):
-            with pytest.raises(dbuffer.VersionError, match=f"^version {version} is not in"):
-                use(version)
-        with pytest.raises(dbuffer.VersionError, match=f"^version {version} of .* is not pinned"):
-            kept.unpin(store, version)
-
-    @precondition(lambda self: self.newest)
-    @rule(target=StoreMachine.snapshots, reader=StoreMachine.readers, which=st.integers(0, 9))
-    def open_earlier(self, reader: Reader, which: int) -> Any:
-        version = self.one_of(self.readable, which)
-        return self.hold(reader, version, version=version)
-
-    @staticmethod
-    def one_of(versions: Set[int], which: int) -> int:
-        return sorted(versions)[which % len(versions)]
-
-    @invariant()
-    def what_is_kept_reads_whole_and_nothing_else(self) -> None:
-        if not hasattr(self, "sender"):
-            return
-        found = {}
-        with dbuffer.WeightReceiver(self.store, receiver_id="kept", num_threads=1) as receiver:
-            gone = sorted(self.published.keys() - self.readable)
-            for version in (*self.readable, *gone[-2:]):
-                with (
-                    # Of a version that is not there, if the idle buffer is damaged: it may be that.
-                    contextlib.suppress(dbuffer.VersionError, dbuffer.StoreCorruptError),
-                    receiver.open(version=version, timeout_s=0) as snapshot,
-                ):
-                    assert are_equal(snapshot.tensors, self.published[version])
-                    assert snapshot.metadata == self.metadata[version]
-                    found[version] = True
-        assert found.keys() == self.readable
-
-    @invariant()
-    def nothing_is_left_over(self) -> None:
-        if hasattr(self, "sender") and self.goes_at_once:
-            # Second names that a crash left in the scratch directory go by their age.
-            places = (path for path in self.store.iterdir() if path.name != SCRATCH_DIRECTORY)
-            files = {file.stat().st_ino for path in places for file in path.rglob("weights-*")}
-            assert len(files) <= len(self.readable) + 1, "a crash may leave one"
-
-
-class KeepingNetworkMachine(KeepingMachine):
-    """As on a network mount, where kept versions may be deltas from the anchor of others."""
-
-    mount = "network"
-    goes_at_once = False
 
 
 def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> Any:
@@ -755,5 +521,3 @@ def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> An
 
 TestStore = case_of(StoreMachine, 8, 2_000)
 TestNetworkStore = case_of(NetworkStoreMachine, 8, 1_000)
-TestKeeping = case_of(KeepingMachine, 4, 200)
-TestKeepingNetwork = case_of(KeepingNetworkMachine, 4, 200)

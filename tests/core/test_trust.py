@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import stat
-import sys
 import tokenize
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -234,43 +233,6 @@ def test_no_module_can_unpickle():
         "from torch import distributed as d; d.broadcast_object_list(names)",
     ):
         assert ways_to_unpickle(source), source
-
-
-def watch_for_pickles(connection: Connection, store: Path) -> None:
-    """Use a store in every way that the core has; send what was unpickled meanwhile."""
-    found: list[str] = []
-    is_watching = True
-
-    def watch(event: str, arguments: tuple[object, ...]) -> None:
-        if is_watching and event in ("pickle.find_class", "marshal.loads"):
-            found.append(f"{event} {arguments}"[:80])
-
-    local = store.with_name("local")
-    import dbuffer.api
-    import dbuffer.receive.stager
-    import dbuffer.tools.verification
-
-    sys.addaudithook(watch)
-    use_both_buffers(store)
-    hold(store)
-    with dbuffer.Mirror(store, local).start() as mirror:
-        mirror.wait_until_current(10)
-    receiver = dbuffer.WeightReceiver(local, receiver_id="rank", verify=False)
-    stager = dbuffer.receive.stager.Stager(receiver)
-    stager.take(timeout_s=10)
-    stager.close()
-    list(DoubleBuffer(store).receivers())
-    used = found.copy()
-    pickle.loads(pickle.dumps(Bomb(store.with_name("boom"))))
-    is_watching = False
-    connection.send((used, len(found) - len(used)))
-
-
-def test_nothing_is_unpickled_while_a_store_is_used(published):
-    with Child(watch_for_pickles, published) as child:
-        used, of_the_control = child.receive()
-    assert not used
-    assert of_the_control
 
 
 class Bomb:

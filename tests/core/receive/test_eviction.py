@@ -149,25 +149,3 @@ def test_loading_into_tensors_starts_over_by_itself(sender, receiver, monkeypatc
     monkeypatch.setattr(receiver._copier, "read", read_slowly)
     assert receiver.load_into(target) == 3
     assert SMALL.version_of(target) == 3
-
-
-def test_the_log_names_every_receiver_that_was_evicted(store, caplog):
-    with (
-        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
-        dbuffer.WeightReceiver(store, receiver_id="slow-1") as one,
-        dbuffer.WeightReceiver(store, receiver_id="slow-2") as two,
-        dbuffer.WeightReceiver(store, receiver_id="quick") as quick,
-    ):
-        publish(sender, 1)
-        leaves = [hold(one)[1], hold(two)[1]]
-        hold(quick)[1].close()
-        with caplog.at_level(logging.WARNING, "dbuffer.store.writer"):
-            publish(sender, 2, 3)
-        for leave in leaves:
-            with pytest.raises(dbuffer.SnapshotEvictedError):
-                leave.close()
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "slow-1" in line
-    assert "slow-2" in line
-    assert "quick" not in line
-    assert str(store) in line
