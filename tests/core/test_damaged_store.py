@@ -42,6 +42,7 @@ from tests.support.damage import (
     weights_file,
 )
 from tests.support.patterns import SMALL, SPARSE, newest, publish
+from tests.support.stores import contents
 
 pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
 
@@ -173,10 +174,6 @@ def test_a_store_of_another_format_is_left_alone(damaged, record):
         if record in ("CURRENT", f"{NEWEST}/manifest.json"):
             with refused:
                 read(damaged, verify=False)
-
-
-def contents(store: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("lost", [("CURRENT",), RECORDS[:3], (f"{NEWEST}/manifest.json",)])

@@ -23,6 +23,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, in_a_fork
 from tests.support.moments import Step, at_step, stop
 from tests.support.patterns import OTHER, SMALL, newest, publish
+from tests.support.stores import contents
 
 SOON_S = 5.0
 
@@ -65,20 +66,12 @@ def test_superseded_sender_finds_out_before_it_touches_anything(store, lost):
             (store / lost).unlink()
         with dbuffer.WeightSender(store) as second:
             second.send(SMALL.weights(2), version=2)
-            before = contents(store)
+            before = contents(store, "receivers")
             with pytest.raises(dbuffer.WriterSupersededError):
                 first.send(SMALL.weights(3))
-            assert contents(store) == before
+            assert contents(store, "receivers") == before
             assert second.send(SMALL.weights(3)).version == 3
             assert newest(store) == 3
-
-
-def contents(store: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(store)): path.read_bytes()
-        for path in store.rglob("*")
-        if path.is_file() and path.parent.name != "receivers"
-    }
 
 
 def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
@@ -90,7 +83,7 @@ def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
             (store / "writer.lock").unlink()
             second = dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=0.0)
             senders.enter_context(second).send(SMALL.weights(5), version=5)
-            before.update(contents(store))
+            before.update(contents(store, "receivers"))
 
         at_step(Step("return", "LocalFiles.reuse"), take_over)
         try:
@@ -98,7 +91,7 @@ def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store):
                 first.send(SMALL.weights(3))
         finally:
             sys.setprofile(None)
-        assert contents(store) == before
+        assert contents(store, "receivers") == before
         assert newest(store) == 5
 
 

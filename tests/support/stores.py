@@ -88,6 +88,15 @@ def open_below(directory: Path) -> set[str]:
     return {path for path in found if path.startswith(f"{directory}/")}
 
 
+def contents(directory: Path, *besides: str) -> dict[str, bytes | None]:
+    """Contents of all files below a directory (None for directories), but for some names."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+        if not {path.name, path.parent.name} & set(besides)
+    }
+
+
 def assert_tidy(store: Path) -> None:
     """Nothing lies in the store but what it needs."""
     assert version_files(store) <= named_files(store), "left over"

@@ -549,16 +549,6 @@ def test_a_bucket_without_credentials(capsys, monkeypatch, remote, local, comman
     assert err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("bucket_url")
-def test_a_mirror_into_a_bucket_that_is_not_there(capsys, sender):
-    sender.send({"a": torch.ones(3)})
-    code, _, err = call(capsys, "mirror", sender.store, "s3://no-such-bucket/policy", "--count", 1)
-    assert code == 1
-    assert err.startswith(
-        "dbuffer: cannot get s3://no-such-bucket/policy/CURRENT: 404 NoSuchBucket"
-    )
-
-
 def test_a_mirror_that_was_superseded_has_an_exit_code_of_its_own(tmp_path, remote, bucket_url):
     """A supervisor must not start it again."""
     with (

@@ -20,9 +20,9 @@ from torch import distributed
 
 import dbuffer
 from dbuffer.tools import cli
-from dbuffer.tools.cli import COMMANDS
 from tests.support.children import Command
 from tests.support.commands import call
+from tests.support.stores import contents
 from tests.support.waiting import TIMEOUT_S, until
 
 FILE = "model.safetensors"
@@ -216,12 +216,6 @@ def test_a_version_that_can_never_be_verified_is_not_tried_again(tmp_path, check
     assert (code, out.splitlines()[0][:10]) == (0, "version 2:")
 
 
-def contents(directory: Path) -> dict[str, bytes | None]:
-    """Contents of all files below a directory; None for directories."""
-    paths = directory.rglob("*")
-    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -301,30 +295,6 @@ def test_a_wait_in_a_directory_of_something_else_is_said(tmp_path, store):
         said = waiting.line_of_errors(0)
     assert f"{store.parent} holds a store, checkpoint, " in said
     assert "and no store (is it the right path?): waiting" in said
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "arguments", [["follow"], ["mirror", "local"], ["follow-server", "http://127.0.0.1:9"]]
-)
-def test_a_command_that_is_stopped_ends_by_the_signal(
-    monkeypatch, tmp_path, checkpoint, arguments, number
-):
-    """A shell shows 130 or 143, as for every other program."""
-    monkeypatch.chdir(tmp_path)
-    name, *more = arguments
-    with Command(tmp_path, name, "store", *more) as waiting:
-        assert "there is no store" in waiting.line_of_errors(0)
-        waiting.signal(number)
-        assert waiting.wait() == -number
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each_command(capsys, command):
-    code, out, _ = call(capsys, command, "--help")
-    assert code == 0
-    assert command in out
-    assert "--json " in out or command == "demo"
 
 
 def test_version_option(capsys):
