@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import pytest
 import torch
 
-from dbuffer import LazyTensor, ResidentModel, ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer import LazyTensor, ResidentModel, WeightReceiver, WeightSender
 from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
@@ -28,7 +28,6 @@ from tests.support.children import Child, in_a_fork
 from tests.support.patterns import newest
 from tests.support.stores import assert_tidy
 from tests.support.waiting import TIMEOUT_S
-from tests.support.worlds import World
 
 HANGS_S = 0.3
 """How long who must wait is watched waiting."""
@@ -149,20 +148,6 @@ def test_close_waits_for_a_publish_of_a_resident_model(monkeypatch, tmp_path, st
     with WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert torch.equal(snapshot.tensors["weight"], model.weight)
     assert_tidy(store)
-
-
-def send_and_close(rank: int, store: Path, directory: Path) -> int:
-    gate = Gate()
-    sender = ShardedWeightSender(store)
-    return int(
-        close_in_the_middle(lambda: sender.send(gated(gate)), sender.close, gate, directory).version
-    )
-
-
-@pytest.mark.usefixtures("mount")
-def test_close_waits_for_a_sharded_send(tmp_path, store):
-    with World(tmp_path, 1) as world:
-        assert world.run(send_and_close, store, tmp_path) == [1]
 
 
 def test_closed_from_inside_a_send_it_closes_when_that_ends(store):
