@@ -266,8 +266,6 @@ FAULTS: dict[str, Fault] = {
     "truncate_answer": truncate_answer,
     "corrupt_answer": corrupt_answer,
     "repeat": repeat,
-    "429": status(429),
-    "500": status(500),
     "503": status(503),
 }
 """Faults that need no argument, by name."""

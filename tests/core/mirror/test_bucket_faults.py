@@ -136,12 +136,7 @@ def route(request, store, local, proxy, bucket_url, monkeypatch) -> Iterator[Rou
 
 
 all_faults = pytest.mark.parametrize(
-    ("fault", "first"),
-    [
-        # To dbuffer all three statuses are one.
-        pytest.param(name, 1 + index % 3, marks=IN_SOAKS_ALONE if name in ("429", "500") else ())
-        for index, name in enumerate(FAULTS)
-    ],
+    ("fault", "first"), [(name, 1 + index % 3) for index, name in enumerate(FAULTS)]
 )
 
 
