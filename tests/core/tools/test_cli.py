@@ -171,6 +171,14 @@ def test_what_is_wrong_is_said(monkeypatch, capsys, tmp_path, store, arguments, 
     assert "use bf16" not in text or "int8" not in err
 
 
+def test_completion(monkeypatch, capsys):
+    """The shell asks for it in this way after `--install-completion`."""
+    monkeypatch.setenv("_DBUFFER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "dbuffer fol")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert call(capsys)[1].split() == ["follow", "follow-server"]
+
+
 @pytest.mark.parametrize("command", ["publish", "ls"])
 def test_a_tensor_that_is_in_two_files_is_named_with_them(capsys, store, checkpoint, command):
     save_file(TENSORS, checkpoint / "consolidated.safetensors")
@@ -295,6 +303,12 @@ def test_a_wait_in_a_directory_of_something_else_is_said(tmp_path, store):
         said = waiting.line_of_errors(0)
     assert f"{store.parent} holds a store, checkpoint, " in said
     assert "and no store (is it the right path?): waiting" in said
+
+
+def test_pin_and_unpin_print_json(capsys, store):
+    for command, is_pinned in (("pin", True), ("unpin", False)):
+        code, out, _ = call(capsys, command, store, 2, "--json")
+        assert (code, json.loads(out)) == (0, {"version": 2, "is_pinned": is_pinned})
 
 
 def test_version_option(capsys):
