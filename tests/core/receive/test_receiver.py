@@ -107,18 +107,15 @@ class TestWaiting:
             with meanwhile(sender.send, weights_of(3)), receiver.open(8) as snapshot:
                 assert values_in(snapshot.tensors) == {3.0}
 
-    @pytest.mark.parametrize("newer_than", [None, 5, 6])
-    def test_ends_after_the_time_out(self, sender, receiver, store, newer_than):
-        if newer_than is not None:
-            sender.send(weights_of(1), version=5)
-        started = time.monotonic()
-        missing = rf"{newer_than or 'no version'} .*0\.2 s in {re.escape(str(store))}"
-        with (
-            pytest.raises(dbuffer.WaitTimeoutError, match=missing),
-            receiver.open(newer_than, timeout_s=0.2),
-        ):
-            pass
-        assert 0.2 <= time.monotonic() - started < SOON_S
+    def test_ends_after_the_time_out(self, sender, receiver, store):
+        for newer_than in (None, 5, 6):
+            started = time.monotonic()
+            missing = rf"{newer_than or 'no version'} .*0\.2 s in {re.escape(str(store))}"
+            with pytest.raises(dbuffer.WaitTimeoutError, match=missing):
+                receiver.open(newer_than, timeout_s=0.2).__enter__()
+            assert 0.2 <= time.monotonic() - started < SOON_S
+            if newer_than is None:
+                sender.send(weights_of(1), version=5)
 
     def test_before_there_is_a_store(self, tmp_path):
         store = tmp_path / "later" / "store"
@@ -152,31 +149,24 @@ class TestWaiting:
 
 
 class TestSnapshots:
-    def test_hold_what_was_sent(self, sender, receiver):
+    def test_hold_what_was_sent_in_mapped_memory(self, sender, receiver, store):
         sender.send(weights_of(3), metadata={"step": 3})
         with receiver.open() as snapshot:
-            assert snapshot.version == 1
-            assert snapshot.metadata == {"step": 3}
+            assert (snapshot.version, snapshot.metadata) == (1, {"step": 3})
             assert "version=1" in repr(snapshot)
-            assert "3 tensors" in repr(snapshot.tensors)
-            assert list(snapshot.tensors) == ["a", "b", "c"]
-            assert len(snapshot.tensors) == 3
-            assert "a" in snapshot.tensors
-            assert snapshot.tensors.get("x") is None
+            tensors = snapshot.tensors
+            assert "3 tensors" in repr(tensors)
+            assert (list(tensors), len(tensors)) == (["a", "b", "c"], 3)
+            assert "a" in tensors
+            assert tensors.get("x") is None
             with pytest.raises(KeyError):
-                snapshot.tensors["x"]
+                tensors["x"]
             with pytest.raises(TypeError):
-                snapshot.tensors["a"] = torch.ones(1)
-
-    def test_are_of_mapped_memory(self, sender, receiver, store):
-        sender.send(weights_of(3))
-        with receiver.open() as snapshot:
-            pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
-            found = {self.file_at(pointer) for pointer in pointers.values()}
-            assert len(found) == 1
-            assert Path(found.pop()).parent.parent == store
-            again = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
-            assert again == pointers
+                tensors["a"] = torch.ones(1)
+            pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            [file] = {self.file_at(pointer) for pointer in pointers.values()}
+            assert Path(file).parent.parent == store
+            assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == pointers
             tensordict = snapshot.tensordict
             assert {name: tensordict[name].data_ptr() for name in tensordict.keys()} == pointers  # noqa: SIM118
 
@@ -499,15 +489,12 @@ class TestFollowing:
 
     def test_an_evicted_loop_is_told(self, sender, receiver):
         sender.send(weights_of(1))
-
-        def hold_too_long():
-            for snapshot in receiver.follow():
-                if snapshot.version == 1:
-                    for value in (2, 3):
-                        sender.send(weights_of(value))
-
+        snapshots = receiver.follow()
+        assert next(snapshots).version == 1
+        for value in (2, 3):
+            sender.send(weights_of(value))
         with pytest.raises(dbuffer.SnapshotEvictedError):
-            hold_too_long()
+            next(snapshots)
 
 
 class TestVerifying:
@@ -626,15 +613,7 @@ class TestStore:
 
 
 class TestLife:
-    def test_is_of_no_use_once_closed(self, sender, store):
-        sender.send(weights_of(1))
-        receiver = dbuffer.WeightReceiver(store)
-        receiver.load_into(weights_of(0))
-        receiver.close()
-        receiver.close()
-        require_refused(receiver, dbuffer.ClosedError)
-
-    def test_leaves_no_thread_and_no_file_open(self, sender, store):
+    def test_closed_it_is_of_no_use_and_leaves_no_thread_and_no_file_open(self, sender, store):
         sender.send(weights_of(1))
         files, threads = open_files("inotify", str(store)), set(threading.enumerate())
         with dbuffer.WeightReceiver(store, num_threads=4) as receiver:
@@ -642,5 +621,7 @@ class TestLife:
             receiver.load_into(weights_of(0))
             with receiver.open(), receiver.open():
                 assert set(threading.enumerate()) - threads
+        receiver.close()  # once more is fine
         assert set(threading.enumerate()) <= threads
         assert open_files("inotify", str(store)) == files
+        require_refused(receiver, dbuffer.ClosedError)
