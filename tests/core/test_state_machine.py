@@ -23,7 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -515,6 +515,8 @@ def case_of(machine: type[StoreMachine], max_examples: int, in_soaks: int) -> An
         max_examples=in_soaks if is_soak() else max_examples,
         stateful_step_count=30,
         report_multiple_bugs=False,
+        # Making a sequence that fails shorter takes up to 300 s.
+        phases=tuple(Phase) if is_soak() else (Phase.generate,),
     )
     return case
 
