@@ -360,7 +360,8 @@ def test_damage_is_told_until_it_is_mended_or_a_newer_version_comes(store, sende
         record = wait_for_problem(store)
         assert re.fullmatch(f"StoreCorruptError: .*{reason}.*", record.problem)
         assert record.problem_version == version
-        assert (record.staged_version, record.held_version) == (None, None)
+        assert record.staged_version is None
+        until("it is let go between tries", lambda: record_in(store).held_version is None)
         with pytest.raises(dbuffer.StoreCorruptError, match=reason):
             follower.take(timeout_s=IN_TIME_S)
         assert follower.stats["failures"] >= 2 * version
@@ -379,7 +380,9 @@ def test_damage_is_told_until_it_is_mended_or_a_newer_version_comes(store, sende
         wait_until_staged(store, 3)
         assert record_in(store).problem is None
         assert_whole(follower.take(timeout_s=0), 3)
-    lines = [entry.getMessage() for entry in caplog.records if entry.levelname == "ERROR"]
+    # watchdog may say that a watch has ended, as an error.
+    ours = [entry for entry in caplog.records if entry.name.startswith("dbuffer")]
+    lines = [entry.getMessage() for entry in ours if entry.levelname == "ERROR"]
     for version, line in enumerate(lines, 1):
         assert f"version {version} of {store}" in line
     assert len(lines) == 2
