@@ -305,6 +305,14 @@ def test_a_wait_in_a_directory_of_something_else_is_said(tmp_path, store):
     assert "and no store (is it the right path?): waiting" in said
 
 
+def test_a_command_that_waits_ends_by_the_signal(tmp_path):
+    """A shell shows 143, as for every other program."""
+    with Command(tmp_path, "follow-server", tmp_path / "store", "http://127.0.0.1:9") as waiting:
+        assert "there is no store" in waiting.line_of_errors(0)
+        waiting.signal(signal.SIGTERM)
+        assert waiting.wait() == -signal.SIGTERM
+
+
 def test_pin_and_unpin_print_json(capsys, store):
     for command, is_pinned in (("pin", True), ("unpin", False)):
         code, out, _ = call(capsys, command, store, 2, "--json")
