@@ -402,6 +402,7 @@ def test_what_a_check_raises_reaches_who_takes(store, sender):
             with pytest.raises(ValueError, match=r"no layers\.4\.weight") as caught:
                 follower.take(**request, timeout_s=IN_TIME_S)
             assert caught.value is refusal
+        follower.release(applied=1)  # of which nothing is staged
         publish(sender, 2)
         wait_until_staged(store, 2)
         assert record_in(store).problem is None
