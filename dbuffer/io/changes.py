@@ -717,7 +717,8 @@ def write_words(
             return
         for start in range(0, len(places), _NEAR_CHANGES):
             some = slice(start, start + _NEAR_CHANGES)
-            words[places[some]] += values[some]
+            near = places[some]
+            words[near] = words.take(near) + values[some]
         return
     end = 0
     for place in places:
