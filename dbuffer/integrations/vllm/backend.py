@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
@@ -58,29 +57,29 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
         info = super().parse(values)
         for name, value in counts.items():
             object.__setattr__(info, name, value)
-        info.require_counts()
+        if not info.has_right_counts():
+            info.refuse_counts()
         return info
 
-    def require_counts(self) -> None:
-        """Refuse names and counts that vLLM refuses."""
+    def has_right_counts(self) -> bool:
+        """Whether vLLM takes these names and counts."""
         names, counts = self.names, self.num_updates_list
         if self.update_kind == "dense":
-            if counts is not None:
-                checks.refuse("num_updates_list", counts, "None where update_kind is 'dense'")
-            return
+            return counts is None
         if names is not None and not _is_list_of(str, names):
-            checks.refuse("names", names, "a list of names")
-        is_right = counts is None or (_is_list_of(int, counts) and min(counts, default=-1) >= 0)
-        if is_right and names is not None and counts is not None:
-            is_right = len(counts) == len(names)
-        if not is_right:
-            self.refuse_counts()
+            return False
+        if counts is None:
+            return True
+        if not _is_list_of(int, counts) or min(counts, default=-1) < 0:
+            return False
+        return names is None or len(names) == len(counts)
 
     def refuse_counts(self) -> NoReturn:
         checks.refuse(
-            "num_updates_list",
-            self.num_updates_list,
-            "a list of counts where update_kind is 'sparse_flat', one for each of names",
+            "names and num_updates_list",
+            (self.names, self.num_updates_list),
+            "them with update_kind='sparse_flat' only: a list of counts, and maybe one of as many "
+            "names",
         )
 
 
@@ -88,8 +87,8 @@ def _is_list_of(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
-_CONTRACT = ("vllm_config", "device", "model")
-_CONTRACT_BEFORE_0_25 = ("parallel_config", "model")
+_ARGUMENTS = ("vllm_config", "device", "model")
+"""Arguments besides ``config``, since vLLM 0.25."""
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -123,20 +122,17 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Hands tensors to the caller's callbacks; None where vLLM's worker is known."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        is_old = "parallel_config" in kwargs or len(args) + len(kwargs) < len(_CONTRACT)
-        names = _CONTRACT_BEFORE_0_25 if is_old else _CONTRACT
-        given = inspect.Signature(
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        ).bind(*args, **kwargs)
-        if not is_old:
-            super().__init__(config, **given.arguments)
+        if "parallel_config" in kwargs or len(args) + len(kwargs) < len(_ARGUMENTS):
+            self._init_before_0_25(config, *args, **kwargs)
+        else:
+            super().__init__(config, *args, **kwargs)
             self._follow_in_worker()
-            return
-        self.config, self.parallel_config = config, given.arguments["parallel_config"]
-        self.model = given.arguments["model"]
-        worker = calling_worker(self.parallel_config)
+
+    def _init_before_0_25(self, config: Any, parallel_config: Any, model: Any) -> None:
+        self.config, self.parallel_config, self.model = config, parallel_config, model
+        worker = calling_worker(parallel_config)
         if worker is None:
-            self._callback_loader = CallbackLoader(self.parallel_config)
+            self._callback_loader = CallbackLoader(parallel_config)
         else:
             leave_layers_alone(worker)
             self.vllm_config, self.device = worker.vllm_config, worker.device

@@ -25,7 +25,7 @@ from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.plan.load_trace import tables_of, unwrapped_by
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.integrations.vllm.config import WRAPPER
-from dbuffer.integrations.vllm.model import has_optional_scales
+from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
 
 logger = logging.getLogger(__name__)
 

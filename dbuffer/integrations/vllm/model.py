@@ -1,40 +1,26 @@
 """`VllmModel`: one rank's model, which loads weights, and refuses to serve when that failed.
 
-Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike.
+Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike;
+what it leaves wrong is in `reload_fixes`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn, Self
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
-from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.plan.load_trace import tables_of
-from dbuffer.integrations.vllm.packing import CpuPacking
-
-_Weights = Iterable[tuple[str, torch.Tensor]]
-
-_Tensors = tuple[torch.nn.Module, list[dict[str, Any]]]
-"""A module, and its own parameters and buffers."""
+from dbuffer.integrations.vllm import reload_fixes as fixes
 
 
 class VllmModel:
@@ -50,7 +36,7 @@ class VllmModel:
         self._hook: Any = None
         self._places = self._addresses()
 
-    def load(self, weights: _Weights, *, partial: bool = False) -> None:
+    def load(self, weights: fixes.Weights, *, partial: bool = False) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
 
         Args:
@@ -58,38 +44,50 @@ class VllmModel:
                 defaults, as in an engine that is started on these weights.
             partial: layers that get nothing keep all that they have.
         """
-        config = self._vllm_config
-        with (
-            set_current_vllm_config(config),
-            # As when vLLM loads for the first time: kernels are made for it.
-            set_default_torch_dtype(config.model_config.dtype),
-            _onednn_kernels_keep_scales(),
-        ):
-            before = [(module, _own_tensors(module)) for module in self._model.modules()]
+        before = [(module, fixes.own_tensors(module)) for module in self._model.modules()]
+        with self._loading():
             try:
-                initialize_layerwise_reload(self._model)
-                # Tensors are handed over where they lie, in main memory; a layer's are kept as
-                # views until it is whole, so their order costs no memory.
-                with _Registrations(before) as registrations:
-                    self._model.load_weights(registrations.settling(weights))
-                loaded = [module for module in self._model.modules() if _has_loaded(module)]
-                if not partial:
-                    _finish_caches_without_scales(self._model)
-                complete = [m for m, _ in before] if partial else _complete_layers(before, loaded)
-                with _without_warnings_of(complete):
-                    finalize_layerwise_reload(self._model, config.model_config)
+                loaded = self._reload(weights, before, partial=partial)
             except BaseException:
-                _restore_tensors(before)
+                fixes.restore_tensors(before)
                 raise
-            _restore_absent_names(before)
-            _round_biases(loaded)
-            _repack_tied(self._model, loaded)
-            _repack_cpu_experts(loaded)
+            fixes.restore_absent_names(before)
+            fixes.round_biases(loaded)
+            fixes.repack_tied(self._model, loaded)
+            fixes.repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         if self._addresses() != self._places:
             raise EngineBrokenError("parameters were left at other places in memory")
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Set what is set when vLLM loads for the first time: kernels are made for it."""
+        config = self._vllm_config
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            fixes.onednn_kernels_keep_scales(),
+        ):
+            yield
+
+    def _reload(
+        self, weights: fixes.Weights, before: list[fixes.LayerTensors], *, partial: bool
+    ) -> list[torch.nn.Module]:
+        """Run vLLM's layerwise reload; return the layers that got tensors."""
+        initialize_layerwise_reload(self._model)
+        # Tensors are handed over where they lie, in main memory; a layer's are kept as views until
+        # it is whole, so their order costs no memory.
+        with fixes.Registrations(before) as registrations:
+            self._model.load_weights(registrations.settling(weights))
+        loaded = [module for module in self._model.modules() if fixes.has_loaded(module)]
+        if not partial:
+            fixes.finish_caches_without_scales(self._model)
+        complete = [m for m, _ in before] if partial else fixes.complete_layers(before, loaded)
+        with fixes.without_warnings_of(complete):
+            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+        return loaded
 
     def load_checkpoint(self) -> None:
         config = self._vllm_config
@@ -120,199 +118,3 @@ class VllmModel:
             self._hook.remove()
             self._hook = None
             self._model.__dict__.pop("compute_logits", None)
-
-
-def _own_tensors(module: Any) -> list[dict[str, Any]]:
-    return [dict(table) for table in tables_of(module)]
-
-
-def _restore_tensors(before: list[_Tensors]) -> None:
-    """Give each layer its own tensors again, after a load that failed; their content is a mix.
-
-    The next load would complete half a layer with tensors of another version; and a layer that
-    failed would stay on the meta device.
-    """
-    for module, tensors in before:
-        get_layerwise_info(module).reset()
-        for table, own in zip(tables_of(module), tensors, strict=True):
-            table.clear()
-            table.update(own)
-
-
-class _Registrations:
-    """Parameters that a model's own ``load_weights`` makes anew, as it does some biases.
-
-    They stay where they were, since kernels read there, and get the new values. Such a loader may
-    put the new one on the meta device, where reload has put the layer.
-    """
-
-    def __init__(self, before: list[_Tensors]) -> None:
-        self._modules = [(module, own) for module, (own, _) in before if own.keys() & SKIP_TENSORS]
-        self._new: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
-
-    def __enter__(self) -> Self:
-        for module, own in self._modules:
-            module.__dict__["register_parameter"] = functools.partial(self._register, module, own)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module, _own in self._modules:
-            module.__dict__.pop("register_parameter", None)
-
-    def settling(self, weights: _Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights, and settle the parameters that loaders make of each."""
-        for name, tensor in weights:
-            yield name, tensor
-            for module, own_name, old in self._new:
-                table, _ = tables_of(module)
-                new = table[own_name]
-                old.data.copy_(tensor.view(old.shape) if new.is_meta else new.data)
-                table[own_name] = old
-            self._new.clear()
-
-    def _register(self, module: torch.nn.Module, own: Any, name: str, parameter: Any) -> None:
-        torch.nn.Module.register_parameter(module, name, parameter)
-        old = own.get(name) if name in SKIP_TENSORS else None
-        if old is not None and parameter is not None and parameter is not old:
-            self._new.append((module, name, old))
-
-
-def _restore_absent_names(before: list[_Tensors]) -> None:
-    """Restore the names with None, of weights that a kernel keeps: reload drops them."""
-    for module, tensors in before:
-        for table, own in zip(tables_of(module), tensors, strict=True):
-            for name, tensor in own.items():
-                if tensor is None:
-                    table.setdefault(name, None)
-
-
-def _complete_layers(before: list[_Tensors], loaded: list[torch.nn.Module]) -> list[Any]:
-    """Return the layers whose parameters were all loaded, tied ones with another layer."""
-    loaded_ids = {
-        id(parameter)
-        for module, (parameters, _) in before
-        if module in loaded
-        for parameter in parameters.values()
-    }
-    return [
-        module
-        for module, (parameters, _) in before
-        if all(
-            parameter is None or id(parameter) in loaded_ids for parameter in parameters.values()
-        )
-    ]
-
-
-@contextlib.contextmanager
-def _without_warnings_of(complete: list[torch.nn.Module]) -> Iterator[None]:
-    """Suppress warnings that reload found nothing for layers that need nothing.
-
-    vLLM warns of each, by the name of its class: of rotary embeddings, tied heads, layers that a
-    partial version leaves out.
-    """
-    harmless = {f"{type(module).__name__}: Failed to load weights" for module in complete}
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return record.getMessage() not in harmless
-
-    logger = logging.getLogger(finalize_layerwise_reload.__module__)
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)
-
-
-def _has_loaded(module: torch.nn.Module) -> bool:
-    """Whether a layer has got tensors, between loading and the end of a reload."""
-    info = get_layerwise_info(module)
-    return not info.can_load() or info.load_numel > 0  # whole and done, or under way
-
-
-def has_optional_scales(module: torch.nn.Module) -> bool:
-    """Whether a layer loads the scales of its cache.
-
-    vLLM does not require them of a checkpoint; missing ones get defaults after loading.
-    """
-    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
-
-
-def _finish_caches_without_scales(model: torch.nn.Module) -> None:
-    """Let reload set missing scales to their defaults; it would keep the old version's."""
-    for module in model.modules():
-        if has_optional_scales(module) and not _has_loaded(module):
-            # Reload looks at nothing else, and begins with the defaults.
-            get_layerwise_info(module).load_numel = 1
-
-
-@contextlib.contextmanager
-def _onednn_kernels_keep_scales() -> Iterator[None]:
-    """Keep the scales alive that int8 kernels are made with on a CPU, during a reload.
-
-    oneDNN keeps the scales' address; reload copies them into the layer's own, and frees these (vLLM
-    0.28 to 0.33), so that the kernel would read memory that was reused.
-    """
-    make = _custom_ops.create_onednn_scaled_mm
-
-    def make_and_keep(weight: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = make(weight, scales, *args, **kwargs)
-        kernel.scales = scales
-        return kernel
-
-    _custom_ops.create_onednn_scaled_mm = make_and_keep
-    try:
-        yield
-    finally:
-        _custom_ops.create_onednn_scaled_mm = make
-
-
-def _round_biases(loaded: list[torch.nn.Module]) -> None:
-    """Round biases as an engine's start does, where a kernel takes them in float32.
-
-    On a CPU with AMX vLLM (0.32) loads a bias in the layer's dtype, and then makes float32 of it;
-    reload puts into that what is published, which may be float32, too.
-    """
-    for module in loaded:
-        bias, dtype = getattr(module, "bias", None), getattr(module, "params_dtype", None)
-        if isinstance(bias, torch.Tensor) and dtype not in (None, bias.dtype):
-            bias.data.copy_(bias.to(dtype))
-
-
-def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
-    """Pack layers again whose weight is another layer's: reload skips them, and keeps the old one.
-
-    A head tied to the embedding is such a layer. On a CPU vLLM packs most embeddings, too, which
-    never multiply by it: that copy was just made anew, and is the one that the head needs.
-    """
-    packing = CpuPacking()
-    owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
-    for module in model.modules():
-        # Its own: a layer that wraps another for LoRA requests shows what that one has.
-        owner = owners.get(id(tables_of(module)[0].get("weight")))
-        if owner is None or owner is module or not packing.packs(module):
-            continue
-        if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
-            module.cpu_linear = owner.cpu_linear
-        else:
-            packing.pack(module)
-
-
-def _repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
-    """Pack experts again: on a CPU, reload leaves them as they were loaded.
-
-    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Experts that got
-    nothing are still packed.
-    """
-    for module in loaded:
-        method = getattr(module, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
-        if (
-            isinstance(method, UnquantizedFusedMoEMethod)
-            and kernel is not None
-            and module.w13_weight.device.type == "cpu"
-        ):
-            places = {name: getattr(module, name) for name in ("w13_weight", "w2_weight")}
-            kernel.fused_experts.process_weights_after_loading(module)
-            for name, place in places.items():
-                place.data.copy_(getattr(module, name))
-                module.register_parameter(name, place)
