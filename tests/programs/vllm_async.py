@@ -398,21 +398,6 @@ async def wait_for_the_end_of_one_step_only(program: Program) -> None:
     assert [call for call in calls if call in names] == list(names)
 
 
-async def stay_on_a_version(program: Program) -> None:
-    """Wait for a version, and stay on it while others are published."""
-    version = await program.trainer.publish("reveal") + 1
-    async with program.follow(version=version) as follower:
-        await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
-        assert version_of(await program.label()) < version
-        await program.trainer.publish("reveal")
-        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-        for _ in range(3):
-            last = await program.trainer.publish("reveal", 3)
-            await program.require_served(version)
-    async with program.following():
-        await program.require_served(last)
-
-
 async def lose_the_weights(program: Program) -> None:
     """Put it to sleep while a version comes, wake it, and load past dbuffer."""
     async with program.following() as follower:
@@ -532,7 +517,6 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
         await close_in_a_switch(program, directory)
         await pause_as_a_user(program)
         await wait_for_the_end_of_one_step_only(program)
-        await stay_on_a_version(program)
         await lose_the_weights(program)
         compare = await switch_kept_requests(program)
         with pytest.raises(dbuffer.OptionError, match="no store given"):
