@@ -153,6 +153,10 @@ def test_aliases_are_offered_where_a_name_is_missing():
     trace = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
     assert set(trace.tensors) == {EMBEDDING, LAYER}
     assert not trace.unused
+    # One that the model has not is named.
+    aliases = {HEAD: EMBEDDING, "other.weight": LAYER}
+    for is_tied in (True, False):
+        assert unused(check_of(Model(is_tied=is_tied))(TIED, aliases)) == ["other.weight"]
 
 
 class Threaded(Model):
@@ -171,13 +175,6 @@ def test_loads_in_threads_are_counted_and_traced():
     assert threaded(UNTIED) == check(UNTIED)
     with pytest.raises(WeightsMismatchError, match=r"0 of 16 .*layer.weight"):
         threaded(UNTIED[:2])
-
-
-def test_aliases_of_what_the_model_has_not_are_named():
-    aliases = {HEAD: EMBEDDING, "other.weight": LAYER}
-    trace = check_of(Model(is_tied=True))(TIED, aliases)
-    assert unused(trace) == ["other.weight"]
-    assert unused(check_of(Model())(TIED, aliases)) == ["other.weight"]
 
 
 def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal():
@@ -205,19 +202,18 @@ def test_parameters_that_a_loader_registers():
         check([*UNTIED, bias._replace(shape=(3,))])
 
 
-def test_another_vocabulary_is_refused_with_its_sizes():
-    with pytest.raises(WeightsMismatchError, match=r"\[12, 4\] .*10 .*12"):
-        check_of(Model())([SPECS[0]._replace(shape=(12, WIDTH)), *SPECS[1:]])
-
-
-def test_a_name_that_is_missing_and_one_that_is_unknown_are_both_told():
-    with pytest.raises(WeightsMismatchError, match=r"layer.weight .*lay_er"):
-        check_of(Model())([*SPECS[:2], SPECS[2]._replace(name="lay_er.weight")])
-
-
-def test_integers_are_refused_for_what_they_are():
-    with pytest.raises(WeightsMismatchError, match=r"torch.int64 .*torch.float"):
-        check_of(Model())([*SPECS[:2], SPECS[2]._replace(dtype="int64")])
+@pytest.mark.parametrize(
+    ("specs", "told"),
+    [
+        ([SPECS[0]._replace(shape=(12, WIDTH)), *SPECS[1:]], r"\[12, 4\] .*10 .*12"),
+        ([*SPECS[:2], SPECS[2]._replace(name="lay_er.weight")], r"layer.weight .*lay_er"),
+        ([*SPECS[:2], SPECS[2]._replace(dtype="int64")], r"torch.int64 .*torch.float"),
+    ],
+    ids=["another vocabulary", "a name that is missing and one that is unknown", "integers"],
+)
+def test_a_refusal_says_what_does_not_fit(specs, told):
+    with pytest.raises(WeightsMismatchError, match=told):
+        check_of(Model())(specs)
 
 
 class Slopes(nn.Module):

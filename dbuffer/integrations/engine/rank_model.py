@@ -96,6 +96,8 @@ class RankModel:
             return changed | {alias: changed[name] for alias, name in aliases if name in changed}
 
         with self._reading:
+            # What else loads may not be done, and have layers on the meta device meanwhile: no plan
+            # is made of those, and the reload that follows verifies none.
             if self._state.is_asleep or self._state.must_reload:
                 return None
             return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
