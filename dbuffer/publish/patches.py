@@ -13,8 +13,7 @@ import torch
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import TensorDiff, change_at, cut_work, narrowed
-from dbuffer.io.copier import Copier
+from dbuffer.io.changes import TensorDiff, change_at, narrowed
 from dbuffer.io.tensors import DTYPES
 from dbuffer.weights.sources import is_made_of_others
 
@@ -42,10 +41,8 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def changes_of(patches: Iterable[SparsePatch], layout: Layout, copier: Copier) -> list[TensorDiff]:
+def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDiff]:
     """Return the differences that patches make in a layout's tensors, checked.
-
-    ``copier``: its threads check and copy them.
 
     Raises:
         InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
@@ -53,7 +50,7 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout, copier: Copier) -
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
     indices = {spec.name: index for index, spec in enumerate(layout.specs)}
-    patch_of: dict[int, SparsePatch] = {}
+    changes: dict[int, TensorDiff] = {}
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
     for patch in patches:
@@ -62,20 +59,11 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout, copier: Copier) -
         if name not in indices:
             raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
         index = indices[name]
-        if index in patch_of:
+        if index in changes:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
-        patch_of[index] = patch
-    changes: dict[int, TensorDiff] = {}
-    tensors = sorted(patch_of)
-
-    def work(first: int, end: int) -> None:
-        for index in tensors[first:end]:
-            spec = layout.specs[index]
-            patch = _cast(patch_of[index], DTYPES[spec.dtype])
-            changes[index] = _change_of(patch, index, spec)
-
-    copier.in_parallel(work, cut_work([patch_of[i].values.numel() for i in tensors], copier))
-    return [changes[index] for index in tensors if len(changes[index].values)]
+        spec = layout.specs[index]
+        changes[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
+    return [changes[index] for index in sorted(changes) if len(changes[index].values)]
 
 
 def _check_form(patch: Any) -> None:

@@ -267,7 +267,7 @@ class WeightSender(Publisher):
                     f"there is no version in {self.store} to patch: send all weights once, and "
                     "after each error"
                 )
-            changes = changes_of(patches, share.contents.layout, self._copier)
+            changes = changes_of(patches, share.contents.layout)
             self._base, self._share = None, None
             share.patch(changes)
             unread = Source((), [], {}, is_lazy=False)
