@@ -1,6 +1,6 @@
-"""LightRFT's trainers and a vLLM engine on two ranks, started by torchrun.
+"""Program of `test_lightrft.py`: LightRFT's trainers and a vLLM engine on two ranks of torchrun.
 
-The engine is in the trainer's processes, as LightRFT has it.
+The engine is in the trainer's processes, as LightRFT has it. Each rank asserts what it sees.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 from torch import distributed
 
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
 from tests.support.engines import tiny_models
 from tests.support.engines.vllm_engines import NUM_TOKENS, PROMPTS, engine_arguments, greedy
-from tests.support.lightrft_parts import TRAINERS, Trainer, by_rank, run_ranks
-from tests.support.stores import receiver_records
+from tests.support.lightrft_parts import TRAINERS, Trainer, by_rank, expected_dtype, run_ranks
+from tests.support.stores import SHARED_MEMORY, receiver_records
 from tests.support.waiting import error_of
 
 AFTER_TENSORS = 3
@@ -32,13 +32,15 @@ WRITE_ERROR = "it went up in smoke"
 FAMILY = "tied-qwen2"
 """One tensor is its embedding and its head; without that tie, `lightrft_engines` has one."""
 SEEDS = (0, 1)
-FAILURES = {
-    "write on rank 0": "RankFailedError",
-    "load on rank 0": "EngineUpdateError",
-    "load on rank 1": "EngineUpdateError",
-    "asleep": "EngineBusyError",
+FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
+    "write on rank 0": (dbuffer.RankFailedError, WRITE_ERROR),
+    "load on rank 0": (dbuffer.EngineUpdateError, f"rank 0: RuntimeError: {LOAD_ERROR}"),
+    "load on rank 1": (dbuffer.EngineUpdateError, f"rank 1: RuntimeError: {LOAD_ERROR}"),
+    "asleep": (dbuffer.EngineBusyError, "wake it up first"),
 }
-"""What fails, and the error that all ranks raise."""
+"""What fails, the error that all ranks raise, and words of it."""
+SOON_S = 60
+"""Of errors: the manager's time-out is ten minutes."""
 
 
 class Program:
@@ -61,65 +63,79 @@ class Program:
         self._engines.append(llm)  # the first that goes takes torch.distributed with it
         return llm
 
-    def observe_trainer(self, kind: str, seed: int) -> dict[str, Any]:
+    def train(self, kind: str, seed: int) -> None:
+        """The engine answers as transformers with the trainer's weights.
+
+        Also where tensors are gathered, and where they are cast.
+        """
         trainer = Trainer(kind, make_model(seed))
         trainer.step()
-        seen: dict[str, Any] = {"before": greedy(self.llm)}
+        before = greedy(self.llm)
         store = self.directory / f"store-{kind}"
         with BroadcastManager(
             trainer.actor, trainer.strategy, self.llm, store=store, delta=True
         ) as manager:
-            manager.broadcast_to_engine()
-            seen["deltas"] = [len(list(manager.store.glob("deltas/*")))]
-            distributed.barrier()
-            manager.broadcast_to_engine()
-            seen["deltas"].append(len(list(manager.store.glob("deltas/*"))))
-            seen["after"] = greedy(self.llm)
-            seen["dtypes"] = dtypes_in(manager.store)
+            for num_deltas in (0, 1):
+                manager.broadcast_to_engine()
+                assert len(list(store.glob("deltas/*"))) == num_deltas
+                distributed.barrier()
+            after = greedy(self.llm)
+            with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                dtypes = {tensor.dtype for tensor in snapshot.tensors.values()}
+            assert dtypes == {expected_dtype(kind)}
             distributed.barrier()
         distributed.barrier()
-        return seen | {"expected": answers_with(trainer.whole_weights())}
+        expected = make_model(0)
+        expected.load_state_dict(trainer.whole_weights(), strict=False)  # without the tied head
+        assert after == answers_of(expected) != before
 
-    def observe_failures(self) -> dict[str, Any]:
-        """Two sets of weights in turn, of which it is known what an engine answers with them."""
+    def fail(self) -> None:
+        """An engine serves on after a failure on any rank, and the next broadcast succeeds.
+
+        Two sets of weights come in turn.
+        """
         trainer = Trainer("zero-1", make_model(SEEDS[1]))
         expected = [answers_of(make_model(seed)) for seed in SEEDS]
-        seen = {}
         with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as manager:
             manager.broadcast_to_engine()
-            for turn, failure in enumerate(FAILURES):
+            for turn, (failure, (error, words)) in enumerate(FAILURES.items()):
                 trainer.module.load_state_dict(make_model(SEEDS[turn % 2]).state_dict())
-                seen[failure] = self.observe_failure(manager, failure)
-                seen[failure]["expected"] = expected[turn % 2]
+                before = greedy(self.llm)
+                with self.fault(failure), pytest.raises(error, match=words) as raised:
+                    manager.broadcast_to_engine()
+                assert type(raised.value) is error
+                if failure.startswith("load"):
+                    assert f"rank {1 - int(failure[-1])}: " not in str(raised.value)
+                assert greedy(self.llm) == before
+                manager.broadcast_to_engine()
+                assert greedy(self.llm) == expected[turn % 2] != before
             distributed.barrier()
-        return seen
 
-    def observe_failure(self, manager: BroadcastManager, failure: str) -> dict[str, Any]:
-        seen: dict[str, Any] = {"before": greedy(self.llm)}
-        with self.fault(failure):
-            seen["error"] = error_of(manager.broadcast_to_engine)
-        seen["after"] = greedy(self.llm)
-        manager.broadcast_to_engine()
-        return seen | {"next": greedy(self.llm)}
+    def manage_twice(self) -> Path:
+        """The second manager of an engine goes on, and the first hears of it at once.
 
-    def observe_two_managers(self) -> dict[str, Any]:
-        """A second one for an engine that has one."""
+        Return the first one's store: by default one directory in shared memory.
+        """
         trainer = Trainer("zero-1", make_model(SEEDS[0]))
         first = BroadcastManager(trainer.actor, trainer.strategy, self.llm)
+        assert len(set(by_rank(first.store))) == 1
+        assert first.store.parent == SHARED_MEMORY
         other = self.directory / "store-second"
         with BroadcastManager(trainer.actor, trainer.strategy, self.llm, store=other) as second:
             started = time.monotonic()
-            error = error_of(first.broadcast_to_engine)
-            error_s = time.monotonic() - started
+            words = "another follower let the engine follow another store"
+            with pytest.raises(dbuffer.EngineUpdateError, match=words) as raised:
+                first.broadcast_to_engine()
+            assert str(first.store) in str(raised.value)
+            assert time.monotonic() - started < SOON_S
             second.broadcast_to_engine()
-            after = greedy(self.llm)
+            assert greedy(self.llm) == answers_of(make_model(SEEDS[0]))
             distributed.barrier()
         first.close()
-        seen = {"error": error, "error_s": error_s, "first store": str(first.store)}
-        return seen | {"after": after, "expected": answers_of(make_model(SEEDS[0]))}
+        return first.store
 
-    def observe_without_follower(self) -> dict[str, Any]:
-        """Workers that are told by vLLM's own calls, once on each rank."""
+    def update_without_follower(self) -> None:
+        """Ranks that call their own worker each, as vLLM has it under torchrun, are one engine."""
         store = self.directory / "store"
         llm = self.start_engine(self.directory / "initial", how="backend")
 
@@ -133,20 +149,15 @@ class Program:
             sender.send(trainer.module)
             llm.init_weight_transfer_engine({"init_info": {"store": str(store)}})
             with failing_load(llm, enabled=self.rank == 0):
-                error = error_of(update)
+                assert f"rank 0: RuntimeError: {LOAD_ERROR}" in str(error_of(update))
             update()
             llm.reset_prefix_cache()
-            after = greedy(llm)
-            receivers = sorted(receiver_records(store))
+            assert greedy(llm) == answers_of(make_model(SEEDS[0]))
+            engine, *ranks = sorted(receiver_records(store))
+            assert ranks == [f"{engine}.rank-0", f"{engine}.rank-1"]
             distributed.barrier()
-        found = {"receivers": receivers, "engine": receivers[0]}
-        return found | {
-            "error": error,
-            "after": after,
-            "expected": answers_of(make_model(SEEDS[0])),
-        }
 
-    def observe_lost_rank(self) -> dict[str, Any]:
+    def lose_rank(self) -> None:
         """One rank ends in its load, while the other waits to hear how that went."""
         trainer = Trainer("zero-1", make_model(SEEDS[1]))
         manager = BroadcastManager(trainer.actor, trainer.strategy, self.llm)
@@ -154,9 +165,10 @@ class Program:
             # Not with an error: torchrun would end the other rank at once.
             watch_model(self.llm, lambda handed_over: os._exit(0))
         started = time.monotonic()
-        error = error_of(manager.broadcast_to_engine)
+        with pytest.raises(dbuffer.RankFailedError):
+            manager.broadcast_to_engine()
         manager.close()
-        return {"error": error, "error_s": time.monotonic() - started}
+        assert time.monotonic() - started < SOON_S
 
     @contextmanager
     def fault(self, failure: str) -> Iterator[None]:
@@ -246,38 +258,20 @@ def make_model(seed: int) -> Any:
     return tiny_models.make_model(FAMILY, seed)
 
 
-def answers_with(weights: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Return the answers of transformers with these weights, in the engine's dtype."""
-    model = make_model(0)
-    model.load_state_dict(weights, strict=False)  # without the tied head
-    return answers_of(model)
-
-
 def answers_of(model: Any) -> list[list[int]]:
     return tiny_models.transformers_greedy(model, PROMPTS, NUM_TOKENS)
-
-
-def dtypes_in(store: Path) -> list[str]:
-    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        return sorted({str(tensor.dtype) for tensor in snapshot.tensors.values()})
 
 
 def main(directory: Path) -> None:
     keep_apart(directory)
     program = Program(directory)
-    trainers = {
-        kind: by_rank(program.observe_trainer(kind, seed))
-        for seed, kind in enumerate(TRAINERS, start=10)
-    }
-    failures = by_rank(program.observe_failures())
-    seen = {
-        "trainers": trainers,
-        "failures": {name: [of_rank[name] for of_rank in failures] for name in FAILURES},
-        "two managers": by_rank(program.observe_two_managers()),
-        "without a follower": by_rank(program.observe_without_follower()),
-    }
-    seen["rank lost"] = program.observe_lost_rank()
-    (directory / "observed.json").write_text(json.dumps(seen))
+    for seed, kind in enumerate(TRAINERS, start=10):
+        program.train(kind, seed)
+    program.fail()
+    default_store = program.manage_twice()
+    program.update_without_follower()
+    program.lose_rank()
+    (directory / "observed.json").write_text(json.dumps(str(default_store)))
     # A process group of which a rank is gone does not end well.
     os._exit(0)
 
