@@ -1,22 +1,24 @@
-"""A store's weights in an SGLang engine of two ranks, offline, with tied embeddings."""
+"""Program of `test_sglang.py`, run by SGLang's Python: it asserts what the test shows."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import dbuffer
-from tests.support.engines.misfits import MISFITS
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.engines.misfits import MISFITS, NORM
 from tests.support.engines.sglang_engines import (
     PROMPTS,
     greedy,
     label,
-    outcome,
     prefork,
     start_engine,
     version_told,
@@ -32,56 +34,73 @@ FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "gone": lambda layer: delattr(layer, "weight"),
 }
 """What becomes of a layer's weights; its square is still one when it is transposed."""
+NAMED = {
+    "unknown name": r"model\.layers\.0\.bogus",
+    "one part of a fused parameter missing": "qkv_proj",
+    "wrong length": re.escape(NORM),
+}
+"""Words of refusals."""
 FAULT = {"rank": 1, "times": 1, "after_tensors": 7, "why": "the disk is on fire"}
 
 
 def main(directory: str) -> None:
     path = Path(directory)
+    checkpoint = save_model("tied-qwen2", 1, path)
     models = [make_model("tied-qwen2", seed) for seed in (1, 2)]
-    weights = [dict(model.named_parameters()) for model in models]
-    engine = start_engine(save_model("tied-qwen2", 1, path), dtype="float32", tp_size=2)
-    seen: dict[str, Any] = {
-        "fresh A": greedy(engine),
-        "reported": [label(engine)],
-        "told": [version_told(engine)],
-        "transformers A": transformers_greedy(models[0], PROMPTS, 12),
-        "transformers B": transformers_greedy(models[1], PROMPTS, 12),
-    }
-    seen["forms"] = {form: refusal_of(form) for form in ("as it was", *FORMS)}
-    ask_what_cannot_be_read(engine)
-    seen["after a bad request"] = greedy(engine)
-    fail_at_first(engine, path / "first", weights, seen)
-    rename(engine, path / "renamed", weights, seen)
-    stay(engine, path / "kept", weights, seen)
-    lose_weights(engine, path / "lost", weights, seen)
-    switch_and_fail(engine, path / "store", weights, seen)
-    rounded = make_model("tied-qwen2", 2).bfloat16().float()
-    seen["transformers bfloat16 B"] = transformers_greedy(rounded, PROMPTS, 12)
-    seen["request to a broken engine"] = "nothing came"
-    leave(path, seen)
-    greedy(engine)  # its schedulers die of it, and this process with them
-    seen["request to a broken engine"] = "answered"
-    leave(path, seen)
+    scene = Scene(
+        engine=start_engine(checkpoint, dtype="float32", tp_size=2),
+        weights=[dict(model.named_parameters()) for model in models],
+        expected=[transformers_greedy(model, PROMPTS, 12) for model in models],
+    )
+    assert greedy(scene.engine) == scene.expected[0] != scene.expected[1]
+    assert (label(scene.engine), version_told(scene.engine)) == ("default", None)
+    require_forms()
+    ask_what_cannot_be_read(scene.engine)
+    assert greedy(scene.engine) == scene.expected[0]
+    fail_at_first(scene, path / "first")
+    rename(scene, path / "renamed")
+    stay(scene, path / "kept")
+    lose_weights(scene, path / "lost")
+    switch_and_fail(scene, path / "store")
+    leave(path, "nothing came")
+    greedy(scene.engine)  # its schedulers die of it, and this process with them
+    leave(path, "answered")
 
 
-def refusal_of(form: str) -> str:
+def leave(path: Path, request_to_a_broken_engine: str) -> None:
+    (path / "observed.json").write_text(json.dumps(request_to_a_broken_engine))
+
+
+class Scene(NamedTuple):
+    """An engine, two sets of weights, and what transformers answers with each."""
+
+    engine: Any
+    weights: list[dict[str, torch.Tensor]]
+    expected: list[list[list[int]]]
+
+
+def require_forms() -> None:
+    """Weights in another form than they are loaded in are refused: SGLang leaves quantized ones so.
+
+    `test_breadth.py` has an engine of them.
+    """
     from dbuffer.integrations.sglang.model import require_as_loaded
 
-    copy, serving = (torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2))
-    for layer in (copy, serving):
-        layer.weight.weight_loader = print  # as SGLang marks what it can load
-    FORMS.get(form, lambda layer: None)(serving)
-    try:
-        require_as_loaded(copy, serving)
-    except dbuffer.UnsupportedError as error:
-        return str(error)
-    return ""
+    for change in (None, *FORMS.values()):
+        copy, serving = (torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        for layer in (copy, serving):
+            layer.weight.weight_loader = print  # as SGLang marks what it can load
+        if change is None:
+            require_as_loaded(copy, serving)
+            continue
+        change(serving)
+        words = r"weight was loaded as torch\.bfloat16 \(4, 4\) and has been made something"
+        with pytest.raises(dbuffer.UnsupportedError, match=words):
+            require_as_loaded(copy, serving)
 
 
 def ask_what_cannot_be_read(engine: Any) -> None:
     """As a follower with another version of dbuffer might."""
-    import torch
-
     from dbuffer.integrations.sglang import LOADER
 
     bad = json.dumps({"request": {"call": "begin"}, "rename": None})
@@ -91,110 +110,127 @@ def ask_what_cannot_be_read(engine: Any) -> None:
     engine.end_weight_update()
 
 
-def leave(path: Path, seen: dict[str, Any]) -> None:
-    (path / "observed.json").write_text(json.dumps(seen))
-
-
-def fail_at_first(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
-    from sglang_faults import order
-
+def fail_at_first(scene: Scene, store: Path) -> None:
+    """A failure before any version goes back to the checkpoint."""
+    engine = scene.engine
     with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
-        sender.send(weights[1])
+        sender.send(scene.weights[1])
         order(engine, **FAULT)
-        seen["failed at first"] = [*outcome(follower), greedy(engine), label(engine)]
+        words = "the engine serves on with weights from outside the store"
+        with pytest.raises(dbuffer.EngineUpdateError, match=words):
+            follower.sync()
+        assert (greedy(engine), label(engine)) == (scene.expected[0], "default")
 
 
-def rename(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+def rename(scene: Scene, store: Path) -> None:
     names = dbuffer.NameMap().prefix("actor.", "model.")
+    theirs = {name: f"actor.{name[6:]}" for name in scene.weights[1]}
     with (
-        dbuffer.WeightSender(
-            store, rename={name: f"actor.{name[6:]}" for name in weights[1]}
-        ) as sender,
-        following(engine, store, rename=names) as follower,
+        dbuffer.WeightSender(store, rename=theirs) as sender,
+        following(scene.engine, store, rename=names) as follower,
     ):
-        sender.send(weights[1])
+        sender.send(scene.weights[1])
         follower.sync()
-        seen["renamed"] = greedy(engine)
+        assert greedy(scene.engine) == scene.expected[1]
 
 
-def stay(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+def stay(scene: Scene, store: Path) -> None:
     """Stay on the version before the newest, while others are published."""
     with dbuffer.WeightSender(store) as sender:
         for index in (1, 0):
-            sender.send(weights[index])
-        with following(engine, store, version=1) as follower:
+            sender.send(scene.weights[index])
+        with following(scene.engine, store, version=1) as follower:
             follower.sync()
             for _ in range(2):
-                sender.send(weights[0])
-            seen["stays"] = [follower.sync(), greedy(engine), label(engine)]
+                sender.send(scene.weights[0])
+            assert follower.sync() is None
+            assert (greedy(scene.engine), label(scene.engine)) == (scene.expected[1], "1")
 
 
-def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
-    from sglang_faults import order
-
-    from dbuffer.store.buffer import DoubleBuffer
-
+def lose_weights(scene: Scene, store: Path) -> None:
+    """Release the weights' memory, which this SGLang does not; load others; sync after each."""
+    engine = scene.engine
     with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
-        for name, index in (("switched", 1), ("switched back", 0)):
+        sender.send(scene.weights[0])
+        follower.sync()
+        engine.release_memory_occupation(tags=["weights"])
+        with pytest.raises(dbuffer.EngineUpdateError, match="wake it up first"):
+            follower.sync()
+        assert label(engine) == "unknown"
+        engine.resume_memory_occupation(tags=["weights"])
+        follower.sync()
+        assert (greedy(engine), label(engine)) == (scene.expected[0], "1")
+        others = [(name, tensor.detach()) for name, tensor in scene.weights[1].items()]
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(others)
+        engine.end_weight_update()
+        assert greedy(engine) == scene.expected[1]
+        follower.sync()
+        assert (greedy(engine), label(engine)) == (scene.expected[0], "1")
+
+
+def switch_and_fail(scene: Scene, store: Path) -> None:
+    """Switch, refuse misfits, take a load back that fails on one rank; leave the engine broken."""
+    engine, weights, expected = scene
+    with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
+        for version, index in ((1, 1), (2, 0)):
             sender.send(weights[index])
             follower.sync()
-            seen[name] = greedy(engine)
-            seen["reported"].append(label(engine))
-            seen["told"].append(version_told(engine))
-        seen["receivers"] = {
-            record.receiver: [record.part_of, record.applied_version]
-            for record in DoubleBuffer(store).receivers()
+            assert greedy(engine) == expected[index]
+            assert (label(engine), version_told(engine)) == (str(version), version)
+        receivers = DoubleBuffer(store).receivers()
+        assert {
+            record.receiver: (record.part_of, record.applied_version) for record in receivers
+        } == {
+            "engine": (None, 2),
+            "engine.rank-0": ("engine", None),
+            "engine.rank-1": ("engine", None),
         }
-        seen["misfits"] = {}
         for name, change in MISFITS.items():
             bad = {key: tensor.detach() for key, tensor in weights[1].items()}
             change(bad)
             sender.send(bad)
-            seen["misfits"][name] = [*outcome(follower), greedy(engine)]
-        sender.send(weights[1])
+            with pytest.raises(dbuffer.EngineUpdateError, match=NAMED.get(name)) as refusal:
+                follower.sync()
+            assert "the engine serves on with version 2" in str(refusal.value)
+            assert greedy(engine) == expected[0]
+        before = sender.send(weights[1]).version
         follower.sync()
-        seen["after misfits"] = greedy(engine)
+        assert greedy(engine) == expected[1]
         order(engine, **FAULT)
         sender.send(weights[0])
-        seen["failed once"] = [*outcome(follower), greedy(engine), label(engine)]
+        with pytest.raises(dbuffer.EngineUpdateError) as failure:
+            follower.sync()
+        assert "rank 1: RuntimeError: the disk is on fire" in str(failure.value)
+        assert f"the engine serves on with version {before}" in str(failure.value)
+        assert (greedy(engine), label(engine)) == (expected[1], str(before))
         follower.sync()
-        seen["after a failure"] = greedy(engine)
+        assert greedy(engine) == expected[0]
         sender.send({name: tensor.bfloat16() for name, tensor in weights[1].items()})
         follower.sync()
-        seen["bfloat16"] = greedy(engine)
-        order(engine, **{**FAULT, "times": 3})
-        sender.send(weights[1])
-        seen["broken"] = outcome(follower)
-        follower.sync()
-        seen["mended"] = greedy(engine)
-        order(engine, **{**FAULT, "times": 3})
-        sender.send(weights[0])
-        outcome(follower)
-
-
-def lose_weights(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
-    """Release the weights' memory, which this SGLang does not; load others; sync after each."""
-    with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
-        sender.send(weights[0])
-        follower.sync()
-        engine.release_memory_occupation(tags=["weights"])
-        seen["asleep"] = [*outcome(follower), label(engine)]
-        engine.resume_memory_occupation(tags=["weights"])
-        follower.sync()
-        seen["awake"] = [greedy(engine), label(engine)]
-        others = [(name, tensor.detach()) for name, tensor in weights[1].items()]
-        engine.begin_weight_update()
-        engine.update_weights_from_tensor(others)
-        engine.end_weight_update()
-        seen["loaded by others"] = greedy(engine)
-        follower.sync()
-        seen["after others"] = [greedy(engine), label(engine)]
+        rounded = make_model("tied-qwen2", 2).bfloat16().float()
+        assert greedy(engine) == transformers_greedy(rounded, PROMPTS, 12)
+        # Neither the version nor the way back can be loaded; the next update mends it.
+        for index in (1, 0):
+            order(engine, **{**FAULT, "times": 3})
+            sender.send(weights[index])
+            with pytest.raises(dbuffer.EngineBrokenError, match="half-loaded weights"):
+                follower.sync()
+            if index:
+                follower.sync()
+                assert greedy(engine) == expected[1]
 
 
 def following(engine: Any, store: Path, **options: Any) -> Any:
     from dbuffer.integrations.sglang import follow
 
     return follow(engine, store, engine_id="engine", **options)
+
+
+def order(engine: Any, **fault: Any) -> None:
+    import sglang_faults
+
+    sglang_faults.order(engine, **fault)
 
 
 if __name__ == "__main__":

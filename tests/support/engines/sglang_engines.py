@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import dbuffer
 from dbuffer.integrations.sglang import versions_of
 from tests.support import ROOT
 from tests.support.engines import zygote
@@ -124,14 +123,6 @@ def greedy(engine: Any, tokens: int = 12) -> list[list[int]]:
     parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     answers = engine.generate(input_ids=list(PROMPTS), sampling_params=parameters)
     return [answer["output_ids"] for answer in answers]
-
-
-def outcome(follower: Any) -> list[str]:
-    """What becomes of a sync: the version, or the error."""
-    try:
-        return ["switched", str(follower.sync())]
-    except dbuffer.DBufferError as error:
-        return [type(error).__name__, str(error)]
 
 
 def version_told(engine: Any) -> int | None:
