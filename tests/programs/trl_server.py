@@ -1,4 +1,8 @@
-"""TRL's trainers over a store, and a vLLM server that follows it."""
+"""Program of `test_trl.py`: TRL's trainers over a store, and a vLLM server that follows it.
+
+What the trainer computes of each token is compared with what the server sampled it with: they
+differ where the server had other weights.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 import dbuffer
+from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.integrations.trl import StoreWeightTransfer
 from tests.support.engines.vllm_engines import TIMEOUT_S, leave
 from tests.support.engines.vllm_servers import BACKEND_FLAGS, Server
@@ -28,6 +34,9 @@ NUM_STEPS = 12
 RESTART_AT = 3
 KINDS = ["full", "lora"]
 NUM_RANK_STEPS = 3
+MAX_DIFFERENCE = 1e-3
+"""Of log-probabilities of one token under the same weights, in float32: computed twice."""
+MAX_DIFFERENCE_BF16 = 0.2
 
 
 def signature_of(function: Callable[..., Any]) -> list[list[str]]:
@@ -64,30 +73,23 @@ class Program:
             development=True,
         )
 
-    def observe(self) -> dict[str, Any]:
-        from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+    def run(self) -> None:
         from trl.generation import vllm_generation
 
-        seen: dict[str, Any] = {
-            "protocol": {
-                name: signature_of(call)
-                for name, call in vars(WeightTransferProtocol).items()
-                if inspect.isfunction(call) and not name.startswith("_")
-            },
-            "without vLLM": self.error_of(lambda: self.trainer("full", use_vllm=False)),
-        }
+        with pytest.raises(OptionError, match="set use_vllm=True"):
+            self.trainer("full", use_vllm=False)
         self.server.wait_ready()
         if is_soak():
-            seen["held back"] = self.train("full", held_back=True)
-        seen["not followed"] = self.error_of(self.train_elsewhere)
-        seen["full"] = self.train("full")
+            self.train("full", held_back=True)
+        self.train_elsewhere()
+        self.train("full")
         if is_soak():
-            seen["lora"] = self.train("lora", kill=True)
+            self.train("lora", kill=True)
             for kind in ("zero-3", "zero-2 lora"):
-                seen[kind] = self.train_on_ranks(kind)
-        seen["asynchronous"] = self.send_asynchronously()
-        seen["client"] = vllm_generation.VLLMClient.__module__
-        return seen
+                self.train_on_ranks(kind)
+        self.send_asynchronously()
+        theirs = "trl.generation.vllm_client"
+        assert vllm_generation.VLLMClient.__module__ == theirs, "TRL has its own client again"
 
     def trainer(self, kind: str, *, store: Path | None = None, **options: Any) -> Any:
         from trl import GRPOTrainer
@@ -122,8 +124,8 @@ class Program:
         self.on_step(len(self.rewards))
         return rewards
 
-    def train(self, kind: str, *, held_back: bool = False, kill: bool = False) -> dict[str, Any]:
-        """A whole run, as a script of TRL's has it."""
+    def train(self, kind: str, *, held_back: bool = False, kill: bool = False) -> None:
+        """Train as a script of TRL's does; see by tokens and rewards which weights sampled them."""
         from tests.support.trl_parts import ask_fresh_engine, merged, save
 
         killed: list[int] = []
@@ -134,58 +136,74 @@ class Program:
                 killed.append(step)
                 self.server = self.start()
 
-        before = self.answers()
+        before, version = self.answers(), self.newest_version()
         trainer = self.trainer(kind)
         self.on_step = kill_server
         if held_back:
             trainer.vllm_generation.sync_weights = lambda: None
         trainer.train()
         trainer.vllm_generation.sync_weights()
-        seen = {
-            "rewards": self.rewards,
-            "differences": differences_in(trainer),
-            "was killed": bool(killed),
-            "answers before": before,
-            "answers": self.answers(),
-            "version": trainer.weight_sync.version,
-        }
+        differences, answers = differences_in(trainer), self.answers()
+        if held_back:
+            assert max(self.rewards) - self.rewards[0] < 0.1
+            assert differences[0] < MAX_DIFFERENCE < min(differences[1:])
+            assert answers == before
+            trainer.weight_sync.close()
+            return
+        assert len(differences) == NUM_STEPS
+        assert max(differences) < MAX_DIFFERENCE
+        assert self.rewards[-1] - self.rewards[0] >= 0.2
+        assert bool(killed) == kill, "training goes on with the next server"
+        # Versions go on from run to run, and say their step.
+        assert trainer.weight_sync.version == version + NUM_STEPS + 1
         trainer.weight_sync.close()
-        if not held_back:
-            last = save(merged(trainer.model), self.directory / f"last-{kind}")
-            seen |= {"expected": ask_fresh_engine(last), **self.newest()}
-        return seen
-
-    def newest(self) -> dict[str, Any]:
-        """Of the version that is in the store."""
         with dbuffer.WeightReceiver(self.store) as receiver, receiver.open() as snapshot:
-            return {"metadata": snapshot.metadata, "has checksums": snapshot.has_checksums}
+            assert snapshot.metadata == {"step": NUM_STEPS}
+            assert snapshot.has_checksums
+        last = save(merged(trainer.model), self.directory / f"last-{kind}")
+        assert answers == ask_fresh_engine(last) != before
+
+    def newest_version(self) -> int:
+        with dbuffer.WeightReceiver(self.store) as receiver:
+            return receiver.wait_for_version(timeout_s=0) or 0
 
     def train_elsewhere(self) -> None:
         """In a store that no server follows."""
         trainer = self.trainer("full", store=self.directory / "elsewhere")
-        try:
+        with pytest.raises(WaitTimeoutError, match="0 of 1 receivers applied version 1") as failure:
             trainer.train()
-        finally:
-            trainer.weight_sync.close()
+        assert "--middleware dbuffer.integrations.vllm.FollowStore" in str(failure.value)
+        trainer.weight_sync.close()
 
-    def train_on_ranks(self, kind: str) -> Any:
+    def train_on_ranks(self, kind: str) -> None:
         directory = self.directory / kind
         directory.mkdir()
         command = [sys.executable, __file__, str(directory), kind, str(self.store), self.server.url]
         subprocess.run(command, check=True, timeout=TIMEOUT_S)
-        return json.loads((directory / "observed.json").read_text())
 
-    def send_asynchronously(self) -> dict[str, Any]:
-        """Let TRL's own code bring new weights to the server.
+    def send_asynchronously(self) -> None:
+        """Let TRL's own code bring new weights to the server, which answers on meanwhile.
 
         Its trainer cannot be made without a GPU: it asks for the GPU's name, and for a kernel. So
         one that was not initialised has just what the method looks at.
         """
         from accelerate import Accelerator
-        from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+        from trl.experimental.async_grpo.async_grpo_trainer import (
+            AsyncGRPOTrainer,
+            WeightTransferProtocol,
+        )
 
         from tests.support.trl_parts import ask_fresh_engine, first_model, save
 
+        calls = ("init_weight_transfer", "pause", "send_weights", "resume", "destroy")
+        assert calls == tuple(
+            name
+            for name, call in vars(WeightTransferProtocol).items()
+            if inspect.isfunction(call) and not name.startswith("_")
+        )
+        for name in calls:
+            theirs = signature_of(getattr(WeightTransferProtocol, name))
+            assert signature_of(getattr(StoreWeightTransfer, name)) == theirs
         model = first_model(lora=True)
         with torch.no_grad():
             model.lm_head.weight.neg_()
@@ -194,33 +212,27 @@ class Program:
         trainer.accelerator, trainer.model = Accelerator(cpu=True), model
         trainer.weight_transfer, trainer.rollout_worker = transfer, None
         trainer.model_version, trainer._lora_sync = 0, False
-        paused, meanwhile = [], []
+        before, num_tensors = self.answers(), 0
         streamed = trainer._streaming_iter
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal num_tensors
             for pair in streamed():
-                paused.append(self.server.is_paused())
-                meanwhile.append(self.answers())
+                assert not self.server.is_paused()
+                assert self.answers() == before
+                num_tensors += 1
                 yield pair
 
         trainer._streaming_iter = watched
-        before = self.answers()
         transfer.init_weight_transfer()
         trainer._sync_weight_merged(0.0)
-        seen = {
-            "counted": trainer.model_version,
-            "version": transfer.version,
-            # First: it acknowledges in its pause, and an answer comes when that is over.
-            "answers": self.answers(),
-            "serves": self.server.version(),
-            "answers before": before,
-            "expected": ask_fresh_engine(save(model, self.directory / "asynchronous")),
-            "paused": paused,
-            "meanwhile": meanwhile,
-            "tensors": len(list(model.parameters())),
-        }
+        assert trainer.model_version == 1
+        assert num_tensors == len(list(model.parameters())) > 1
+        # First: it acknowledges in its pause, and an answer comes when that is over.
+        answers = self.answers()
+        assert self.server.version() == str(transfer.version)
+        assert answers == ask_fresh_engine(save(model, self.directory / "asynchronous")) != before
         transfer.destroy()
-        return seen
 
     def answers(self) -> Any:
         """The server's, greedy."""
@@ -228,16 +240,9 @@ class Program:
 
         return ask_server(self.server.client)
 
-    def error_of(self, action: Callable[[], Any]) -> list[str]:
-        try:
-            action()
-        except dbuffer.DBufferError as error:
-            return [type(error).__name__, str(error)]
-        return []
-
 
 def train_as_rank(directory: Path) -> None:
-    """One rank of a trainer that torchrun started; the first leaves what all of them saw."""
+    """Be one rank of a trainer that torchrun started, with a server or an engine in its process."""
     from trl import GRPOTrainer
 
     from dbuffer.integrations.trl import over_store
@@ -274,16 +279,18 @@ def train_as_rank(directory: Path) -> None:
     )
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    seen = by_rank(
-        {
-            "sender": type(trainer.weight_sync.sender).__name__,
-            "version": trainer.weight_sync.version,
-            "partitioned": sum(p.numel() == 0 for p in trainer.model.parameters()),
-            "differences": differences_in(trainer),
-        }
-    )
+    differences = differences_in(trainer)
+    assert len(differences) == NUM_RANK_STEPS
+    # The engine in a rank's process computes in bfloat16.
+    assert max(differences) < (MAX_DIFFERENCE if server else MAX_DIFFERENCE_BF16)
+    if kind == "zero-3":
+        assert isinstance(trainer.weight_sync.sender, dbuffer.ShardedWeightSender)
+        assert any(parameter.numel() == 0 for parameter in trainer.model.parameters())
+    [version] = set(by_rank(trainer.weight_sync.version))
+    if not server:
+        assert version == NUM_RANK_STEPS + 1
     if distributed.get_rank() == 0:
-        leave(directory, seen)
+        leave(directory, None)
     os._exit(0)
 
 
@@ -317,13 +324,13 @@ def main(directory: Path) -> None:
     torch.set_num_threads(1)
     program = Program(directory)
     try:
-        seen = program.observe()
+        program.run()
     except Exception:
         print(f"the server's log: {program.server.log()[-10_000:]}", flush=True)
         raise
     finally:
         program.server.kill()
-    leave(directory, seen)
+    leave(directory, None)
 
 
 if __name__ == "__main__":
