@@ -146,7 +146,7 @@ def find_changes(
         num_changed += sum([diff.num_changed for diff in diffs])
         if num_changed > max_changed:
             return Diff(layout, [], None, num_changed)
-        changes += _changes_of(before, batch, runs, diffs, copier)
+        changes += _changes_of(before, batch, runs, diffs)
     changes.sort(key=lambda change: change.tensor)
     checksums = None
     if digests is not None:
@@ -489,44 +489,23 @@ def _changes_of(
     after: Mapping[int, torch.Tensor],
     runs: Sequence[list[int]],
     diffs: Sequence[_RunDiff],
-    copier: Copier,
-) -> list[TensorDiff]:
-    """Return one change for each tensor that differs, from the differences in runs."""
-    blocks = before.layout.blocks
-    parts: dict[int, list[tuple[list[int], _RunDiff]]] = {}
-    """Runs of one long tensor, or one run of short ones, by the first tensor."""
-    for run, diff in zip(runs, diffs, strict=True):
-        if diff.num_changed:
-            parts.setdefault(blocks[run[0]].tensor, []).append((run, diff))
-    joined: dict[int, list[TensorDiff]] = {}
-    tensors = list(parts)
-
-    def work(first: int, end: int) -> None:
-        for tensor in tensors[first:end]:
-            joined[tensor] = list(_joined(before, after, parts[tensor]))
-
-    sizes = [sum([diff.num_changed for _, diff in parts[tensor]]) for tensor in tensors]
-    copier.in_parallel(work, cut_work(sizes, copier))
-    return [change for tensor in tensors for change in joined[tensor]]
-
-
-def _joined(
-    before: FileTensors,
-    after: Mapping[int, torch.Tensor],
-    parts: Sequence[tuple[list[int], _RunDiff]],
 ) -> Iterator[TensorDiff]:
-    """Join the differences in the blocks of a long tensor, or split those in short ones."""
-    layout, (run, diff) = before.layout, parts[0]
-    tensor = layout.blocks[run[0]].tensor
-    num_words = layout.sizes[tensor] // layout.widths[tensor]
-    if len(run) > 1:
-        yield from _split(before, after, run, diff)
-    elif sum([diff.num_changed for _, diff in parts]) > num_words * _WHOLE_SHARE:
-        yield _whole(before, after, tensor)
-    else:
-        columns = list(zip(*(_gathered(layout, *pair) for pair in parts), strict=True))[1:]
-        positions, values, replaced = map(join_words, columns)
-        yield TensorDiff(tensor, positions, values, replaced)
+    """Return one change for each tensor that differs, from the differences in runs."""
+    layout = before.layout
+    by_tensor: dict[int, list[tuple[list[int], _RunDiff]]] = {}
+    for run, diff in zip(runs, diffs, strict=True):
+        if diff.num_changed and len(run) > 1:
+            yield from _split(before, after, run, diff)
+        elif diff.num_changed:
+            by_tensor.setdefault(layout.blocks[run[0]].tensor, []).append((run, diff))
+    for tensor, some in by_tensor.items():
+        num_words = layout.sizes[tensor] // layout.widths[tensor]
+        if sum([diff.num_changed for _, diff in some]) > num_words * _WHOLE_SHARE:
+            yield _whole(before, after, tensor)
+        else:
+            columns = list(zip(*(_gathered(layout, *pair) for pair in some), strict=True))[1:]
+            positions, values, replaced = map(join_words, columns)
+            yield TensorDiff(tensor, positions, values, replaced)
 
 
 def _split(
