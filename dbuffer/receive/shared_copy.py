@@ -131,13 +131,25 @@ class SharedCopy:
     def close(self) -> None:
         """Remove the note, if it is this process's, or of nobody."""
         with contextlib.suppress(DBufferError, OSError):
-            lock = self._try_lock() if self._is_usable and self._path.exists() else None
-            if lock is not None:
+            if (lock := self._lock_at_the_end()) is not None:
                 with lock:
                     note = _Note.read(lock)
                     if note is None or note.open(os.O_RDONLY) is None or note.pid == os.getpid():
                         self._path.unlink()
         self.keep(None)
+
+    def _lock_at_the_end(self) -> Descriptor | None:
+        """Lock the note's file, if there is one.
+
+        The process that keeps the memory waits a while. Others that end at the same moment may
+        have locked the file to look at the note: they find the memory still open, and leave it.
+        """
+        deadline = time.monotonic() + (TIMING.shared_free_s if self._memory is not None else 0.0)
+        while self._is_usable and self._path.exists():
+            if (lock := self._try_lock()) is not None or time.monotonic() >= deadline:
+                return lock
+            time.sleep(TIMING.shared_look_s)
+        return None
 
     def _take_lock(self, num_bytes: int) -> Descriptor | None:
         """Lock the note's file; None, logged: it cannot be used, or its owner makes no progress."""

@@ -88,7 +88,8 @@ class Timing:
     version for all; and a second for each GB, which may have to be hashed."""
     shared_free_s: float = 3.0
     """Longest wait for other processes to let go of the version before, whose memory is to be used
-    again. They do so when they see the new version, which takes a poll."""
+    again, which they do when they see the new version, after a poll. Also for those that look at
+    the copy's note while the process that keeps the memory ends."""
 
     # mirror
     stand_by_s: float = 0.5

@@ -7,6 +7,7 @@ its read calls, and memory is what the kernel says of its mappings.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import resource
@@ -30,7 +31,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.namespaces import Boxed
 from tests.support.patterns import Pattern, Sparse
-from tests.support.waiting import until
+from tests.support.waiting import meanwhile, until
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -216,6 +217,18 @@ def test_four_processes_read_a_version_once_and_have_it_in_memory_once(store, no
         ranks.all("release")
         assert ranks.all("logged") == [[]] * SIZE
         ranks.all("close")
+        assert notes() == []
+
+
+def test_the_note_goes_when_others_look_at_it_as_its_owner_ends(store, notes):
+    with dbuffer.WeightSender(store) as sender, ranks_of(store, 1) as ranks:
+        sender.send(WEIGHTS.weights(1))
+        ranks.switch(1)
+        [note] = notes()
+        with note.open() as looked_at:
+            fcntl.flock(looked_at, fcntl.LOCK_EX)
+            with meanwhile(fcntl.flock, looked_at, fcntl.LOCK_UN):
+                ranks.all("close")
         assert notes() == []
 
 
