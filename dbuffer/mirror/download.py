@@ -257,8 +257,10 @@ class BucketReceiver:
         timeout_s: float | None = 60.0,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        # At random, so that the mirrors of many nodes do not ask all at once.
-        poll_interval_s = self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+        def poll_interval_s() -> float:
+            # At random, so that the mirrors of many nodes do not ask all at once.
+            return self._poll_interval_s * random.uniform(0.75, 1.25)  # noqa: S311
+
         wait = functools.partial(wait_and_clear, self._is_woken)
         return wait_until_newer(
             self._look, wait, poll_interval_s, newer_than, timeout_s, stop_event

@@ -71,7 +71,7 @@ class Followed(Protocol):
 def wait_until_newer(
     look: Callable[[], int | None],
     wait: Callable[[float], bool],
-    poll_interval_s: float,
+    poll_interval_s: Callable[[], float],
     newer_than: int | None,
     timeout_s: float | None,
     stop_event: threading.Event | None,
@@ -79,7 +79,8 @@ def wait_until_newer(
     """Wait as `Followed.wait_for_version` does; None: the time is over, or the wait was stopped.
 
     ``look`` returns the newest version's number. ``wait`` waits for at most so many seconds, and
-    returns whether to look earlier than after the poll interval.
+    returns whether to look earlier than after the poll interval, of which there is one for each
+    look.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     step_s = math.inf if stop_event is None else TIMING.stop_check_s
@@ -89,7 +90,7 @@ def wait_until_newer(
             return version
         if (now := time.monotonic()) >= deadline:
             return None
-        look_at = min(deadline, now + poll_interval_s)
+        look_at = min(deadline, now + poll_interval_s())
         while (left_s := look_at - time.monotonic()) > 0:
             if wait(min(left_s, step_s)) or (stop_event is not None and stop_event.is_set()):
                 break

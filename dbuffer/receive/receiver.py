@@ -361,7 +361,7 @@ class WeightReceiver(Closing, ProcessBound):
         _check_version("newer_than", newer_than)
         if timeout_s is not None:
             options.seconds("timeout_s", timeout_s)
-        wait, poll_interval_s = self._watcher.wait, self.poll_interval_s
+        wait, poll_interval_s = self._watcher.wait, lambda: self.poll_interval_s
         return wait_until_newer(
             self._newest, wait, poll_interval_s, newer_than, timeout_s, stop_event
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -597,3 +599,12 @@ def test_a_refusal_is_not_retried_and_its_reason_is_said(bucket_url, monkeypatch
             with pytest.raises(dbuffer.StoreAccessError, match="403 SignatureDoesNotMatch"):
                 request()
         assert bucket.requests == {"list": 1, "get": 1}
+
+
+def test_each_poll_of_a_mirror_has_an_interval_of_its_own(bucket_url, tmp_path, monkeypatch):
+    """A mirror that draws a short one does not poll so often for as long as it waits."""
+    uniform = Mock(side_effect=lambda least, most: most)
+    with Way(tmp_path / "remote", bucket_url, tmp_path / "local") as way:
+        way.carry(1)
+        monkeypatch.setattr(random, "uniform", uniform)
+        until("three intervals", lambda: uniform.mock_calls.count(call(0.75, 1.25)) >= 3)
