@@ -387,8 +387,13 @@ def take_the_buffer_from_a_rank(engine: Engine, directory: Path) -> None:
     def publish_meanwhile() -> None:
         until("the load halts", (directory / "halted").exists, WAIT_S)
         # Nothing is acknowledged while a rank still loads.
+
+        def staged() -> list[int | None]:
+            return [record["staged_version"] for record in engine.rank_records()]
+
+        # A rank takes what it has staged, and writes its record a moment later.
+        until("both ranks say that they have staged it", lambda: staged() == [version] * 2, WAIT_S)
         records = engine.rank_records()
-        assert [record["staged_version"] for record in records] == [version] * 2
         assert [record["applied_version"] for record in records] == [None] * 2
         assert engine.applied < version
         engine.require_not_applied(version)

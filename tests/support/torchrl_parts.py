@@ -29,6 +29,8 @@ with warnings.catch_warnings():
 
     from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
+from tests.support.waiting import TIMEOUT_S, until
+
 TORN = -1.0
 """What `WholePolicy` does when its weights are of two versions."""
 
@@ -307,10 +309,20 @@ def collecting(
         yield collector
 
 
-def drain(collector: Any) -> None:
-    """Take the batches that asynchronous workers may have begun already."""
-    for _ in range(2 * collector.num_workers):
-        collector.next()
+def comes_to(collector: Any, read: Callable[[Any], Any], expected: Any) -> None:
+    """Take batches until what is read of them is as expected, for some in a row.
+
+    Asynchronous workers may have begun batches already, and a slow one may deliver its own after
+    many of another's.
+    """
+    in_a_row = 0
+
+    def is_steady() -> bool:
+        nonlocal in_a_row
+        in_a_row = in_a_row + 1 if read(collector.next()) == expected else 0
+        return in_a_row == 2 * collector.num_workers
+
+    until(f"batches come to {expected}", is_steady, TIMEOUT_S, every_s=0)
 
 
 def actions(collector: Any) -> list[list[float]]:

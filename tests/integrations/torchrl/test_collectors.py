@@ -209,14 +209,13 @@ def test_multi_collector_bumps_on_update(scheme, policy, collector_class):
         policy, scheme, collector_class=collector_class, track_policy_version=True
     ) as collector:
 
-        def version() -> set[int]:
-            return set(collector.next()["next", "policy_version"].flatten().tolist())
+        def versions(batch: Any) -> set[int]:
+            return set(batch["next", "policy_version"].flatten().tolist())
 
-        assert [version() for _ in range(4)] == [{0}] * 4
+        assert [versions(collector.next()) for _ in range(4)] == [{0}] * 4
         for expected in (1, 2):
             collector.update_policy_weights_()
-            parts.drain(collector)
-            assert [version() for _ in range(4)] == [{expected}] * 4
+            parts.comes_to(collector, versions, {expected})
 
 
 def _bare() -> tuple[nn.Module, dict[str, Any]]:
@@ -246,8 +245,7 @@ def test_workers_run_another_object_than_the_trainer_has(scheme, collector_class
     with parts.collecting(policy, scheme, collector_class=collector_class, **options) as collector:
         assert (collector.next()["action"] == 1.0).all()
         update(collector, policy, 0.0)
-        parts.drain(collector)
-        assert (collector.next()["action"] == 0.0).all()
+        parts.comes_to(collector, lambda batch: batch["action"].unique().tolist(), [0.0])
 
 
 def test_policy_factory_update_weights(scheme):
@@ -408,10 +406,11 @@ def test_vecnorm_statistics(address):
             state["var.-|-.observation"] = torch.full((1,), mean**2 + 4.0)
             norm.set_extra_state(state)
             collector.update_policy_weights_(norm, model_id="env.transform[0]")
-            parts.drain(collector)  # the first observation of a batch was made before
             expected.transform[0].load_state_dict(norm.state_dict())
-            seen = collector.next()["observation"].unique().tolist()
-            assert seen == expected.reset()["observation"].tolist() != [0.0]
+            observation = expected.reset()["observation"].tolist()
+            assert observation != [0.0]
+            # The first observation of a batch was made before.
+            parts.comes_to(collector, lambda b: b["observation"].unique().tolist(), observation)
 
 
 @STRATEGIES
