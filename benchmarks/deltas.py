@@ -54,8 +54,8 @@ COMPARE, TAKE, SCATTER = (
     "floor of find: compare, take what differs",
     "floor of apply: write alone",
 )
-"""What numpy takes at least, as if all were one tensor: to compare all words of 8 bytes once; to
-take those that differ as well; and to write the changed ones at known places."""
+"""Floors are what numpy takes at least, as if all were one tensor: to compare all words of 8 bytes
+once; to take those that differ as well; and to write the changed ones at known places."""
 
 _PIECE = 1 << 17
 """Words of 8 bytes that are compared at a time: what stays in a core's cache."""

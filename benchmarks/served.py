@@ -113,10 +113,9 @@ def main(options: Namespace) -> int:
     with scratch_folder(options.dir[0]) as folder:
         asyncio.run(_measure_served(folder / "served", found, _QUICK_ROUNDS if quick else _ROUNDS))
         print(f"\n{found.model.title}, live layers\n\n{_served_table(found)}", flush=True)
-        for pause, more in _PAUSES.items():
-            seen = found.rates.setdefault(pause, {})
-            asyncio.run(_measure_rates(folder / pause, found, seen, pause, more, quick=quick))
-            table = _rates_table(pause, seen)
+        for pause in _PAUSES:
+            asyncio.run(_measure_rates(folder / pause, found, pause, quick=quick))
+            table = _rates_table(pause, found.rates[pause])
             print(f"\n{found.streamed.title}, live layers\n\n{table}", flush=True)
         asyncio.run(_measure_memory(folder / "memory", found))
         print(f"\n{found.divided.title}, live layers\n\n{_memory_table(found)}", flush=True)
@@ -309,16 +308,9 @@ def _load(engine: Any, load: str) -> Any:
     return streams(engine, _NUM_STREAMS, Seen())
 
 
-async def _measure_rates(
-    folder: Path,
-    found: Found,
-    rates: dict[str, Seen],
-    pause: PauseMode,
-    more: dict[str, Any],
-    *,
-    quick: bool,
-) -> None:
-    async with _following(folder, found.streamed, pause, **more) as followed:
+async def _measure_rates(folder: Path, found: Found, pause: PauseMode, *, quick: bool) -> None:
+    rates = found.rates.setdefault(pause, {})
+    async with _following(folder, found.streamed, pause, **_PAUSES[pause]) as followed:
         for what in (ELSEWHERE,) * 2 + (WHOLE,) * _WARMING:
             if what == WHOLE:
                 await followed.bring(what)

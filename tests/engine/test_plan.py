@@ -98,7 +98,7 @@ class Model(nn.Module):
     """Layers by name; a tensor ``NAME.weight`` goes to the layer of that name."""
 
     derived: torch.Tensor | None = None
-    """What a model computes with besides its parameters."""
+    """Derived tensor, which a model computes with besides its parameters."""
 
     def __init__(self, **layers: Layer) -> None:
         super().__init__()
@@ -651,7 +651,7 @@ class IntoItself(PackingLayer):
 
 
 class Packer:
-    """What an engine knows of its layers; or some mistake about them."""
+    """Packer as an engine has it, which knows its layers; or one with a mistake about them."""
 
     def __init__(
         self,

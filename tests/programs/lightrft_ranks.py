@@ -38,7 +38,7 @@ FAILURES: dict[str, tuple[type[dbuffer.DBufferError], str]] = {
     "load on rank 1": (dbuffer.EngineUpdateError, f"rank 1: RuntimeError: {LOAD_ERROR}"),
     "asleep": (dbuffer.EngineBusyError, "wake it up first"),
 }
-"""What fails, the error that all ranks raise, and words of it."""
+"""Failures by what fails: the error that all ranks raise, and words of it."""
 SOON_S = 60
 """Of errors: the manager's time-out is ten minutes."""
 

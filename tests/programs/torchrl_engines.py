@@ -58,7 +58,7 @@ WRONG_METADATA: dict[str, tuple[str, Any]] = {
     "another shape": (HEAD, (torch.float32, torch.Size([500, 5]))),
     "another dtype": (NORM, (torch.int64, torch.Size([64]))),
 }
-"""What is wrong with them: a name, and its wrong entry; None: it has none."""
+"""Wrong metadata by what is wrong: a name, and its wrong entry; None: it has none."""
 SWITCHES_UNDER_LOAD = 12
 SOON_S = 0.3
 

@@ -59,7 +59,7 @@ class Program:
         self.server = self.start()
 
     def start(self) -> Server:
-        """The same command each time."""
+        """Start the server, by the same command each time."""
         settings = {"dbuffer": {"store": str(self.store)}}
         number = len(list(self.directory.glob("server-*.log")))
         return Server(

@@ -237,7 +237,7 @@ class Inside:
             self.end_while_versions_come(server, sender, last)
 
     def start(self, *flags: str, timeout_s: int = ENGINE_TIMEOUT_S, **options: Any) -> Server:
-        """The same command each time, but for the port and these."""
+        """Start the server, by the same command each time but for the port and these."""
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
             self.checkpoint,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """One that nobody listens at, and that nobody else gets while this process lives.
+    """A free port: nobody listens at it, and nobody else gets it while this process lives.
 
     It lies below those that the system gives to connections: one of these is free only as long
     as no connection is made. The name that takes it from other tests ends with the process.

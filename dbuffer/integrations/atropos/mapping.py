@@ -84,12 +84,6 @@ class ParameterMapping:
         """Stamp of the file that this mapping was last compared with."""
 
     @classmethod
-    def find(cls, directory: str | None) -> Self | None:
-        """Read the mapping of a run; None if it has none."""
-        path = mapping_path(directory)
-        return cls.read(path) if path.exists() else None
-
-    @classmethod
     def wait(cls, config: BridgeConfig, is_stock: Callable[[], bool]) -> Self:
         """Return the mapping of a run, once it is there; an empty one if none is needed.
 
@@ -110,11 +104,10 @@ class ParameterMapping:
         deadline = time.monotonic() + timeout_s
         has_logged = False
         while is_expected and not path.exists():
-            if not is_needed and is_stock():
+            is_over = time.monotonic() > deadline
+            if not is_needed and (is_over or is_stock()):
                 break
-            if time.monotonic() > deadline:
-                if not is_needed:
-                    break
+            if is_over:
                 raise NotReadyError(
                     f"{path} was not written within {timeout_s:g} s: Atropos' servers write it "
                     "into their LOGDIR as they start. For servers that take the trainer's names "

@@ -16,7 +16,7 @@ PauseMode = Literal["keep", "wait", "abort", "in_place"]
 recomputed; or waited for; or aborted; or kept with their caches."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
-"""Modes that every engine has in which a request can be in flight when it is paused."""
+"""Modes of an engine of which nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

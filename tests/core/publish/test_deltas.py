@@ -246,7 +246,7 @@ EARLIER: dict[str, tuple[Pattern, bool, bool]] = {
     "without checksums": (SPARSE, False, True),
     "with checksums": (SPARSE, True, False),
 }
-"""What an earlier sender publishes; whether it and its successor write checksums."""
+"""Stores by what an earlier sender leaves: its tensors; whether it, and its successor, hash."""
 
 
 @pytest.mark.timing(settle_s=0.01)

@@ -32,7 +32,12 @@ from dbuffer.integrations.atropos import (
     create_bridge_from_training_config,
     permute_for_rotary,
 )
-from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
+from dbuffer.integrations.atropos.mapping import (
+    MAPPING_FILE,
+    PATH_VARIABLE,
+    ParameterMapping,
+    mapping_path,
+)
 from tests.support.children import Child
 from tests.support.patterns import received as stored
 from tests.support.ports import free_port
@@ -667,14 +672,14 @@ def test_mapping_is_waited_for_while_it_is_written(tmp_path):
     whole = path.read_text()
     path.write_text(whole[:40])
     with meanwhile(path.write_text, whole, after_s=SOON_S):
-        mapping = ParameterMapping.find(str(tmp_path))
+        mapping = ParameterMapping.read(path)
     assert mapping.names("0.weight") == "first.w"
 
 
 @pytest.mark.parametrize("where", ["LOGDIR", "log_dir", "working directory", "named"])
 def test_mapping_is_found_where_atropos_puts_it(store, tmp_path, monkeypatch, where):
-    assert ParameterMapping.find(None) is None
-    assert ParameterMapping.find(str(tmp_path)) is None
+    assert not mapping_path(None).exists()
+    assert not mapping_path(str(tmp_path)).exists()
     path = write_mapping(tmp_path, RENAMED)
     more = {}
     if where == "LOGDIR":
