@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import threading
@@ -56,6 +55,7 @@ from tests.support.light_engines import (
     options,
 )
 from tests.support.patterns import SMALL
+from tests.support.stores import remove_store
 
 pytestmark = pytest.mark.timing(
     retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05, api_server_look_s=0.05
@@ -155,7 +155,7 @@ def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):
     scene.publish(1, 2, 3)
     with scene.background(new_history="refuse") as follower:
         follower.wait_applied(3, WAIT_S)
-        shutil.rmtree(scene.store)
+        remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             sender.send(SMALL.weights(4))
             until("it is noticed", lambda: follower.error is not None)
@@ -367,7 +367,7 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sen
     follower.sync()
     sender.close()
     scene.engine.endpoint.note_asleep(is_lost=False)
-    shutil.rmtree(scene.store)
+    remove_store(scene.store)
     with dbuffer.WeightSender(scene.store) as again, follower:
         again.send(SMALL.weights(4))
         double = DoubleBuffer(scene.store)

@@ -6,7 +6,6 @@ As in `test_follower.py`, the engine is a dictionary of tensors with a real `Ran
 from __future__ import annotations
 
 import functools
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from dbuffer.tools.status import read_status
 from tests.support import waiting
 from tests.support.light_engines import WAIT_S, LightEngine, Scene, nearly_idle
 from tests.support.patterns import SMALL
+from tests.support.stores import remove_store
 
 pytestmark = pytest.mark.timing(retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05)
 
@@ -214,7 +214,7 @@ def test_engine_stays_when_the_store_is_started_over(scene):
     scene.engine.is_server = True  # which is asked at each look
     with scene.background(version=2) as follower:
         follower.wait_applied(2, WAIT_S)
-        shutil.rmtree(scene.store)
+        remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             for version in (11, 12):
                 sender.send(SMALL.weights(version))
@@ -229,7 +229,7 @@ def test_store_that_is_started_over_before_the_switch(scene):
     with scene.follower(version=2) as follower:
         follower.start()
         until("it is staged", lambda: rank(scene).staged_version == 2)
-        shutil.rmtree(scene.store)
+        remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             for version in (11, 12):
                 sender.send(SMALL.weights(version))

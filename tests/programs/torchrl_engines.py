@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import re
-import shutil
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from tests.support.engines.vllm_engines import (
     judge,
     start_llm,
 )
+from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S, meanwhile, until
 
 with warnings.catch_warnings():
@@ -347,7 +347,7 @@ def leave_what_a_mirror_left(directory: Path, llm: Any, models: Models, fresh: F
         sender.update_weights(models[2])
         with pytest.raises(dbuffer.OptionError, match="rm -r"):
             receiver.poll_and_apply()
-        shutil.rmtree(local)
+        remove_store(local)
         assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
         assert greedy(llm) == fresh[2]
 

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import threading
 import time
@@ -25,7 +24,7 @@ from tests.support.children import is_running
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy, judge
 from tests.support.soak import is_soak
-from tests.support.stores import receiver_records
+from tests.support.stores import receiver_records, remove_store
 from tests.support.waiting import error_of, until
 
 WAIT_S = 60.0
@@ -375,7 +374,7 @@ def replace_the_store(engine: Engine, store: Path) -> None:
 
 def begin_anew(store: Path, seed: int) -> None:
     """Publish version 1 of a store in the place of another."""
-    shutil.rmtree(store, ignore_errors=True)
+    remove_store(store)
     with dbuffer.WeightSender(store, checksum=True) as sender:
         sender.send(model(seed))
 

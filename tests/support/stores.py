@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import dbuffer
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
+from tests.support.waiting import until
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -25,6 +27,16 @@ def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
     paths = (store / "receivers").glob("*.json")
     records = [json.loads(path.read_bytes()) for path in paths if path.name[0] != "."]
     return {one["receiver"]: one for one in sorted(records, key=lambda one: one["updated_at"])}
+
+
+def remove_store(store: Path) -> None:
+    """Remove a store, to which those who follow it may write their records meanwhile."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(store, ignore_errors=True)
+        return not store.exists()
+
+    until("it is removed", is_gone)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ from tests.support.stores import (
     fill,
     make_temporaries_old,
     open_below,
+    remove_store,
     small_disk,
     without_flock,
 )
@@ -71,16 +72,6 @@ def arrives(one: Mirror, local: Path, version: int, *patterns: Pattern) -> None:
     """See that a mirror copies the newest version, whole."""
     one.wait_until_current(10)
     assert newest(local, *patterns, verify=True) == version
-
-
-def remove(store: Path) -> None:
-    """Remove a store to which live processes write their records meanwhile."""
-
-    def is_gone() -> bool:
-        shutil.rmtree(store, ignore_errors=True)
-        return not store.exists()
-
-    until("it is removed", is_gone)
 
 
 def mirror_once(remote: Path, local: Path) -> None:
@@ -552,7 +543,7 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
     with quick(remote, local).start() as one, dbuffer.WeightReceiver(local) as receiver:
         one.wait_until_current(10)
         assert receiver.load_into(target) == 5
-        remove(remote)
+        remove_store(remote)
         with dbuffer.WeightSender(remote) as sender:
             sender.send(SMALL.weights(3), version=version)
             one.wait_until_current(10)
@@ -649,8 +640,8 @@ def test_killed_at_any_moment_of_a_copy(
         assert newest(local, verify=True) == last + 3
         if mount != "network":
             assert_tidy(local)
-        remove(remote)
-        remove(local)
+        remove_store(remote)
+        remove_store(local)
     assert kills > 5
     record_property("kills of a mirror in the middle of a copy", kills)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import torch
 
 import dbuffer
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
-from tests.support.stores import assert_tidy
+from tests.support.stores import assert_tidy, remove_store
 
 TIMEOUT_S = 0.1
 SOON_S = 10.0
@@ -69,7 +68,7 @@ def test_the_store_goes_in_the_block(store, sender, receiver, is_begun_anew):
     publish(sender, 1)
     sender.close()
     snapshot, leave = hold(receiver)
-    shutil.rmtree(store)
+    remove_store(store)
     if is_begun_anew:
         with dbuffer.WeightSender(store) as again:
             publish(again, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
+from tests.support.stores import remove_store
 from tests.support.waiting import meanwhile, until
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
         refuses = FollowLoop(another, "testing", logger, new_history="refuse")
         for loop in (follows, refuses):
             assert wait(loop, None) == 5
-        shutil.rmtree(store)
+        remove_store(store)
         publish(store, version)
         for _ in range(2):
             with refuses.attempt():

@@ -6,7 +6,6 @@ than the one that the engine has; all three must be told apart from it.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL
+from tests.support.stores import remove_store
 from tests.support.waiting import until
 
 OLD, NEW = 5, 7
@@ -55,7 +55,7 @@ def scene(store: Path, engine_id: str, caplog: pytest.LogCaptureFixture) -> Iter
 
 
 def begin(store: Path, version: int, value: int) -> None:
-    shutil.rmtree(store, ignore_errors=True)
+    remove_store(store)
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(value), version=version)
 
@@ -142,7 +142,7 @@ def test_a_partial_version_of_the_next_run_leaves_no_mix(scene):
     """Tensors of the run before that this one lacks would stay."""
     with scene.follower(partial=True) as follower:
         follower.sync()
-        shutil.rmtree(scene.store)
+        remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             weights = SMALL.weights(NEW)
             sender.send({name: weights[name] for name in SMALL.names[:3]})
@@ -180,7 +180,7 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
     """The run before is gone: its version 5 cannot be had again, and another's must not be."""
     with scene.follower() as follower:
         follower.sync()
-        shutil.rmtree(scene.store)
+        remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             sender.send(SMALL.weights(NEW), version=5)
             sender.send(SMALL.weights(NEW + 1))

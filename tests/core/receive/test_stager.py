@@ -12,7 +12,6 @@ import gc
 import os
 import re
 import resource
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL, Pattern, publish
 from tests.support.soak import in_turn
+from tests.support.stores import remove_store
 from tests.support.waiting import meanwhile, until
 
 SOON_S = 20.0
@@ -492,7 +492,7 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy,
         old = follower.take(timeout_s=0)
         assert_whole(old, 2)
         sender.close()
-        shutil.rmtree(store)
+        remove_store(store)
         with dbuffer.WeightSender(store) as again:
             again.send(SMALL.weights(9), version=version)
             follower.release(applied=2, history=old.history)
@@ -525,7 +525,7 @@ def test_what_is_taken_outlives_its_store_and_is_unmapped_when_it_is_given_back(
             publish(sender, 1)
             taken = follower.take(timeout_s=IN_TIME_S)
         assert mappings_of(store)
-        shutil.rmtree(store)
+        remove_store(store)
         assert_whole(taken, 1)
         del taken
         follower.release(applied=1)
@@ -870,7 +870,7 @@ def test_version_of_a_store_that_was_started_over_is_staged(store):
     with staging(store, version=2, new_history="follow") as stager:
         wait_until_staged(store, 2)
         history = record_in(store).history
-        shutil.rmtree(store)
+        remove_store(store)
         with dbuffer.WeightSender(store) as sender:
             publish(sender, 1, 2)
             until("it is staged", lambda: (r := record_in(store)) and r.history != history)

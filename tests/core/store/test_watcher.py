@@ -21,6 +21,7 @@ from dbuffer.store import filesystem, mounts
 from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 from tests.support.soak import in_turn
+from tests.support.stores import remove_store
 
 LONG_S = 30.0
 """A poll interval that no test waits for."""
@@ -229,7 +230,7 @@ def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
     with WeightReceiver(store, poll_interval_s=LONG_S) as receiver:
         WeightSender(store).close()
         assert receiver.wait_for_version(timeout_s=0.1) is None
-        shutil.rmtree(store)
+        remove_store(store)
         with WeightSender(store) as sender:
             assert receiver.wait_for_version(timeout_s=0.1) is None
             for version in range(1, 4):

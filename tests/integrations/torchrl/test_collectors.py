@@ -10,7 +10,6 @@ import contextlib
 import copy
 import os
 import pickle
-import shutil
 import signal
 import threading
 import time
@@ -31,6 +30,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE, in_turn, is_soak
+from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -1021,4 +1021,4 @@ def test_nothing_is_left_behind(address, scheme, policy):
     until("threads have ended", lambda: set(threading.enumerate()) <= threads, TIMEOUT_S)
     with dbuffer.WeightSender(address / "policy") as sender:
         sender.send(policy)
-    shutil.rmtree(address)
+    remove_store(address)

@@ -6,7 +6,6 @@ What verl itself makes of them is in ``test_verl``.
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
-from tests.support.stores import bytes_read
+from tests.support.stores import bytes_read, remove_store
 
 STEP = 7
 
@@ -127,7 +126,7 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
     ends = Ends(store, local_store=local_store and str(local_store))
     assert [ends.sync(1), ends.sync(2)] == [1, 2]
     assert newest(local_store or store).version == 2
-    shutil.rmtree(store)
+    remove_store(store)
     if how == "emptied":
         store.mkdir(mode=0o700)
     ends.restart_trainer()
