@@ -10,7 +10,7 @@ python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, wi
 python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
                                                       it and its extras allow)
 python3 dev.py bench  [options of `python -m benchmarks`]
-python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
+python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 python3 dev.py measure [options of pytest]           (all tests; writes the seconds of each file,
                                                       by which they are ordered)
@@ -64,8 +64,8 @@ CHECKS = (["ruff", "check"], ["ruff", "format", "--check"])  # mypy is one of th
 # Twice as many as a small machine has processors: tests wait a lot. tests/conftest.py says which
 # files go to one process together, and in which order.
 SIDE_BY_SIDE = ["--numprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
-# Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
-SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]
+# Any test to any process: many do far more under DBUFFER_SOAK.
+SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400"]
 FRAMEWORKS = ("atropos", "lightrft", "megatron", "sglang", "torchrl", "trl", "verl", "vllm")
 WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/integrations/{name}" for name in FRAMEWORKS),

@@ -49,7 +49,7 @@ from tests.support.patterns import OTHER, SMALL, SPARSE, newest
 from tests.support.soak import at_moment, in_turn, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
-pytestmark = [pytest.mark.timing(settle_s=60.0), pytest.mark.soak]
+pytestmark = pytest.mark.timing(settle_s=60.0)
 
 SOON_S = 12.0
 """Limit for what waits for nobody and takes milliseconds: a wait takes half a minute at least."""

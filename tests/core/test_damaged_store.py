@@ -44,7 +44,7 @@ from tests.support.damage import (
 from tests.support.patterns import SMALL, SPARSE, newest, publish
 from tests.support.stores import contents
 
-pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 
 @fuzzed

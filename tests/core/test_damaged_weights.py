@@ -33,7 +33,7 @@ from tests.support.damage import (
 from tests.support.patterns import SMALL, SPARSE, load, newest, publish
 from tests.support.stores import open_below
 
-pytestmark = [pytest.mark.timing(settle_s=0.01), pytest.mark.soak]
+pytestmark = pytest.mark.timing(settle_s=0.01)
 
 
 @fuzzed

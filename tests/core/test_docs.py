@@ -50,7 +50,7 @@ from tests.support.documents import (
     blocks,
     relative,
 )
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 from tests.support.waiting import until
 from tests.support.worlds import World
 
@@ -129,7 +129,7 @@ def test_a_page_is_followed_and_followed_again(page, home, request):
             follow(page, home, bucket)
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.slow
 def test_the_collector_runs(tmp_path):
     (block,) = blocks("python", PROGRAM)

@@ -22,7 +22,7 @@ import torch
 
 from tests.support import ROOT
 from tests.support.documents import DOCS, CodeBlock, blocks_of
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 PAGE = DOCS / "installation.md"
 IMAGE = ROOT / "examples" / "vllm.Dockerfile"
@@ -100,7 +100,7 @@ def console_blocks(*, with_an_index: bool) -> list[CodeBlock]:
     return [b for b in all_blocks if ("needs" in b.reason) is with_an_index]
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.slow
 def test_the_commands_of_the_page_install_dbuffer(environment, clone):
     (offline,) = (b for b in console_blocks(with_an_index=True) if "wheel" in b.code)

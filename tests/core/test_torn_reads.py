@@ -272,7 +272,6 @@ def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 @pytest.mark.parametrize("case", EACH_LAYER)
 @pytest.mark.parametrize("delta", [False, pytest.param(True, marks=IN_SOAKS_ALONE)])
 def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_property):
@@ -291,7 +290,6 @@ def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_proper
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 @pytest.mark.parametrize("delta", [False, True])
 def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store, delta, record_property):
     layers = Layers(announces=True, delta=delta)
@@ -305,7 +303,6 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store, delt
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store):
     """The control; and what happens to readers that may not write a record."""
     _, read = run(store, Layers(announces=False))
@@ -316,7 +313,6 @@ def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(stor
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_without_any_layer_readers_do_mix_versions(store):
     """The control: readers as slow as these do see torn weights when nothing keeps them whole."""
     _, read = run(store, Layers())

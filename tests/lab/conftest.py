@@ -19,8 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nfs)
             item.add_marker(pytest.mark.xdist_group("lab"))  # one process boots one guest
             if not scenario.both and _version_of(item) != VERSIONS[-1]:
-                for mark in IN_SOAKS_ALONE:
-                    item.add_marker(mark)
+                item.add_marker(IN_SOAKS_ALONE)
             # A test waits for those before it in the guest, each of which has its own limit.
             item.add_marker(pytest.mark.timeout(6 * LIMIT_S))
 

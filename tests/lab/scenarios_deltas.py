@@ -10,8 +10,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import pytest
-
 import dbuffer
 from dbuffer.runtime.timing import TIMING
 from tests.lab.guest import Guest
@@ -35,7 +33,6 @@ LATE = 3
 """The version with which the late reader comes."""
 
 
-@pytest.mark.soak
 @scenario()
 def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)
@@ -51,7 +48,6 @@ def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
             connection.send((version, publication.delta_bytes is not None))
 
 
-@pytest.mark.soak
 @scenario()
 def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
     """Each goes on from the last version; two hosts follow, and one comes late after each death."""

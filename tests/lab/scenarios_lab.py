@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.lab.guest import Guest
 from tests.lab.lab import scenario
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 MB = 1 << 20
 
@@ -37,7 +37,7 @@ def read_when_told(connection: Connection, path: Path, name: str) -> None:
         connection.send((data, time.monotonic() - started))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario()
 def test_clients_have_names_of_their_own_and_see_each_others_files(guest: Guest) -> None:
     (guest.path("w") / "file").write_text("hello")
@@ -68,7 +68,7 @@ def test_a_pointer_polled_by_its_name_alone_is_stale(guest: Guest) -> None:
         assert stale["alone"] > 0
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_counters_count_what_comes_from_the_server(guest: Guest) -> None:
     write_synced(guest.path("w") / "file", os.urandom(4 * MB))
@@ -85,7 +85,7 @@ def test_counters_count_what_comes_from_the_server(guest: Guest) -> None:
     assert read("r2") == 4 * MB
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario()
 def test_a_client_that_is_cut_off_waits_until_it_is_not(guest: Guest) -> None:
     (guest.path("w") / "file").write_text("hello")
@@ -101,7 +101,7 @@ def test_a_client_that_is_cut_off_waits_until_it_is_not(guest: Guest) -> None:
     assert data == b"hello"
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario()
 def test_a_delay_delays(guest: Guest) -> None:
     def time_to_read_s(name: str) -> float:
@@ -119,7 +119,7 @@ def test_a_delay_delays(guest: Guest) -> None:
     assert slow_s > 0.3 > fast_s
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_a_full_disk_is_full_until_it_is_freed(guest: Guest) -> None:
     guest.fill_disk(free_bytes=MB)
@@ -133,7 +133,7 @@ def test_a_full_disk_is_full_until_it_is_freed(guest: Guest) -> None:
     write_synced(guest.path("w") / "large", bytes(8 * MB))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_a_server_that_restarts_keeps_open_files_open(guest: Guest) -> None:
     with (guest.path("w") / "file").open("wb") as file:
@@ -147,7 +147,7 @@ def test_a_server_that_restarts_keeps_open_files_open(guest: Guest) -> None:
     assert (guest.path("r") / "file").read_bytes() == b"before after"
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_a_power_cut_loses_what_was_not_synced_and_nothing_else(guest: Guest) -> None:
     write_synced(guest.path("w") / "from-client", b"1" * MB)

@@ -24,7 +24,7 @@ from tests.lab.hosts import applied, load_each, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
-from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.stores import SHARED_MEMORY
 from tests.support.waiting import TIMEOUT_S
 
@@ -107,7 +107,7 @@ def test_a_version_is_read_once_a_node(guest: Guest) -> None:
         require_each_version_read_once(guest, stores)
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario()
 def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
     """Its kernel keeps what one rank has read for the others, where there is memory for that."""
@@ -250,7 +250,7 @@ def copy_when_told(connection: Connection, path: Path) -> None:
         connection.send(time.monotonic() - started)
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_publish_and_mirror_are_as_fast_as_cp(guest: Guest) -> None:
     """At least 0.8 of it: shared memory to the server, and from there to another's memory.

@@ -24,7 +24,7 @@ from tests.lab.hosts import applied, load_each
 from tests.lab.lab import scenario
 from tests.support.moments import Step, at_step, die
 from tests.support.patterns import Pattern, Sparse, newest
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 
@@ -96,7 +96,7 @@ def published_by_two(guest: Guest, versions: range, pattern: Pattern) -> None:
     print(f"{num_read} versions of {len(versions)} read")
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario()
 def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
     published_by_two(guest, range(1, NUM_PUBLISHES + 1), WEIGHTS)

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import dbuffer
@@ -34,7 +33,7 @@ from tests.lab.lab import scenario
 from tests.support.children import Child
 from tests.support.moments import Step, at_step
 from tests.support.patterns import Pattern, newest
-from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.waiting import TIMEOUT_S, until
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
@@ -127,7 +126,6 @@ def read_with_delays(
     connection.send(versions[1:])
 
 
-@pytest.mark.soak
 @scenario(both=True)
 def test_publishing_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, WEIGHTS, delta=False)
@@ -454,7 +452,6 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
         trio.publish()
 
 
-@pytest.mark.soak
 @scenario(disruptive=True)
 def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
@@ -533,7 +530,6 @@ def receive_all(child: Child) -> list[int]:
     return received
 
 
-@pytest.mark.soak
 @scenario(disruptive=True, both=True)
 def test_the_servers_power_is_cut(guest: Guest) -> None:
     """What was published before is whole after it, and whoever is alive goes on."""
@@ -560,7 +556,6 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                     assert last > newest_sent
 
 
-@pytest.mark.soak
 @scenario(disruptive=True, both=True)
 def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
     """What it has done it does not know then, and is asked to do again: a rename cannot be."""
@@ -582,7 +577,7 @@ def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
         trio.publish()
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
     """The same without a network: two files, mapped and rewritten in place."""

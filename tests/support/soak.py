@@ -13,7 +13,6 @@ from tests.support.moments import MOMENTS, at_call
 from tests.support.waiting import TIMEOUT_S
 
 Record = Callable[[str, int], None]
-
 """pytest's ``record_property``: a figure that is added up over all tests, and told at the end."""
 
 
@@ -22,19 +21,8 @@ def is_soak() -> bool:
     return "DBUFFER_SOAK" in os.environ
 
 
-IN_SOAKS_ALONE = [
-    pytest.mark.soak,
-    pytest.mark.skipif(not is_soak(), reason="in a soak alone"),
-]
-
+IN_SOAKS_ALONE = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
 """Of what takes long, and shows what others show in another way."""
-
-
-def in_soaks_alone(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark one test so."""
-    for mark in IN_SOAKS_ALONE:
-        test = mark(test)
-    return test
 
 
 def at_moment(number: int, action: Callable[[], None]) -> None:

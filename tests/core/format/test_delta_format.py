@@ -255,7 +255,6 @@ def fuzz_swap(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
 WAYS = (fuzz_raw, fuzz_header_bytes, fuzz_tables, fuzz_record, fuzz_chunk, fuzz_stream, fuzz_swap)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
 def test_fuzz(steps, copier, way, record_property):
     outcomes: dict[str, int] = {}

@@ -28,7 +28,7 @@ from tests.support.object_store import (
     set_environment,
 )
 from tests.support.patterns import SMALL, SPARSE, Pattern, received
-from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, numbers
+from tests.support.soak import IN_SOAKS_ALONE, numbers
 from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02, retry_short_max_s=0.1)
@@ -161,7 +161,7 @@ def test_each_request_of_a_download_fails(route, fault, first, times):
         assert route.local_version() == version
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.timing(request_s=0.4)
 def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(route):
     """Some come after the pointer was put: readers find the newest version still."""

@@ -606,7 +606,6 @@ def copy_to_a_call(
             one.run(end)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize(
     ("last", "delta", "every"),

@@ -345,7 +345,6 @@ def move_in(store: Path) -> None:
             parameter.data.fill_(9)
 
 
-@pytest.mark.soak
 @in_turn(("num_versions", "begin"), [2, 3, 4], [begin_and_fail, begin_whole_and_fail, move_in])
 def test_a_local_sender_writes_into_no_file_of_a_network_sender(
     store, monkeypatch, num_versions, begin

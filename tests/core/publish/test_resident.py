@@ -637,7 +637,6 @@ def assert_goes_on(store: Path, expected: int | None) -> None:
         assert_tidy(store)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize(("last", "delta"), [(0, False), (1, False), (4, False), (4, True)])
 def test_killed_at_any_moment(shm_path, last, delta, record_property):

@@ -150,7 +150,6 @@ def assert_equal_stores(store: Path, *, verify: bool, mount: str) -> None:
 IN_ROWS = {uneven_rows, fsdp, partly_fsdp, state_dict, replicated, tied, hsdp, experts}
 
 
-@pytest.mark.soak
 @in_turn(("case", "mount"), CASES, MOUNTS)
 def test_the_version_is_that_of_the_whole_weights(world, store, case, mount):
     """Boxes are not gathered; on a network mount each rank writes boxes of rows."""
@@ -206,7 +205,6 @@ def test_on_a_network_mount_each_rank_flushes_its_file(world, store):
     assert parts == {name for names in flushed_parts for name in names}
 
 
-@pytest.mark.soak
 @in_turn(("case", "mount"), [two_dimensions, STRIDED], MOUNTS)
 def test_casting_and_renaming(four, store, case, mount):
     options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}, "durable": True}
@@ -653,7 +651,6 @@ def survives(
     return there
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize(
     ("size", "on_rank", "way", "first"),

@@ -161,7 +161,6 @@ STORES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.soak
 @in_turn(("case", "kind"), CASES, STORES)
 def test_every_version_is_what_the_ranks_hold(world, store, case, kind):
     """They are restarted after a whole version, one in a chain, one that a restart began with."""
@@ -232,7 +231,6 @@ def lose_base(store: Path, mount: str) -> None:
     base_of(store, mount, 1).unlink()
 
 
-@pytest.mark.soak
 @in_turn(("damage", "mount"), [damage_base, lose_base, damage_delta, lose_delta], MOUNTS)
 def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
     publish_three(world, store, mount)
@@ -244,7 +242,6 @@ def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
     assert sum("not upon its last" in message for message in first.log) == 1, first.log
 
 
-@pytest.mark.soak
 @in_turn(("failing", "mount"), [0, 3], MOUNTS)
 @pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
 def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(

@@ -244,7 +244,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("case", "mount", "delta"), WAYS)
 def test_ranks_that_hold_different_tensors_publish_all(four, store, case, mount, delta):
     """Each byte is written once; columns alone are gathered, in their stage, across a network."""

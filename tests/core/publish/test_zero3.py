@@ -124,7 +124,6 @@ def assert_published(store: Path, mount: str, model: nn.Module) -> None:
         )
 
 
-@pytest.mark.soak
 @in_turn(("persisted", "mount"), [0, 10_000], ["local", "network"])
 def test_parameters_are_gathered_one_at_a_time(world, store, persisted, mount):
     world.run(publish, store, persisted, mount)

@@ -172,7 +172,6 @@ def send_interrupted(rank: int, store: Path, way: Way, at: tuple[int, str | None
 WAYS = [Way("local"), Way("network"), Way("local", delta=True), Way("network", delta=True)]
 
 
-@pytest.mark.soak
 @in_turn(("at", "way"), [(1, None), (40, None), (1, "allgather"), (4, "allgather")], WAYS)
 def test_an_interrupted_send_is_joined_by_no_other(world, store, way, at):
     first, second, third = world.run(send_interrupted, store, way, at)

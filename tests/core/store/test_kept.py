@@ -184,7 +184,6 @@ def _publish_and_die(_: object, store: Path, number: int, delta: bool) -> None:
         sys.setprofile(None)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("delta", [False, True])
 def test_killed_at_any_call_a_sender_loses_no_kept_version(shm_path, mount, delta, record_property):
     """All that was kept is there afterwards, but for the version that is beyond what is kept."""

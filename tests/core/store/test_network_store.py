@@ -479,7 +479,6 @@ def test_a_stale_handle_is_tried_again(store, sender, fail, how, name, is_hit, f
     assert len(hits) == 3
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @in_turn(
     ("name", "is_hit", "number"),
@@ -552,7 +551,6 @@ def test_short_reads_are_no_errors(store, sender, receiver, monkeypatch):
 # What a network does to a writer's calls
 
 
-@pytest.mark.soak
 @in_turn(("nth", "number"), range(1, 8), [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
     store, sender, receiver, fail, number, nth
@@ -579,7 +577,6 @@ def test_a_flush_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
     assert path not in before | left, "no file is written twice, least of all that one"
 
 
-@pytest.mark.soak
 @in_turn(("nth", "number"), [1, 2, 3], [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("as_stream", [False, True], ids=["at once", "as a stream"])
 def test_a_write_that_fails_publishes_nothing(

@@ -495,7 +495,6 @@ def test_a_doctor_that_is_stopped_leaves_nothing(bucket_url):
 # Errors
 
 
-@pytest.mark.soak
 @in_turn(
     ("trouble", "reason", "command"),
     [

@@ -15,7 +15,7 @@ from dbuffer.errors import DBufferError
 from dbuffer.tools.commands.demo import demo
 from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
-from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 
 DEAF = """
 from dbuffer.integrations.engine.follower import Follower, Switch
@@ -80,7 +80,7 @@ class TestWithAnEngine:
         assert "WARNING" not in text
         assert text.endswith("success: the engine followed its trainer\n")
 
-    @in_soaks_alone
+    @IN_SOAKS_ALONE
     def test_a_reward_that_climbs_is_no_success_alone(self, tmp_path):
         code, text = run(tmp_path, f"LAST_VERSION = 25\n{DEAF}")
         assert code == 1, text

@@ -11,7 +11,7 @@ from tests.programs import lightrft_engines
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, pytest.mark.timeout(TIMEOUT_S + 10)]
+pytestmark = [*NEEDS_VLLM, IN_SOAKS_ALONE, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 
 def test_all_engines_have_the_version_when_the_call_returns(tmp_path):

@@ -8,7 +8,7 @@ from tests.programs import lightrft_sglang
 from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
+pytestmark = [*NEEDS_SGLANG, IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 
 
 def test_engine_answers_as_a_fresh_one_when_all_ranks_return(tmp_path):

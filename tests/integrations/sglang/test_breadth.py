@@ -11,12 +11,12 @@ import pytest
 from tests.programs import sglang_families
 from tests.programs.sglang_families import CASES
 from tests.support.engines.sglang_engines import NEEDS_SGLANG, WAIT_S, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("name", CASES)
 def test_switched_engine_answers_as_a_fresh_one(tmp_path, name):
     case = CASES[name]

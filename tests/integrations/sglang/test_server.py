@@ -27,7 +27,7 @@ from tests.support.ports import free_port
 from tests.support.soak import IN_SOAKS_ALONE
 from tests.support.waiting import until
 
-pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
+pytestmark = [*NEEDS_SGLANG, IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 
 LOADER_FLAG = ["--custom-weight-loader", "dbuffer.integrations.sglang.load_from_store"]
 LONG = list(range(1, 60))

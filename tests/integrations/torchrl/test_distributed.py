@@ -26,7 +26,7 @@ from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.later import Later
 from tests.support.ports import free_port
-from tests.support.soak import IN_SOAKS_ALONE, in_soaks_alone, in_turn
+from tests.support.soak import IN_SOAKS_ALONE, in_turn
 from tests.support.waiting import TIMEOUT_S, until
 
 parts = Later("tests.support.torchrl_parts")
@@ -142,7 +142,7 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
     return total
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("kind_name", KIND_CLASSES)
 @pytest.mark.parametrize("node_name", NODE_CLASSES)
 def test_distributed_collector_class(address, kind, node):
@@ -184,7 +184,6 @@ def _update_policy(
     return seen, pids
 
 
-@pytest.mark.soak
 @in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
 @pytest.mark.parametrize(
     ("sync", "with_factory"), [(True, False), pytest.param(False, True, marks=IN_SOAKS_ALONE)]
@@ -402,7 +401,7 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
     }
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.slow
 def test_ray_collector_updatepolicy(cluster, address):
     """Synchronously, by worker, and when an actor has been killed."""
@@ -441,7 +440,7 @@ def test_ray_collector_updatepolicy(cluster, address):
         collector.shutdown()
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
 def test_ray_collector_policy_constructor(cluster, address):

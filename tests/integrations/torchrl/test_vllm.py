@@ -23,7 +23,7 @@ from tests.programs.torchrl_engines import HEAD, NORM, WRONG_METADATA, wrong_met
 from tests.support.engines.tiny_models import make_model
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
 from tests.support.later import Later
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
@@ -413,7 +413,7 @@ def test_engines_of_one_process_are_updated(tmp_path):
     observe(torchrl_engines.__file__, tmp_path)
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_engines_in_ray_actors_are_updated(tmp_path):
     # Ray's workers would give way to every other process, and tests run side by side.
     env = environment(processes=False, RAY_worker_niceness="0")

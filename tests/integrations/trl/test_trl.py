@@ -29,7 +29,7 @@ IN_RANKS = ("colocate", "colocate lora")
     "role",
     [
         pytest.param("server", marks=NEEDS_VLLM),
-        *(pytest.param(kind, marks=[*NEEDS_VLLM, *IN_SOAKS_ALONE]) for kind in IN_RANKS),
+        *(pytest.param(kind, marks=[*NEEDS_VLLM, IN_SOAKS_ALONE]) for kind in IN_RANKS),
     ],
 )
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")

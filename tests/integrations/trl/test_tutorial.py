@@ -14,12 +14,12 @@ import pytest
 from tests.support.documents import DOCS, TUTORIAL
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S
 from tests.support.ports import free_port
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 MADE = runpy.run_path(str(DOCS / "make_tutorial.py"))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 class TestTutorial:

@@ -7,20 +7,17 @@ The program goes through what befalls such an engine, the last of it being its d
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.engines.vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
     environment,
     observe,
 )
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
 
-@pytest.mark.soak
 def test_tokens_of_an_engine_are_of_the_versions_that_it_reports(directory, record_property):
     """It takes the backend's way."""
     # Functions are sent to workers, to make them fail. The fresh engines, which an `LLM` is, run
@@ -30,7 +27,7 @@ def test_tokens_of_an_engine_are_of_the_versions_that_it_reports(directory, reco
         record_property(*figure)
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_two_ranks_switch_as_one_and_stage_no_more_than_they_must(directory, record_property):
     """With a model of 100 MB, and the extension's way."""
     env = environment(processes=True, VLLM_ALLOW_INSECURE_SERIALIZATION="1")

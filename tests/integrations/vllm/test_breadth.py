@@ -18,7 +18,7 @@ from tests.programs.vllm_breadth import (
     TWO_RANKS,
 )
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 UNDER_LOAD = [
@@ -33,7 +33,7 @@ UNDER_LOAD = [
 """Every second one: of most families, either of the two dtypes."""
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("name", CASES)
 def test_switched_engine_answers_as_a_fresh_one(tmp_path, name, record_property):
     env = environment(processes="tensor_parallel_size" in CASES[name].arguments)
@@ -51,7 +51,7 @@ def test_switched_engine_answers_as_a_fresh_one(tmp_path, name, record_property)
         record_property("switches of engines of many families", len(ORDER))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("name", UNDER_LOAD)
 def test_switched_under_load_answers_as_a_fresh_one(tmp_path, name, record_property):
     """By copies alone and by vLLM's reload, while it answers others."""

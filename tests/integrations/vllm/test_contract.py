@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs.vllm_contract import ENGINES, IS_OF_THEM
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe, run_tests_with
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 
@@ -28,7 +28,7 @@ def test_contract(tmp_path):
 # Real engines of these releases.
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.skipif(IS_OF_THEM, reason="this is one of them")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("release", RELEASES)

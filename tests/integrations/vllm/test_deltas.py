@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs.vllm_deltas import NUM_SWITCHES
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 
@@ -20,7 +20,7 @@ MOUNTS = ["local", "network"]
 MODELS = ["qwen3 float32 live", "qwen3 bfloat16 packed", "tied-qwen2 float32 live"]
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_after_many_deltas_an_engine_answers_as_a_fresh_one(

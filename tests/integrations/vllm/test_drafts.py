@@ -15,14 +15,14 @@ import pytest
 
 from tests.programs.vllm_drafts import CASES, ORDER
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 SHARES = {"eagle": [True, True], "eagle3": [True, True], "eagle3 with a head": [True, False]}
 """Whether a draft has the target's embedding, and its head."""
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_engines_that_speculate_answer_as_fresh_ones(tmp_path, name, dtype, record_property):

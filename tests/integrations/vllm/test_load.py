@@ -13,7 +13,7 @@ import pytest
 
 from tests.programs.vllm_load import BUSY_S, NUM_SAMPLES, PUBLISH_EVERY_S
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
 SHARES = (0.5, 0.9, 0.99, 0.999)
@@ -30,7 +30,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_nobody_sees_an_error(seen, record_property):
     assert seen["quiet"]["errors"] == seen["busy"]["errors"] == []
     for when in ("quiet", "busy"):
@@ -40,7 +40,7 @@ def test_nobody_sees_an_error(seen, record_property):
     record_property("answers that a server under load streamed", seen["busy"]["answers"])
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_each_stream_sees_versions_in_order(seen, record_property):
     assert seen["busy"]["backwards"] == []
     assert seen["busy"]["cut short"] == 0
@@ -48,7 +48,7 @@ def test_each_stream_sees_versions_in_order(seen, record_property):
     record_property("versions that a server under load switched to", int(seen["switches"]))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_the_server_does_not_grow(seen):
     for samples in zip(*seen["samples"], strict=True):
         assert len(samples) >= NUM_SAMPLES - 2

@@ -26,7 +26,7 @@ from tests.support.engines.vllm_engines import (
     environment,
     kill_group,
 )
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 from tests.support.waiting import until
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S)]
@@ -74,7 +74,7 @@ class Program:
         self._log.close()
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_others_go_on_while_engines_hang_die_and_come_late(directory, record_property):
     make_model("qwen3", 0).save_pretrained(directory / "model")
     took_s: dict[str, list[float]] = {}

@@ -26,7 +26,7 @@ from tests.support.engines.vllm_engines import (
 from tests.support.engines.vllm_servers import ANSWER_TOKENS
 from tests.support.soak import IN_SOAKS_ALONE
 
-pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, ANSWERS_TELL_VERSIONS]
+pytestmark = [*NEEDS_VLLM, IN_SOAKS_ALONE, ANSWERS_TELL_VERSIONS]
 MIN_VERSIONS_SEEN = 5
 
 

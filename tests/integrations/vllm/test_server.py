@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
-from tests.support.soak import in_soaks_alone, is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
 
@@ -45,6 +45,6 @@ def test_server_is_driven_from_outside(programs):
     programs["outside"].result()
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_server_that_cannot_follow_does_not_start_and_says_why(programs):
     programs["refused"].result()

@@ -10,17 +10,16 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
-from tests.support.soak import in_soaks_alone
+from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
-@pytest.mark.soak
 def test_server_tells_versions_and_serves_those_that_requests_take(directory):
     observe("vllm_versions.py", directory, "1", env=environment(processes=True))
 
 
-@in_soaks_alone
+@IN_SOAKS_ALONE
 def test_no_token_of_replicas_is_labeled_wrong(tmp_path):
     """Two replicas, each on its own version, behind two API servers of which one follows."""
     observe("vllm_versions.py", tmp_path, "2", env=environment(processes=True))

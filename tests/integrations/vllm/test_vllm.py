@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.soak, pytest.mark.xdist_group("vllm")]
+pytestmark = [*NEEDS_VLLM, pytest.mark.xdist_group("vllm")]
 
 
 def test_switched_engines_answer_as_fresh_ones(tmp_path):
