@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dbuffer
-from tests.support.children import Child
-from tests.support.patterns import SMALL, SPARSE, Pattern, Sparse, newest, publish, received
+from tests.support.patterns import SMALL, SPARSE, Pattern, Sparse, load, newest, publish, received
 from tests.support.stores import assert_tidy, fill, named_files, small_disk, version_files
 
 MEGABYTE = 1 << 20
@@ -33,38 +32,51 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture
+def store(disk: Path) -> Path:
+    return disk / "store"
+
+
+def publish_and_read(sender: dbuffer.WeightSender, pattern: Pattern, *versions: int) -> None:
+    for version in versions:
+        assert sender.send(pattern.weights(version), version=version).version == version
+        assert newest(sender.store, pattern) == version
+
+
+def assert_full(sender: dbuffer.WeightSender, weights: Any, there: int | None) -> None:
+    """There is no room for these weights, and the version that is there stays."""
+    with pytest.raises(dbuffer.StoreFullError, match=str(sender.store.parent)):
+        sender.send(weights)
+    assert newest(sender.store, BIG, CHANGING) == there
+
+
 @pytest.mark.parametrize("first", [0, 1, 2], ids=["nothing", "one buffer", "both buffers there"])
-def test_full(disk, first):
+def test_full(disk, store, first):
     """Without room for a byte, not even a version into a file that is there can be marked."""
-    with dbuffer.WeightSender(disk / "store") as sender:
+    with dbuffer.WeightSender(store) as sender:
         publish(sender, *range(1, first + 1), pattern=BIG)
         filler = fill(disk, leave_bytes=0 if first else MEGABYTE)
         for _ in range(3):
-            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(BIG.weights(first + 1))
-            assert newest(disk / "store", BIG) == (first or None)
+            assert_full(sender, BIG.weights(first + 1), first or None)
         filler.unlink()
-        for version in range(first + 1, first + 4):
-            assert sender.send(BIG.weights(version), version=version).version == version
-            assert newest(disk / "store", BIG) == version
-        assert_tidy(disk / "store")
+        publish_and_read(sender, BIG, *range(first + 1, first + 4))
+        assert_tidy(store)
 
 
-def test_full_before_the_store_is_made(disk):
+def test_full_before_the_store_is_made(disk, store):
     filler = fill(disk)
-    with contextlib.suppress(dbuffer.StoreFullError), dbuffer.WeightSender(disk / "store") as one:
+    with contextlib.suppress(dbuffer.StoreFullError), dbuffer.WeightSender(store) as one:
         one.send(SMALL.weights(1))
     filler.unlink()
-    with dbuffer.WeightSender(disk / "store") as sender:
-        sender.send(SMALL.weights(1), version=1)
-    assert newest(disk / "store", SMALL) == 1
+    with dbuffer.WeightSender(store) as sender:
+        publish_and_read(sender, SMALL, 1)
 
 
-def test_full_at_any_page(disk):
+def test_full_at_any_page(disk, store):
     """Room for a few pages: whichever small file comes too late, nothing is lost."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     failures = 0
-    with dbuffer.WeightSender(disk / "store", checksum=True) as sender:
+    with dbuffer.WeightSender(store, checksum=True) as sender:
         last = 0
         for num_pages in range(8):
             for layout in (SMALL, Pattern(num_tensors=3, numel=100 + num_pages)):
@@ -76,26 +88,24 @@ def test_full_at_any_page(disk):
                 else:
                     last, pattern = last + 1, layout
                 if last:
-                    assert newest(disk / "store", pattern) == last
+                    assert newest(store, pattern) == last
                 filler.unlink()
         assert failures > 0
         assert last > 0
-        sender.send(SMALL.weights(last + 1))
-        assert newest(disk / "store", SMALL) == last + 1
-        assert_tidy(disk / "store")
+        publish_and_read(sender, SMALL, last + 1)
+        assert_tidy(store)
 
 
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_deltas_full_at_any_page(disk, mount, monkeypatch):
+def test_deltas_full_at_any_page(disk, store, mount, monkeypatch):
     """Whichever file of a delta, or of an anchor after some, comes too late."""
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     failures = last = 0
-    with dbuffer.WeightSender(disk / "store", checksum=True, delta=True) as sender:
+    with dbuffer.WeightSender(store, checksum=True, delta=True) as sender:
         for num_pages in range(14):
-            for _ in range(4):
-                last += 1
-                sender.send(SPARSE.weights(last), version=last)
+            publish(sender, *range(last + 1, last + 5), pattern=SPARSE)
+            last += 4
             filler = fill(disk, leave_bytes=num_pages * page_bytes)
             for _ in range(4):
                 try:
@@ -104,122 +114,86 @@ def test_deltas_full_at_any_page(disk, mount, monkeypatch):
                     failures += 1
                 else:
                     last += 1
-                assert newest(disk / "store", SPARSE) == last
+                assert newest(store, SPARSE) == last
             filler.unlink()
         assert 5 < failures < 50
-        for _ in range(4):
-            last += 1
-            sender.send(SPARSE.weights(last), version=last)
-            assert newest(disk / "store", SPARSE) == last
-        left = version_files(disk / "store") - named_files(disk / "store")
+        publish_and_read(sender, SPARSE, *range(last + 1, last + 5))
+        left = version_files(store) - named_files(store)
         assert len(left) <= (4 if mount == "network" else 0)
 
 
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_room_for_two_versions_is_enough_for_deltas(disk, mount, monkeypatch):
+def test_room_for_two_versions_is_enough_for_deltas(store, mount, monkeypatch):
     """And for the anchors between them, and after an error."""
     monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
-    with dbuffer.WeightSender(disk / "store", delta=True, checksum=True) as sender:
-        for version in range(1, 10):
-            sender.send(CHANGING.weights(version))
-            assert newest(disk / "store", CHANGING) == version
+    with dbuffer.WeightSender(store, delta=True, checksum=True) as sender:
+        publish_and_read(sender, CHANGING, *range(1, 10))
         for version in (10, 12, 14):
-            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(HUGE.weights(version))
-            assert newest(disk / "store", CHANGING) == version - 1
-            for later in (version, version + 1):
-                sender.send(CHANGING.weights(later))
-                assert newest(disk / "store", CHANGING) == later
+            assert_full(sender, HUGE.weights(version), version - 1)
+            publish_and_read(sender, CHANGING, version, version + 1)
 
 
-def test_room_for_two_versions_is_enough_for_a_new_layout(disk):
+def test_room_for_two_versions_is_enough_for_a_new_layout(store):
     """The version that is replaced must not take up room, nor what a receiver that follows had."""
     with (
-        dbuffer.WeightSender(disk / "store") as sender,
-        dbuffer.WeightReceiver(disk / "store") as receiver,
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
     ):
         for version, pattern in enumerate((BIG, BIG, BIG, WIDE, WIDE, WIDE), start=1):
             sender.send(pattern.weights(version))
             with receiver.open() as snapshot:
                 assert pattern.version_of(snapshot.tensors) == version
             del snapshot  # it maps its file, and an unlinked file keeps its room while mapped
-        assert_tidy(disk / "store")
+        assert_tidy(store)
 
 
 @pytest.mark.parametrize("form", [dict, lambda weights: iter(weights.items())])
-def test_full_at_a_new_layout(disk, form):
+def test_full_at_a_new_layout(store, form):
     """A stream's size shows only as it comes."""
-    with dbuffer.WeightSender(disk / "store") as sender:
+    with dbuffer.WeightSender(store) as sender:
         publish(sender, 1, 2, pattern=BIG)
         for _ in range(3):
-            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(form(HUGE.weights(3)))
-            assert newest(disk / "store", BIG) == 2
+            assert_full(sender, form(HUGE.weights(3)), 2)
         sender.send(form(BIG.weights(3)))
-        assert newest(disk / "store", BIG) == 3
-        assert_tidy(disk / "store")
-    with dbuffer.WeightSender(disk / "store") as sender:
-        sender.send(BIG.weights(4))
-        assert newest(disk / "store", BIG) == 4
+        assert newest(store, BIG) == 3
+        assert_tidy(store)
+    with dbuffer.WeightSender(store) as sender:
+        publish_and_read(sender, BIG, 4)
 
 
-def hold(connection: Connection, store: Path) -> None:
-    with dbuffer.WeightReceiver(store) as receiver:
-        try:
-            with receiver.open() as snapshot:
-                connection.send(snapshot.version)
-                connection.recv()
-                connection.send(BIG.version_of(snapshot.tensors))
-        except dbuffer.SnapshotEvictedError:
-            connection.send("evicted")
-    connection.send("closed")
-    connection.recv()
-
-
-def test_full_because_an_evicted_reader_still_has_its_file(disk):
+def test_full_because_an_evicted_reader_still_has_its_file(store):
     """Its bytes cannot be given to anyone else as long as it maps them."""
-    with (
-        dbuffer.WeightSender(disk / "store", reader_timeout_s=0.1) as sender,
-        contextlib.ExitStack() as readers,
-    ):
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
         sender.send(BIG.weights(1))
-        reader = readers.enter_context(Child(hold, disk / "store"))
-        assert reader.receive() == 1
-        sender.send(BIG.weights(2))
-        for _ in range(2):
-            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
-                sender.send(BIG.weights(3))
-            assert newest(disk / "store", BIG) == 2
-        reader.send("let go")
-        assert reader.receive() == 1, "what it held is whole"
-        assert reader.receive() == "evicted"
-        assert reader.receive() == "closed"  # killed while it writes its record, it leaves a file
-        readers.close()
-        for version in (3, 4, 5):
-            sender.send(BIG.weights(version))
-            assert newest(disk / "store", BIG) == version
-        assert_tidy(disk / "store")
+        with (
+            pytest.raises(dbuffer.SnapshotEvictedError),
+            dbuffer.WeightReceiver(store) as receiver,
+            receiver.open() as snapshot,
+        ):
+            sender.send(BIG.weights(2))
+            for _ in range(2):
+                assert_full(sender, BIG.weights(3), 2)
+            assert BIG.version_of(snapshot.tensors) == 1, "what it held is whole"
+        del snapshot
+        publish_and_read(sender, BIG, 3, 4, 5)
+        assert_tidy(store)
 
 
-def test_receiver_acknowledges_again_when_there_is_room(disk):
-    target = SMALL.empty()
-    with (
-        dbuffer.WeightSender(disk / "store") as sender,
-        dbuffer.WeightReceiver(disk / "store") as receiver,
-    ):
-        sender.send(SMALL.weights(1))
+def test_receiver_acknowledges_again_when_there_is_room(disk, store):
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        publish(sender, 1)
         filler = fill(disk)
-        assert receiver.load_into(target) == 1, "a reader needs no room"
+        assert load(receiver) == 1, "a reader needs no room"
         filler.unlink()
-        sender.send(SMALL.weights(2))
-        assert receiver.load_into(target) == 2
+        publish(sender, 2)
+        assert load(receiver) == 2
         sender.wait_applied(2, timeout_s=0)
 
 
-def test_a_version_whose_delta_has_no_room_is_published_without(disk, monkeypatch, caplog):
+def test_a_version_whose_delta_has_no_room_is_published_without(disk, store, monkeypatch, caplog):
     """On a local mount, where a buffer is whole and its delta tells what changed."""
     monkeypatch.setenv("DBUFFER_MOUNT", "local")
-    store, weights = disk / "store", {"a": torch.zeros(3 * MEGABYTE, dtype=torch.uint8)}
+    weights = {"a": torch.zeros(3 * MEGABYTE, dtype=torch.uint8)}
     generator = torch.Generator().manual_seed(0)
 
     def send() -> int | None:

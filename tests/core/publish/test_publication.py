@@ -138,38 +138,29 @@ def test_a_guarded_optimizer_waits_with_its_step(gate, sender, store):
         pending.wait()
 
 
-NEXT: dict[str, Callable[[dbuffer.WeightSender], Any]] = {
-    "send": lambda sender: sender.send(WEIGHTS),
-    "send without waiting": lambda sender: sender.send(WEIGHTS, wait=False),
-    "close": dbuffer.WeightSender.close,
+NEXT: dict[str, Callable[[dbuffer.WeightSender, dbuffer.PendingPublication], Any]] = {
+    "send": lambda sender, _: sender.send(WEIGHTS),
+    "send without waiting": lambda sender, _: sender.send(WEIGHTS, wait=False),
+    "close": lambda sender, _: sender.close(),
+    "each wait": lambda _, pending: pending.wait(),
 }
 
 
 @pytest.mark.parametrize("action", NEXT)
-def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(action, gate, store):
+def test_a_failure_is_raised_by_what_comes_next_or_by_each_wait(action, gate, store):
     sender = dbuffer.WeightSender(store)
     gate.error = dbuffer.StoreFullError("no room")
-    sender.send(WEIGHTS, wait=False)
+    pending = sender.send(WEIGHTS, wait=False)
     gate.may_go_on.set()
-    with pytest.raises(dbuffer.StoreFullError, match="no room"):
-        NEXT[action](sender)
+    for _ in range(2 if action == "each wait" else 1):
+        with pytest.raises(dbuffer.StoreFullError, match="no room"):
+            NEXT[action](sender, pending)
     gate.error = None
     if action != "close":
         assert sender.send(WEIGHTS).version == 1
     sender.close()
     with dbuffer.WeightSender(store) as another:  # it was let go of
         another.send(WEIGHTS)
-
-
-def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(gate, sender):
-    gate.error = dbuffer.StoreFullError("no room")
-    gate.may_go_on.set()
-    pending = sender.send(WEIGHTS, wait=False)
-    for _ in range(2):
-        with pytest.raises(dbuffer.StoreFullError, match="no room"):
-            pending.wait()
-    gate.error = None
-    assert sender.send(WEIGHTS).version == 1
 
 
 def test_versions_come_in_the_order_in_which_they_were_sent(store):

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,22 +79,6 @@ class Net(nn.Module):
         return self.head(hidden + self.empty.sum())
 
 
-class Trainer:
-    """The same steps for any model that begins with the same values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
-        self._generator = torch.Generator().manual_seed(1)
-
-    def step(self) -> None:
-        tokens = torch.randint(16, (8,), generator=self._generator)
-        loss = nn.functional.cross_entropy(self.model(tokens), tokens)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
@@ -120,6 +105,12 @@ def mapped_files(tensors: Iterable[torch.Tensor]) -> set[str]:
 
 def is_outside(model: nn.Module, store: Path) -> bool:
     return not [path for path in mapped_files(model.parameters()) if str(store) in path]
+
+
+def publish(model: Patterned, resident: ResidentModel, *versions: int) -> None:
+    for version in versions:
+        model.step(version)
+        resident.publish()
 
 
 @pytest.fixture
@@ -173,31 +164,39 @@ def test_each_version_is_the_model_as_it_was(any_store, warnings, pattern, delta
 
 def test_what_did_not_change_is_not_copied(store, monkeypatch):
     """Into the other buffer, from the third version on: it holds the one before the last."""
-    copied: list[int] = []
-    write = Copier.write
-
-    def count(self: Copier, target: Any, tensors: Any, **options: Any) -> list[int] | None:
-        copied.append(len(tensors))
-        return write(self, target, tensors, **options)
-
-    monkeypatch.setattr(Copier, "write", count)
+    write = mock.Mock(wraps=Copier.write)
+    monkeypatch.setattr(Copier, "write", lambda *arguments, **options: write(*arguments, **options))
     model = Patterned(SPARSE)
     with ResidentModel(model, store, delta=True) as resident:
         for version in range(1, 7):
-            model.step(version)
-            resident.publish()
+            publish(model, resident, version)
             assert model.version() == version
+    copied = [len(tensors) for (_, _, tensors), _ in write.call_args_list]
     assert copied == [len(SPARSE.names)] * 2
+
+
+def trainer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """An optimizer, and the same steps for any model that begins with the same values."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> None:
+        tokens = torch.randint(16, (8,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+
+    return optimizer, step
 
 
 def test_it_trains_as_any_other_model_does(store, warnings):
     model, other = Net(), Net()
     names = [name for name, _ in model.named_parameters()]
     with ResidentModel(model, store) as resident:
-        trainer, reference = Trainer(model), Trainer(other)
+        (optimizer, step), (_, step_other) = trainer_of(model), trainer_of(other)
         for _ in range(6):
-            trainer.step()
-            reference.step()
+            step()
+            step_other()
             resident.publish()
             assert_same(read(store, model), values(model))
             # A matrix that is not contiguous any more is multiplied in another order.
@@ -206,7 +205,7 @@ def test_it_trains_as_any_other_model_does(store, warnings):
         assert model.twin.data_ptr() == model.hidden.bias.data_ptr()
         assert not model.hidden.weight.requires_grad
         assert [name for name, _ in model.named_parameters()] == names
-        trained = trainer.optimizer.param_groups[0]["params"]
+        trained = optimizer.param_groups[0]["params"]
         assert {id(p) for p in trained} <= {id(p) for p in model.parameters()}
     torch.testing.assert_close(values(model), values(other))
     assert warnings() == []
@@ -247,8 +246,7 @@ def publish_protected(connection: Connection, store: Path) -> None:
     """Publish with every page that the parameters live in made read-only: a write is a SIGSEGV."""
     model = Patterned(BIG)
     resident = ResidentModel(model, store, num_threads=1)
-    model.step(1)
-    resident.publish()
+    publish(model, resident, 1)
     model.step(2)
     home = resident._home
     assert home is not None
@@ -290,12 +288,10 @@ def test_reader_that_holds_on_is_evicted_into_a_new_file(store, warnings):
         ResidentModel(model, store, reader_timeout_s=0.1) as resident,
         dbuffer.WeightReceiver(store) as receiver,
     ):
-        model.step(1)
-        resident.publish()
+        publish(model, resident, 1)
         with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open(timeout_s=0) as snapshot:
             for version in (2, 3, 4):
-                model.step(version)
-                resident.publish()
+                publish(model, resident, version)
                 assert newest(store) == version
                 assert SMALL.version_of(snapshot.tensors) == 1
         assert_tidy(store)
@@ -402,32 +398,24 @@ def made_by_state_dict() -> nn.Module:
     return model
 
 
-def on_no_device() -> nn.Module:
-    return nn.Linear(2, 2, device="meta")
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "message", "mount"),
     [
-        (flat_buffer, "a part of something larger.* WeightSender"),
-        (two_views, "another view of it.* WeightSender"),
-        (made_by_state_dict, "'bias' .* WeightSender"),
-        (on_no_device, "meta"),
+        (flat_buffer, "a part of something larger.* WeightSender", "local"),
+        (two_views, "another view of it.* WeightSender", "local"),
+        (made_by_state_dict, "'bias' .* WeightSender", "local"),
+        (lambda: nn.Linear(2, 2, device="meta"), "meta", "local"),
+        (lambda: nn.Linear(2, 2), "WeightSender", "network"),
     ],
 )
-def test_a_model_that_cannot_move_in_is_refused(store, make, message):
+def test_a_model_that_cannot_move_in_is_refused(store, make, message, mount, monkeypatch):
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
     model = make()
     place = model.weight.data_ptr()
     refusals = dbuffer.UnsupportedError, dbuffer.InvalidWeightsError
     with pytest.raises(refusals, match=message):
         ResidentModel(model, store)
     assert model.weight.data_ptr() == place
-    assert not store.exists()
-
-
-def test_a_network_mount_is_refused(store, network):
-    with pytest.raises(NotImplementedError, match="WeightSender"):
-        ResidentModel(Patterned(), store)
     assert not store.exists()
 
 
@@ -444,8 +432,7 @@ def test_after_close_the_model_is_an_ordinary_one(store):
     resident = ResidentModel(model, store)
     with pytest.raises(dbuffer.StoreBusyError):
         dbuffer.WeightSender(store)
-    model.step(1)
-    resident.publish()
+    publish(model, resident, 1)
     model.step(2)
     resident.close()
     resident.close()
@@ -464,8 +451,7 @@ def test_after_close_the_model_is_an_ordinary_one(store):
 def test_successor_is_not_written_into_and_not_overtaken(store):
     model = Patterned()
     resident = ResidentModel(model, store)
-    model.step(1)
-    resident.publish()
+    publish(model, resident, 1)
     (store / "writer.lock").unlink()  # by a hand that knows no better
     with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
         for version in (2, 3, 4):
@@ -484,8 +470,7 @@ def test_successor_is_not_written_into_and_not_overtaken(store):
 def fork_and_publish(connection: Connection, store: Path) -> None:
     model = Patterned()
     with ResidentModel(model, store, num_threads=1) as resident:
-        model.step(1)
-        resident.publish()
+        publish(model, resident, 1)
         model.step(2)
 
         def publish_in_child() -> None:
@@ -496,8 +481,7 @@ def fork_and_publish(connection: Connection, store: Path) -> None:
         assert in_a_fork(publish_in_child) == 0
         resident.publish()
         assert newest(store) == 2
-        model.step(3)
-        resident.publish()
+        publish(model, resident, 3)
     connection.send("done")
 
 
@@ -529,43 +513,34 @@ def failing(
 FULL = dbuffer.StoreFullError("no room")
 
 
+FAILURES: dict[str, tuple[str, int]] = {
+    "manifest": ("replace_file", 1),
+    "pointer": ("replace_file", 2),
+    "flush": ("sync_directory", 2),
+}
+"""Calls that fail, and which of them: the pointer is in place when its flush fails."""
+
+
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()])
-@pytest.mark.parametrize("nth", [1, 2], ids=["manifest", "pointer"])
-def test_a_publish_that_fails_leaves_the_model_whole(
-    store, monkeypatch, nth, error, model, resident
-):
-    model.step(1)
-    resident.publish()
-    model.step(2)
-    with (
-        failing(monkeypatch, filesystem, "replace_file", error, nth),
-        pytest.raises(type(error)),
-    ):
-        resident.publish()
-    assert model.version() == 2
-    assert newest(store) == 1
-    model.step(3)
-    assert newest(store) == 1
-    assert resident.publish(version=3).version == 3 == newest(store)
-    model.step(4)
-    assert resident.publish().version == 4 == newest(store)
-    assert_tidy(store)
-
-
-def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(store, monkeypatch):
-    """The pointer is in place when its flush fails."""
-    model = Patterned()
+@pytest.mark.parametrize("step", FAILURES)
+def test_a_publish_that_fails_leaves_the_model_whole(store, monkeypatch, step, error, model):
     with ResidentModel(model, store, durable=True) as resident:
-        model.step(1)
+        publish(model, resident, 1)
+        model.step(2)
+        function, nth = FAILURES[step]
         with (
-            failing(monkeypatch, filesystem, "sync_directory", FULL, nth=2),
-            pytest.raises(OSError, match="room"),
+            failing(monkeypatch, filesystem, function, error, nth),
+            pytest.raises(type(error)),
         ):
             resident.publish()
-        assert newest(store) == 1
-        model.step(2)
-        assert newest(store) == 1
-        assert resident.publish().version == 2 == newest(store)
+        assert model.version() == 2
+        there = 2 if step == "flush" else 1
+        assert newest(store) == there
+        model.step(3)
+        assert newest(store) == there, "what was published was trained in"
+        assert resident.publish(version=3).version == 3 == newest(store)
+        model.step(4)
+        assert resident.publish().version == 4 == newest(store)
         assert_tidy(store)
 
 
@@ -596,9 +571,7 @@ def test_training_in_ordinary_memory_is_published_where_deltas_are(store, monkey
     """The idle buffer lacks more than what changed between the last two versions."""
     model = Patterned(SPARSE)
     with ResidentModel(model, store, delta=True, checksum=checksum) as resident:
-        for version in range(1, 4):
-            model.step(version)
-            resident.publish()
+        publish(model, resident, *range(1, 4))
         model.step(4)
         with failing(monkeypatch, BufferWriter, "claim", FULL):
             resident.publish()
@@ -631,8 +604,7 @@ def assert_goes_on(store: Path, expected: int | None) -> None:
     model = Patterned()
     with ResidentModel(model, store) as resident:
         for later in range(version + 1, version + 4):
-            model.step(later)
-            resident.publish()
+            publish(model, resident, later)
             assert newest(store) == later
         assert_tidy(store)
 
