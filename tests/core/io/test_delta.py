@@ -55,22 +55,20 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(io_changes, "_SHORT_BYTES", 512)
 
 
-def assert_leads_there(step, copier, *, times=1):
-    contents = step.contents()
+def assert_right(step, copier, *, times=1):
+    """The delta leads to the version after, and its positions and checksums are right."""
+    contents, read_chunk = step.contents(), step.encoded.chunks.__getitem__
     for _ in range(times):
-        apply_delta(step.header, step.encoded.chunks.__getitem__, contents, copier)
+        apply_delta(step.header, read_chunk, contents, copier)
     assert torch.equal(contents.data, step.contents(of_after=True).data)
     contents.assert_guarded()
-
-
-def assert_positions(step, copier):
-    """Those that are told are those that differ."""
-    told = dict(changed_positions(step.header, step.encoded.chunks.__getitem__, copier))
+    if step.header.checksums is not None:
+        verify_result(step.header, contents, copier)
+    found = dict(changed_positions(step.header, read_chunk, copier))
     for index, (old, new) in enumerate(zip(step.before, step.after, strict=True)):
-        width = min(old.dtype.itemsize, 8)
-        words = [np.frombuffer(bits(each), f"<u{width}") for each in (old, new)]
+        words = [np.frombuffer(bits(each), f"<u{min(old.itemsize, 8)}") for each in (old, new)]
         differing = np.flatnonzero(words[0] != words[1])
-        positions = told.get(index, np.array([], np.int64))
+        positions = found.get(index, np.array([], np.int64))
         if positions is not None:
             assert positions.tolist() == differing.tolist()
         else:
@@ -102,15 +100,8 @@ def test_round_trip_of_mixed_tensors_in_small_chunks(
 ):
     columns = zip(*tensors, strict=True) if tensors else ((), (), ())
     step = random_step(seed, *columns, copier, absolute=absolute, hashed=hashed)
-    assert_leads_there(step, copier, times=2 if absolute else 1)
-    assert_positions(step, copier)
-    contents = step.contents(of_after=True)
-    if hashed:
-        verify_result(step.header, contents, copier)
-        expected = copier.checksums(contents)
-        assert all(expected[index] == found for index, found in step.header.checksums.items())
-    else:
-        assert step.header.checksums is None
+    assert_right(step, copier, times=2 if absolute else 1)
+    assert (step.header.checksums is not None) == hashed
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64", "complex128"])
@@ -118,10 +109,7 @@ def test_tensors_of_several_blocks(copier, dtype):
     words = BLOCK_BYTES // DTYPES[dtype].itemsize
     sizes = [3 * words + 17, words, words + 1, 5, words // 4 - 1]
     for shares in ([0.01] * 5, [0.3, 0.9, 0.0, 1.0, 1e-9], [0.6] * 5):
-        step = random_step(5, [dtype] * 5, sizes, shares, copier)
-        assert_leads_there(step, copier)
-        assert_positions(step, copier)
-        verify_result(step.header, step.contents(of_after=True), copier)
+        assert_right(random_step(5, [dtype] * 5, sizes, shares, copier), copier)
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -133,12 +121,9 @@ def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed, a
     sizes = rng.choice([0, 1, 31, 32, 4096, 10_001, 60_000, 400_000], 80).tolist()
     shares = rng.choice([0.0, 1e-4, 0.01, 0.4, 0.51, 1.0], 80).tolist()
     step = random_step(7, dtypes, sizes, shares, copier, hashed=hashed, absolute=absolute)
-    assert_leads_there(step, copier, times=2 if absolute else 1)
-    assert_positions(step, copier)
-    if hashed:
-        verify_result(step.header, step.contents(of_after=True), copier)
-    found = find_changes(step.contents(), step.after, copier, hashed=False)
+    assert_right(step, copier, times=2 if absolute else 1)
     contents = step.contents()
+    found = find_changes(contents, step.after, copier, hashed=False)
     for _ in range(2):
         write_changes(found.changes, contents, copier)
         assert torch.equal(contents.data, step.contents(of_after=True).data)
@@ -147,35 +132,32 @@ def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed, a
 
 def test_many_short_tensors_side_by_side(copier):
     """More than are compared at once; the first, the last and every seventh did not change."""
-    rng = np.random.default_rng(8)
-    shares = [0.0 if index % 7 == 0 else 0.01 for index in range(1000)] + [0.0]
+    shares = [0.01 if index % 7 else 0.0 for index in range(1000)] + [0.0]
     step = random_step(8, ["bfloat16"] * 1001, [4096] * 1001, shares, copier)
     assert step.header.tensors["tensor"].tolist() == [i for i in range(1000) if i % 7]
-    assert_leads_there(step, copier)
-    assert_positions(step, copier)
-    tied = rng.integers(0, 1001, 5).tolist()  # two names of one memory are two tensors here
-    after = [step.after[tied[0]] if index in tied else one for index, one in enumerate(step.after)]
-    assert_leads_there(make_step(step.before, after, ["bfloat16"] * 1001, copier), copier)
+    assert_right(step, copier)
+    # Two names of one memory are two tensors here.
+    after = [*step.after[:3], *[step.after[500]] * 2, *step.after[5:]]
+    assert_right(make_step(step.before, after, ["bfloat16"] * 1001, copier), copier)
 
 
-def test_a_block_that_changed_all_over_in_a_tensor_that_did_not(copier):
-    before = torch.zeros(4 * BLOCK_BYTES, dtype=torch.uint8)
+@pytest.mark.parametrize(
+    "places",
+    [
+        range(BLOCK_BYTES, 2 * BLOCK_BYTES),
+        # Gaps longer than 16 bits, and the last byte, behind the last eight.
+        [0, 1, 65535, 65536, 65536 + 65535, 65536 + 65535 + 65536, 4 * BLOCK_BYTES + 2],
+    ],
+    ids=["all of one block", "far apart"],
+)
+def test_places_in_a_long_tensor(copier, places):
+    before = torch.zeros(4 * BLOCK_BYTES + 3, dtype=torch.uint8)
     after = before.clone()
-    after[BLOCK_BYTES : 2 * BLOCK_BYTES] = 1
+    after[list(places)] = 3
     step = make_step([before], [after], ["uint8"], copier)
     ((_, positions),) = changed_positions(step.header, step.encoded.chunks.__getitem__, copier)
-    assert np.array_equal(positions, np.arange(BLOCK_BYTES, 2 * BLOCK_BYTES))
-    assert_leads_there(step, copier)
-
-
-def test_gaps_longer_than_16_bits(copier):
-    before = torch.zeros(1_000_000, dtype=torch.uint8)
-    after = before.clone()
-    places = [0, 1, 65535, 65536, 65536 + 65535, 65536 + 65535 + 65536, 999_999]
-    after[places] = 3
-    step = make_step([before], [after], ["uint8"], copier)
-    assert_leads_there(step, copier)
-    assert_positions(step, copier)
+    assert positions.tolist() == list(places)
+    assert_right(step, copier)
 
 
 def test_bits_are_compared(copier):
@@ -203,7 +185,9 @@ def test_the_header_says_what_it_is_for(copier):
 
 
 class TestOtherTensors:
-    def test_are_cast_as_a_publish_would(self, copier):
+    @pytest.mark.parametrize("batch_bytes", [1000, 10_000, io_changes._BATCH_BYTES])
+    def test_are_cast_as_a_publish_would_a_batch_at_a_time(self, copier, monkeypatch, batch_bytes):
+        monkeypatch.setattr(io_changes, "_BATCH_BYTES", batch_bytes)
         tensors = odd_tensors(1000)
         layout = Layout.of(
             TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
@@ -213,20 +197,9 @@ class TestOtherTensors:
         before, expected = Guarded(layout, []), Guarded(layout, [])
         checksums = copier.write(expected, after, hashed=True)
         found = find_changes(before, after, copier, hashed=True)
-        changed = {change.tensor for change in found.changes}
-        assert changed == {index for index, tensor in enumerate(after) if tensor.numel()}
+        changed = [index for index, tensor in enumerate(after) if tensor.numel()]
+        assert [change.tensor for change in found.changes] == changed
         assert found.checksums == {index: checksums[index] for index in changed}
-        write_changes(found.changes, before, copier)
-        assert torch.equal(before.data, expected.data)
-
-    def test_are_brought_a_batch_at_a_time(self, copier, monkeypatch):
-        monkeypatch.setattr(io_changes, "_BATCH_BYTES", 1000)
-        layout = Layout.of([TensorSpec(str(n), "float32", (n, 40)) for n in range(1, 9)])
-        after = [torch.randn(40, n).t() for n in range(1, 9)]
-        before, expected = Guarded(layout, []), Guarded(layout, [])
-        copier.write(expected, after)
-        found = find_changes(before, after, copier, hashed=False)
-        assert [change.tensor for change in found.changes] == list(range(8))
         write_changes(found.changes, before, copier)
         assert torch.equal(before.data, expected.data)
 
@@ -310,11 +283,17 @@ class TestWriteChanges:
 
 
 class TestApply:
-    def test_to_other_tensors_is_refused(self, copier):
+    def test_what_it_cannot_read_or_fit_is_raised(self, copier):
         step = random_step(3, ["bfloat16"], [100], [0.1], copier)
         other = Guarded(layout_of([torch.zeros(50)], ["float32"]), [torch.zeros(50)])
         with pytest.raises(StoreCorruptError):
             apply_delta(step.header, step.encoded.chunks.__getitem__, other, copier)
+
+        def fail(number):
+            raise OSError("gone")
+
+        with pytest.raises(OSError, match="gone"):
+            apply_delta(step.header, fail, step.contents(), copier)
 
     @pytest.mark.usefixtures("small_chunks")
     @pytest.mark.parametrize("absolute", [False, True])
@@ -347,15 +326,6 @@ class TestApply:
         contents.assert_guarded()
         assert len(read) < len(step.encoded.chunks), "some change nothing in it"
 
-    def test_what_reading_raises_is_raised(self, copier):
-        step = random_step(3, ["bfloat16"], [100], [0.1], copier)
-
-        def fail(number):
-            raise OSError("gone")
-
-        with pytest.raises(OSError, match="gone"):
-            apply_delta(step.header, fail, step.contents(), copier)
-
 
 class TestSize:
     """Bytes for each changed element, of bf16 weights N(0, 0.02) with Gaussian updates."""
@@ -383,7 +353,7 @@ class TestSize:
         whole = sum(tensor.nbytes for tensor in before)
         assert step.encoded.num_bytes <= 0.008 * whole
         assert len(step.encoded.header) <= 12 * 300
-        assert_leads_there(step, copier)
+        assert_right(step, copier)
 
     def test_of_what_cannot_be_made_smaller(self, copier):
         step = random_step(0, ["float32"], [300_000], [0.0], copier, absolute=True)
@@ -391,7 +361,7 @@ class TestSize:
         after = [random_tensor("float32", 300_000, rng)]
         step = make_step(step.before, after, ["float32"], copier, absolute=True)
         assert step.encoded.num_bytes <= 1.001 * after[0].nbytes
-        assert_leads_there(step, copier, times=2)
+        assert_right(step, copier, times=2)
 
 
 def test_without_zstandard(copier, monkeypatch):
