@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -29,6 +30,7 @@ from dbuffer.tools.render import doctor_parts, terminal_lines
 from tests.support.children import Child, Command, preload
 from tests.support.commands import call
 from tests.support.forked_program import fork_programs
+from tests.support.moments import die
 from tests.support.patterns import SMALL, newest
 from tests.support.stores import fill, small_disk, without_flock
 from tests.support.waiting import TIMEOUT_S, until
@@ -186,13 +188,11 @@ def assert_refused_unless_shared(place: Path) -> None:
     assert doctor.examine(place, allow_shared_store=True).broken == ()
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
-def test_a_directory_that_others_can_write_to(place, mode):
-    place.chmod(mode)
-    assert_refused_unless_shared(place)
-
-
-def test_a_directory_for_everybody_may_hold_stores_and_be_none(place):
+def test_a_directory_that_others_can_write_to(place):
+    """One for everybody may hold stores, and be none."""
+    for mode in (0o777, 0o770, 0o707):
+        place.chmod(mode)
+        assert_refused_unless_shared(place)
     place.chmod(0o1777)  # as /dev/shm
     assert found_by(doctor.examine(place), "owner and mode").verdict == "adapted"
     with dbuffer.WeightSender(place, allow_shared_store=True) as sender:
@@ -237,26 +237,6 @@ def make_open_directory(path: Path, *, parents: bool = False) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("function", "behaviour", "broken"),
-    [
-        ("sync_file", fail(errno.EIO), {"write and flush": 3}),
-        ("sync_directory", fail(errno.EINVAL), {"write and flush": 3}),
-        ("replace_file", replace_slowly, {"replacing a file": 1}),
-        ("replace_file", replace_by_unlinking, {"replacing a file": 1}),
-        ("try_lock", fail(errno.ENOLCK), {"locks (flock)": 1}),
-        ("allocate", allocate_nothing, {"allocation": 3}),
-        ("make_directory", make_open_directory, {"private directories": 6}),
-    ],
-)
-def test_what_does_not_work(place, monkeypatch, function, behaviour, broken, timing):
-    monkeypatch.setattr(filesystem, function, behaviour)
-    if function == "replace_file":
-        timing.doctor_watch_s = WATCH_S
-    assert broken_guarantees(doctor.examine(place)) == broken
-    assert list(place.iterdir()) == []
-
-
 class DeafProcess(OtherProcess):
     """Process that writes nothing into mappings."""
 
@@ -272,18 +252,30 @@ def mapping_of(kind: int) -> type[mmap.mmap]:
     return Mapping
 
 
+FILESYSTEM, PROBES = "dbuffer.store.filesystem", "dbuffer.tools.doctor.probes"
+
+
 @pytest.mark.parametrize(
-    ("name", "instead"),
+    ("name", "behaviour", "broken"),
     [
-        ("mmap.mmap", mapping_of(mmap.MAP_PRIVATE)),
-        ("mmap.mmap", mapping_of(mmap.MAP_SHARED)),
-        ("OtherProcess", DeafProcess),
+        (f"{FILESYSTEM}.sync_file", fail(errno.EIO), {"write and flush": 3}),
+        (f"{FILESYSTEM}.sync_directory", fail(errno.EINVAL), {"write and flush": 3}),
+        (f"{FILESYSTEM}.replace_file", replace_slowly, {"replacing a file": 1}),
+        (f"{FILESYSTEM}.replace_file", replace_by_unlinking, {"replacing a file": 1}),
+        (f"{FILESYSTEM}.try_lock", fail(errno.ENOLCK), {"locks (flock)": 1}),
+        (f"{FILESYSTEM}.allocate", allocate_nothing, {"allocation": 3}),
+        (f"{FILESYSTEM}.make_directory", make_open_directory, {"private directories": 6}),
+        (f"{PROBES}.mmap.mmap", mapping_of(mmap.MAP_PRIVATE), {"shared mappings": 1}),
+        (f"{PROBES}.mmap.mmap", mapping_of(mmap.MAP_SHARED), {"shared mappings": 1}),
+        (f"{PROBES}.OtherProcess", DeafProcess, {"shared mappings": 1}),
     ],
-    ids=["all private", "all shared", "nothing seen"],
 )
-def test_mappings_that_do_not_work(place, monkeypatch, name, instead):
-    monkeypatch.setattr(f"dbuffer.tools.doctor.probes.{name}", instead)
-    assert broken_guarantees(doctor.examine(place)) == {"shared mappings": 1}
+def test_what_does_not_work(place, monkeypatch, name, behaviour, broken, timing):
+    monkeypatch.setattr(name, behaviour)
+    if name.endswith("replace_file"):
+        timing.doctor_watch_s = WATCH_S
+    assert broken_guarantees(doctor.examine(place)) == broken
+    assert list(place.iterdir()) == []
 
 
 def test_every_error_leaves_nothing_behind(place, monkeypatch):
@@ -352,8 +344,16 @@ def test_on_a_network_mount(place, monkeypatch):
 # Two hosts: two processes here, and real ones over NFS in tests/lab
 
 
-def be_peer(connection: Connection, place: Path, timeout_s: float = TIMEOUT_S) -> None:
-    connection.send(peer.wait_for_host(place, timeout_s=timeout_s))
+def be_peer(
+    connection: Connection,
+    place: Path,
+    change: Callable[[], object] = lambda: None,
+    error: type[Exception] | None = None,
+) -> None:
+    """Wait for a host, after a change of this process, which makes it fail."""
+    change()
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        connection.send(peer.wait_for_host(place, timeout_s=TIMEOUT_S))
 
 
 def wait_for_peers(place: Path, count: int = 1) -> None:
@@ -363,11 +363,9 @@ def wait_for_peers(place: Path, count: int = 1) -> None:
     until("peers wait", have_come, TIMEOUT_S)
 
 
-def examine_with(
-    place: Path, be: Callable[[Connection, Path], None], ends_with: int = 0
-) -> doctor.Examination:
+def examine_with(place: Path, ends_with: int, *peer: object) -> doctor.Examination:
     """Examine a place where another host waits, which ends in this way."""
-    with Child(be, place) as child:
+    with Child(be_peer, place, *peer) as child:
         wait_for_peers(place)
         examination = doctor.examine(place)
         assert child.wait() == ends_with
@@ -403,65 +401,57 @@ def test_several_peers_are_measured_with_in_turn(place):
         assert one.receive()["pid"] == other.receive()["pid"] == os.getpid()
 
 
-def be_peer_on_a_network(connection: Connection, place: Path) -> None:
+def be_on_a_network() -> None:
     os.environ[filesystem.MOUNT_VARIABLE] = "network"
-    be_peer(connection, place)
 
 
-def be_peer_without_locks(connection: Connection, place: Path) -> None:
-    without_flock()
-    be_peer(connection, place)
-
-
-def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
+def see_nothing_new() -> None:
     DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
-    with pytest.raises(dbuffer.StoreAccessError):
-        be_peer(connection, place)
 
 
-def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
+def read_other_bytes() -> None:
+    be_on_a_network()
     filesystem.read_into = lambda descriptor, offset, memory: memory.nbytes
-    with pytest.raises(dbuffer.StoreCorruptError):
-        be_peer_on_a_network(connection, place)
 
 
 @pytest.mark.parametrize(
-    ("be", "here", "broken", "text"),
+    ("change", "error", "here", "broken", "text"),
     [
-        (be_peer_on_a_network, "local", [1], "set DBUFFER_MOUNT=network here"),
-        (be_peer_without_locks, "local", [], "by its epoch"),
-        (be_peer_that_sees_nothing_new, "local", [5], "would not see new versions"),
-        (be_peer_that_reads_other_bytes, "network", [1], "damaged"),
+        (be_on_a_network, None, "local", [1], "set DBUFFER_MOUNT=network here"),
+        (without_flock, None, "local", [], "by its epoch"),
+        (see_nothing_new, dbuffer.StoreAccessError, "local", [5], "would not see new versions"),
+        (read_other_bytes, dbuffer.StoreCorruptError, "network", [1], "damaged"),
     ],
 )
-def test_another_host_on_which_not_all_is_well(place, monkeypatch, timing, be, here, broken, text):
+def test_another_host_on_which_not_all_is_well(
+    place, monkeypatch, timing, change, error, here, broken, text
+):
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, here)
-    if be is be_peer_that_sees_nothing_new:
+    if change is see_nothing_new:
         timing.peer_limit_s = 0.1
-    examination = examine_with(place, be)
+    examination = examine_with(place, 0, change, error)
     (meeting,) = examination.peers
-    assert meeting.is_late is (be is be_peer_that_sees_nothing_new)
-    assert (meeting.locks_exclude is False) is (be is be_peer_without_locks)
+    assert meeting.is_late is (change is see_nothing_new)
+    assert (meeting.locks_exclude is False) is (change is without_flock)
     assert [finding.guarantee for finding in examination.broken] == broken
     assert any(text in f"{each.result} {each.consequence}" for each in examination.findings)
     assert list(place.iterdir()) == []
 
 
-def be_peer_that_dies(connection: Connection, place: Path) -> None:
-    peer._receive = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    be_peer(connection, place)
+def die_when_met() -> None:
+    peer._receive = lambda _: die()
 
 
 @pytest.mark.timing(peer_answer_s=0.5)
 def test_a_peer_that_dies(place):
-    examination = examine_with(place, be_peer_that_dies, -signal.SIGKILL)
+    examination = examine_with(place, -signal.SIGKILL, die_when_met)
     assert examination.peers == ()
     assert found_by(examination, "other hosts").verdict == "unknown"
     assert list(place.iterdir()) == []
 
 
 def be_host_that_dies(connection: Connection, place: Path) -> None:
-    peer._locks_exclude = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    peer._locks_exclude = lambda _: die()
     doctor.examine(place, timeout_s=TIMEOUT_S)
 
 
@@ -544,19 +534,20 @@ def test_command_when_the_other_host_does_not_come(
     assert list(place.iterdir()) == []
 
 
-def test_commands_on_two_hosts(any_place, tmp_path):
-    arguments = ("doctor", any_place, "--timeout-s", 60, "--json")
+def test_commands_on_two_hosts(place, tmp_path):
+    arguments = ("doctor", place, "--timeout-s", 60, "--json")
     with Command(tmp_path, *arguments, "--peer") as waiting, Command(tmp_path, *arguments) as host:
-        code, found, errors = host.communicate()
-        assert code == 0, errors
-        code, report, errors = waiting.communicate()
-        assert code == 0, errors
-    (meeting,) = json.loads(found)["peers"]
+        results = []
+        for command in (host, waiting):
+            code, out, errors = command.communicate()
+            assert code == 0, errors
+            results.append(json.loads(out))
+    found, report = results
+    (meeting,) = found["peers"]
     assert (len(meeting["delays_ms"]), meeting["problem"]) == (20, None)
-    summary = json.loads(report)
-    assert summary.keys() == {"host", "pid", "num_seen"}
-    assert summary["num_seen"] == 22
-    assert list(any_place.iterdir()) == []
+    assert report.keys() == {"host", "pid", "num_seen"}
+    assert report["num_seen"] == 22
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
