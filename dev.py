@@ -169,8 +169,8 @@ def install(cpu_pins: bool) -> None:
         return
     try:
         install_packages("--no-deps", "-r", str(REQUIREMENTS))
-    except InstallError as error:
-        say(f"{error}\ndev.py: once more, asking {TORCH_CPU_INDEX} as well")
+    except InstallError:
+        say(f"the package index alone does not do; asking {TORCH_CPU_INDEX} as well")
         index = ["--extra-index-url", TORCH_CPU_INDEX]
         install_packages("--no-deps", *index, "-r", str(REQUIREMENTS))
     install_packages("--no-deps", "--no-build-isolation", "-e", str(ROOT))

@@ -95,24 +95,31 @@ def clone(tmp_path: Path) -> Path:
     return place
 
 
-def console_blocks(*, with_an_index: bool) -> list[CodeBlock]:
-    all_blocks = [block for block in blocks_of(PAGE) if block.language == "console"]
-    return [b for b in all_blocks if ("needs" in b.reason) is with_an_index]
+def commands(reason: str) -> list[CodeBlock]:
+    """Return the page's commands that documents do not run for this reason."""
+    blocks = [block for block in blocks_of(PAGE) if block.language == "console"]
+    return [block for block in blocks if block.reason.startswith(reason)]
 
 
 @IN_SOAKS_ALONE
 @pytest.mark.slow
 def test_the_commands_of_the_page_install_dbuffer(environment, clone):
-    (offline,) = (b for b in console_blocks(with_an_index=True) if "wheel" in b.code)
+    (offline,) = commands("needs a package index")
     collect = offline.code.removeprefix("$ ").replace(" wheel ", " wheel --no-deps ")
-    shown = console_blocks(with_an_index=False)
-    assert len(shown) == 3
+    shown = commands("installs packages")
+    assert len(shown) == 5
+    (installed,) = environment.bin.parent.glob("lib/*/site-packages")
+    (clone / "dbuffer" / "added.py").touch()
     for block in shown:
         if "--no-index" in block.code:
             environment.run(collect, clone)
+        if is_upgrade := "--force-reinstall" in block.code:
+            environment.run("python3 -m pip install dist/*.whl", clone)
+            (installed / "dbuffer" / "added.py").unlink()
         for command in block.code.splitlines():
             environment.run(command.removeprefix("$ "), clone)
         environment.check(clone.parent)
+        assert not is_upgrade or (installed / "dbuffer" / "added.py").exists()
         environment.run("python3 -m pip uninstall --yes dbuffer", clone)
 
 
