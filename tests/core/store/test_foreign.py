@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from dbuffer.publish.resident import ResidentModel
 from dbuffer.store.foreign import ASIDE_DIRECTORY, other_weights
 from tests.support.commands import call
 from tests.support.soak import in_turn
-from tests.support.stores import small_disk
+from tests.support.stores import contents, small_disk
 
 WEIGHTS = {"a": torch.ones(4)}
 OLD = {"a": torch.zeros(4), "nested": {"b": torch.zeros(2), "deeper": {"c": torch.zeros(1)}}}
@@ -31,13 +32,6 @@ def write_as_torchrl(directory: Path) -> None:
     """Write weights as TorchRL's ``VLLMDoubleBufferTransport.send_weights`` does."""
     TensorDict(OLD, batch_size=[]).memmap(directory, num_threads=1)
     directory.chmod(0o700)
-
-
-def files_in(directory: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in directory.rglob("*")
-    }
 
 
 @pytest.fixture
@@ -89,61 +83,54 @@ SENDERS = [send, send_sharded, reside, mirror]
 @pytest.mark.parametrize("publish", SENDERS)
 def test_no_sender_writes_beside_torchrls_weights(torchrls, publish):
     """Receivers of TorchRL's own scheme would go on serving the old ones."""
-    before = files_in(torchrls)
+    before = contents(torchrls)
     with pytest.raises(OptionError, match="move_torchrl_aside"):
         publish(torchrls)
-    assert files_in(torchrls) == before
+    assert contents(torchrls) == before
     publish(torchrls, move_torchrl_aside=True)
     with dbuffer.WeightReceiver(torchrls) as receiver, receiver.open(timeout_s=5) as snapshot:
         assert snapshot.tensors
     with pytest.raises(FileNotFoundError):
         TensorDict.load_memmap(torchrls)
-    assert files_in(torchrls / ASIDE_DIRECTORY / "1") == before
+    assert contents(torchrls / ASIDE_DIRECTORY / "1") == before
     # What TorchRL writes later is moved beside it.
     write_as_torchrl(torchrls)
     with pytest.raises(OptionError):
         publish(torchrls)
     publish(torchrls, move_torchrl_aside=True)
-    assert files_in(torchrls / ASIDE_DIRECTORY / "2") == before
+    assert contents(torchrls / ASIDE_DIRECTORY / "2") == before
     assert other_weights(torchrls) is None
 
 
-@pytest.mark.usefixtures("group")
-@in_turn(("publish", "name"), SENDERS, ["model.safetensors", "pytorch_model-00001-of-00002.bin"])
-def test_no_sender_writes_into_a_checkpoint(tmp_path, publish, name):
-    directory = tmp_path / "checkpoint"
+def fill(directory: Path, *files: str) -> None:
+    """Put files of something else into a directory."""
     directory.mkdir(mode=0o700)
-    (directory / name).write_bytes(b"weights")
-    for more in ({}, {"move_torchrl_aside": True}):
-        with pytest.raises(OptionError, match=name):
-            publish(directory, **more)
-    assert files_in(directory) == {name: b"weights"}
-
-
-def fill(directory: Path, kind: str) -> str:
-    """Put something else into a directory; return what messages say of it."""
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if kind == "another store":
-        send(directory / "policy")
-        return "policy"
-    if kind == "a user's files":
-        (directory / "notes.txt").write_text("notes")
-        (directory / "data").mkdir()
-        return "data, notes.txt"
-    for number in range(5):
-        (directory / f"run-{number}").mkdir()
-    return "run-0, run-1, run-2 and 2 more"
+    for file in files:
+        (directory / file).parent.mkdir(exist_ok=True)
+        (directory / file).write_bytes(b"other")
 
 
 @pytest.mark.usefixtures("group")
-@in_turn(("publish", "kind"), SENDERS, ["another store", "a user's files", "runs"])
-def test_no_sender_writes_beside_other_files(tmp_path, publish, kind):
+@in_turn(
+    ("files", "there", "publish"),
+    [
+        pytest.param(["model.safetensors"], "a checkpoint (model.safetensors)"),
+        pytest.param(["pytorch_model-1.bin", "x"], "a checkpoint (pytorch_model-1.bin)"),
+        pytest.param(["policy/CURRENT"], "policy, and no store"),
+        pytest.param(["notes.txt", "data/x"], "data, notes.txt, and no store"),
+        pytest.param([f"run-{n}/x" for n in range(5)], "run-0, run-1, run-2 and 2 more, and no "),
+    ],
+    SENDERS,
+)
+def test_no_sender_writes_beside_other_files(tmp_path, files, there, publish):
     directory = tmp_path / "runs"
-    there = fill(directory, kind)
-    before = files_in(directory)
-    with pytest.raises(OptionError, match=f"{directory} holds {there}, .* such as {directory}/"):
-        publish(directory)
-    assert files_in(directory) == before
+    fill(directory, *files)
+    before = contents(directory)
+    for more in ({}, {"move_torchrl_aside": True}):
+        with pytest.raises(OptionError, match=re.escape(f"{directory} holds {there}")) as error:
+            publish(directory, **more)
+        assert ("checkpoint" in there) != (f" such as {directory}/" in str(error.value))
+    assert contents(directory) == before
 
 
 @pytest.mark.parametrize("left", [(), ("A", "tmp"), ("receivers",), ("writer.json", "B")])
@@ -164,7 +151,7 @@ def test_what_is_left_of_a_store_is_one(tmp_path, left):
 @pytest.mark.parametrize("command", ["status", "verify", "ls", "follow"])
 def test_no_mode_is_to_be_changed_of_what_is_no_store(tmp_path, capsys, command):
     """As of /dev/shm, or of a project's directory, named by mistake."""
-    fill(tmp_path / "runs", "another store")
+    fill(tmp_path / "runs", "policy/CURRENT")
     for mode in (0o777, 0o1777):
         (tmp_path / "runs").chmod(mode)
         code, _, err = call(capsys, command, tmp_path / "runs")
@@ -200,11 +187,11 @@ def test_readers_say_what_is_there(torchrls, caplog, capsys):
 def test_the_command_line_refuses_as_wrong_usage_and_moves_aside(torchrls, tmp_path, capsys):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     project = tmp_path / "project"
-    fill(project, "a user's files")
+    fill(project, "notes.txt", "data/x")
     project.chmod(0o777)
-    before = files_in(project)
+    before = contents(project)
     code, _, err = call(capsys, "publish", tmp_path / "model.safetensors", project)
-    assert (code, files_in(project)) == (2, before)
+    assert (code, contents(project)) == (2, before)
     assert "holds data, notes.txt, and no store" in err
     publish = ["publish", tmp_path / "model.safetensors", torchrls]
     code, _, err = call(capsys, *publish)
