@@ -22,8 +22,8 @@ from dbuffer.io import transfer
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors
 from dbuffer.store.filesystem import Descriptor
-from tests.support.patterns import bits, checksum_of, odd_tensors
-from tests.support.stores import open_below
+from tests.support.children import open_files
+from tests.support.patterns import assert_same, bits, checksum_of, odd_tensors, random_bits
 
 EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
 LONG = [SPAN_BYTES - 64, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES + 17]
@@ -31,11 +31,6 @@ SIZES = st.one_of(
     st.integers(0, 300), st.sampled_from(EDGES), st.sampled_from(EDGES), st.sampled_from(LONG)
 )
 NUM_THREADS = st.sampled_from([1, 2, 3, 8])
-
-
-def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
 def layout_of(sizes: Sequence[int]) -> Layout:
@@ -61,6 +56,9 @@ class Files:
         while self._opened:
             os.close(self._opened.pop())
 
+    def assert_no_other_is_open(self) -> None:
+        assert len(open_files(f"{self._directory}/")) == len(self._opened)
+
 
 def handed(number: int) -> Descriptor:
     """As a writer hands an open file on."""
@@ -76,12 +74,11 @@ def files(shm_path: Path) -> Iterator[Files]:
 
 def mapped_file(
     files: Files, layout: Layout, sources: list[torch.Tensor]
-) -> tuple[bytes, list[int]]:
+) -> tuple[bytes, list[int] | None]:
     """What the writer that maps its file makes of it."""
     file, path = files.new(layout, "mapped")
     mapped = MappedTensors(file, max(layout.layout_offset, 1), layout, access=mmap.ACCESS_WRITE)
     checksums = Copier(1).write(mapped, sources, hashed=True)
-    assert checksums is not None
     return path.read_bytes(), checksums
 
 
@@ -108,21 +105,19 @@ def written_file(
 @example([0])
 @example([0, 0, SPAN_BYTES, 0])
 @example([1] * 200)
+@example([3 * SPAN_BYTES, 100, 5 * BLOCK_BYTES])
 def test_spans_cover_all_bytes_once_in_whole_blocks(sizes):
+    """None but the last is short."""
     layout = layout_of(sizes)
     end = block = 0
     for span in layout.spans:
         assert (span.start, span.first_block) == (end, block)
         assert span.end_block > span.first_block
         assert span.end - span.start < SPAN_BYTES + BLOCK_BYTES + 64
+        assert span.end - span.start >= SPAN_BYTES or span is layout.spans[-1]
         end, block = span.end, span.end_block
     assert end == layout.checksums_offset
     assert block == len(layout.blocks)
-
-
-def test_no_span_but_the_last_is_short():
-    layout = layout_of([3 * SPAN_BYTES, 100, 5 * BLOCK_BYTES])
-    assert all(span.end - span.start >= SPAN_BYTES for span in layout.spans[:-1])
 
 
 # Written
@@ -132,7 +127,7 @@ def test_no_span_but_the_last_is_short():
 @settings(max_examples=15)
 def test_the_same_bytes_and_checksums_as_through_a_mapping(files, sizes, num_threads):
     layout = layout_of(sizes)
-    sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
+    sources = [random_bits(torch.uint8, size) for size in sizes]
     expected = mapped_file(files, layout, sources)
     assert written_file(files, layout, sources, num_threads) == expected
     assert written_file(files, layout, sources, num_threads, hashed=False) == (expected[0], None)
@@ -152,13 +147,9 @@ def test_tensors_that_lie_otherwise(files, num_threads, numel):
     data, checksums = written_file(files, layout, sources, num_threads)
     assert (data, checksums) == mapped_file(files, layout, sources)
     found = FileTensors(torch.frombuffer(bytearray(data), dtype=torch.uint8), layout)
-    for view, checksum, (tensor, dtype) in zip(
-        found.views, checksums, tensors.values(), strict=True
-    ):
-        right = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous()
-        assert (view.dtype, view.shape) == (right.dtype, right.shape)
-        assert bits(view) == bits(right)
-        assert checksum == checksum_of(bits(right))
+    right = [tensor.detach().resolve_conj().resolve_neg().to(d) for tensor, d in tensors.values()]
+    assert_same(dict(enumerate(found.views)), dict(enumerate(right)))
+    assert checksums == [checksum_of(bits(tensor)) for tensor in right]
 
 
 def test_gaps_are_written_as_zeros(files):
@@ -181,7 +172,7 @@ def test_memory_a_thread_is_bounded(files, monkeypatch):
         made.append(tensor.nbytes)
         return tensor
 
-    sources = [bytes_of(8 * SPAN_BYTES)]
+    sources = [random_bits(torch.uint8, 8 * SPAN_BYTES)]
     monkeypatch.setattr(torch, "empty", noted)
     written_file(files, layout, sources, 2)
     assert sum(made) <= 2 * 2 * SPAN_BYTES
@@ -194,7 +185,7 @@ def test_memory_a_thread_is_bounded(files, monkeypatch):
 @settings(max_examples=15)
 def test_read_and_copied_as_they_were_written(files, sizes, num_threads):
     layout = layout_of(sizes)
-    sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
+    sources = [random_bits(torch.uint8, size) for size in sizes]
     data, checksums = mapped_file(files, layout, sources)
     file, path = files.new(layout, "source")
     os.pwrite(file, data, 0)
@@ -218,6 +209,7 @@ def test_read_and_copied_as_they_were_written(files, sizes, num_threads):
         assert digests == (checksums if hashed else None)
         assert copy.read_bytes() == data[: layout.checksums_offset]
     assert sum(done) == 4 * layout.checksums_offset
+    files.assert_no_other_is_open()
     copier.close()
     files.close()
 
@@ -270,24 +262,6 @@ def test_a_read_that_fails_ends_all_threads_before_it_is_told(files, monkeypatch
     with pytest.raises(kind, match=str(path)):
         transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     assert not running
-    copier.close()
-
-
-def test_no_descriptor_stays_open(files, shm_path):
-    layout = layout_of([3 * SPAN_BYTES])
-    file, path = files.new(layout, "source")
-    short, _ = files.new(layout, "short", size=10)
-    other, _ = files.new(layout, "other")
-    memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
-    copier = Copier(3)
-    before = len(open_below(shm_path))
-    assert before == 3
-    transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
-    transfer.read_tensors(file, path, layout, handed(other), copier, hashed=True)
-    for _ in range(3):
-        with pytest.raises(dbuffer.StoreCorruptError):
-            transfer.read_tensors(short, path, layout, memory, copier, hashed=True)
-    assert len(open_below(shm_path)) == before
     copier.close()
 
 

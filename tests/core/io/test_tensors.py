@@ -23,13 +23,9 @@ from dbuffer.io.tensors import (
     split_evenly,
     unpack_checksums,
 )
-from tests.support.patterns import bits, checksum_of
+from tests.support.patterns import bits, checksum_of, random_bits
 
 SIZES = (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 17, 5)
-
-
-def random_bytes(num_bytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -90,17 +86,14 @@ class TestMappedTensors:
             if view.numel():
                 assert view.data_ptr() == mapped.address + mapped.layout.offsets[index]
 
-    def test_a_writers_mapping_is_the_file(self, make_mapped):
-        mapped = make_mapped([TensorSpec("a", "uint8", (5,))])
-        mapped.tensor(0).copy_(torch.arange(5, dtype=torch.uint8))
-        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
-
-    def test_a_readers_mapping_is_its_own(self, make_mapped):
+    def test_a_writers_mapping_is_the_file_and_a_readers_is_its_own(self, make_mapped):
         specs = [TensorSpec("a", "uint8", (5,))]
+        make_mapped(specs).tensor(0).copy_(torch.arange(5, dtype=torch.uint8))
+        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
         mine, others = make_mapped(specs, mmap.ACCESS_COPY), make_mapped(specs, mmap.ACCESS_COPY)
         mine.tensor(0).fill_(7)
-        assert others.tensor(0).tolist() == [0] * 5
-        assert make_mapped.path.read_bytes()[:5] == bytes(5)
+        assert others.tensor(0).tolist() == list(range(5))
+        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
 
 
 class Source:
@@ -115,7 +108,7 @@ class TestCopier:
     @pytest.mark.parametrize("hashed", [False, True])
     def test_writes_reads_and_hashes(self, make_mapped, copier, byte_specs, hashed):
         mapped = make_mapped(byte_specs)
-        sources = [random_bytes(size) for size in SIZES]
+        sources = [random_bits(torch.uint8, size) for size in SIZES]
         targets = [torch.zeros_like(source) for source in sources]
         expected = [checksum_of(bits(source)) for source in sources]
         assert copier.write(mapped, sources, hashed=hashed) == (expected if hashed else None)
@@ -160,15 +153,16 @@ class TestCopier:
 
 def test_what_can_be_copied_byte_by_byte():
     real, complex_ = torch.zeros(4, 4), torch.zeros(4, dtype=torch.complex64)
-    assert is_plain(real, torch.float32)
-    assert is_plain(torch.nn.Parameter(real), torch.float32)
-    assert is_plain(real[1:], torch.float32)
-    assert not is_plain(real, torch.float64)
-    assert not is_plain(real[:, 1:], torch.float32)
-    assert not is_plain(real.t(), torch.float32)
-    assert not is_plain(complex_.conj(), torch.complex64)
-    assert not is_plain(complex_[:1].conj().imag, torch.float32)
-    assert not is_plain(torch.empty(4, device="meta"), torch.float32)
+    assert all(is_plain(one, torch.float32) for one in (real, torch.nn.Parameter(real), real[1:]))
+    for tensor, dtype in (
+        (real, torch.float64),
+        (real[:, 1:], torch.float32),
+        (real.t(), torch.float32),
+        (complex_.conj(), torch.complex64),
+        (complex_[:1].conj().imag, torch.float32),
+        (torch.empty(4, device="meta"), torch.float32),
+    ):
+        assert not is_plain(tensor, dtype)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
