@@ -9,7 +9,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dbuffer.store import watcher as watcher_module
 from dbuffer.store.watcher import Watcher
 from tests.support.soak import in_turn
 from tests.support.stores import remove_store
+from tests.support.waiting import meanwhile, until
 
 LONG_S = 30.0
 """A poll interval that no test waits for."""
@@ -39,25 +39,13 @@ def directory(tmp_path):
 @pytest.fixture
 def watch():
     """Make watchers that are closed at the end."""
-    made = []
-
-    def make(path: Path) -> Watcher:
-        made.append(Watcher(path))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda path: stack.enter_context(contextlib.closing(Watcher(path)))
 
 
 def settle(watcher: Watcher) -> None:
     """Wait until no event is left: the first wait after a watch was set never lasts."""
-    for _ in range(10):
-        started = time.monotonic()
-        watcher.wait(0.15)
-        if time.monotonic() - started >= 0.15:
-            return
-    raise AssertionError("the watcher does not come to rest")
+    until("the watcher comes to rest", lambda: waited_s(watcher, 0.15) >= 0.15)
 
 
 def replace(path: Path, text: str = "new") -> None:
@@ -75,10 +63,8 @@ def waited_s(watcher: Watcher, timeout_s: float = LONG_S) -> float:
 def assert_wakes(watcher: Watcher, directory: Path) -> None:
     """Require that a replaced file ends a long wait."""
     settle(watcher)
-    timer = threading.Timer(0.1, replace, [directory / "CURRENT"])
-    timer.start()
-    assert waited_s(watcher) < SOON_S
-    timer.join()
+    with meanwhile(replace, directory / "CURRENT"):
+        assert waited_s(watcher) < SOON_S
 
 
 @pytest.fixture
@@ -96,8 +82,8 @@ def test_wakes_when_the_file_is_replaced_or_it_is_woken(directory, watcher):
     time.sleep(0.1)
     assert waited_s(watcher) < SOON_S, "what happened before the wait counts"
     settle(watcher)
-    threading.Timer(0.1, watcher.wake).start()
-    assert waited_s(watcher) < SOON_S
+    with meanwhile(watcher.wake):
+        assert waited_s(watcher) < SOON_S
 
 
 def test_does_not_wake_for_other_files(directory, watcher):
@@ -213,17 +199,6 @@ def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2)}
 
 
-@contextlib.contextmanager
-def sent_soon(send: Callable[[], object]) -> Iterator[None]:
-    """Let something be sent a moment later, in a block that must end soon after that."""
-    timer = threading.Timer(0.1, send)
-    timer.start()
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < SOON_S
-    timer.join()
-
-
 def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
     """Also of a store that was made anew before its first version."""
     store = tmp_path / "store"
@@ -234,5 +209,7 @@ def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
         with WeightSender(store) as sender:
             assert receiver.wait_for_version(timeout_s=0.1) is None
             for version in range(1, 4):
-                with sent_soon(lambda: sender.send(WEIGHTS)):
+                started = time.monotonic()
+                with meanwhile(sender.send, WEIGHTS):
                     assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
+                assert time.monotonic() - started < SOON_S

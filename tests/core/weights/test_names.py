@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import pickle
 import re
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import dbuffer
 from dbuffer.weights.names import NameMap
 from dbuffer.weights.rules import PRESETS, Rule
-from tests.support.patterns import received
+from tests.support.patterns import assert_same, received
 
 NAMES = st.text(alphabet="abc._", max_size=8)
 RULES = st.one_of(
@@ -140,9 +141,8 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    file = tmp_path / "names.json"
-    with file.open("wb") as sparse:
-        sparse.truncate(dbuffer.weights.names.MAX_FILE_BYTES + 1)
+    file = write(tmp_path / "names.json", '{"rules": []}')
+    os.truncate(file, dbuffer.weights.names.MAX_FILE_BYTES + 1)
     with pytest.raises(dbuffer.OptionError):
         NameMap.read(file)
 
@@ -169,36 +169,22 @@ CUT = (
 
 
 def as_cut(weights):
-    q, k, v = weights["h.0.qkv.weight"].chunk(3)
-    q1, k1, v1 = weights["h.1.qkv.weight"].chunk(3)
-    return {
-        "layers.0.q.weight": q,
-        "layers.0.k.weight": k,
-        "layers.0.v.weight": v,
-        "layers.1.q.weight": q1,
-        "layers.1.k.weight": k1,
-        "layers.1.v.weight": v1,
-        "layers.0.experts.0.up.weight": weights["h.0.up"][0],
-        "layers.0.experts.1.up.weight": weights["h.0.up"][1],
-        "conv.weight": weights["conv.weight"].t(),
-        "rest": weights["rest"],
+    cut = {
+        f"layers.{layer}.{name}.weight": part
+        for layer in (0, 1)
+        for name, part in zip("qkv", weights[f"h.{layer}.qkv.weight"].chunk(3), strict=True)
     }
-
-
-def assert_same(got, expected):
-    assert list(got) == list(expected)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    cut |= {f"layers.0.experts.{n}.up.weight": part for n, part in enumerate(weights["h.0.up"])}
+    return cut | {"conv.weight": weights["conv.weight"].t(), "rest": weights["rest"]}
 
 
 def test_tensors_are_cut_and_transposed_without_a_copy():
-    got = CUT.convert(WEIGHTS)
-    assert_same(got, as_cut(WEIGHTS))
+    got, expected = CUT.convert(WEIGHTS), as_cut(WEIGHTS)
+    assert list(got) == list(expected)
+    assert_same(got, expected)
     places = {tensor.untyped_storage().data_ptr() for tensor in WEIGHTS.values()}
     assert {tensor.untyped_storage().data_ptr() for tensor in got.values()} == places
-
-
-def test_the_inverse_puts_them_together_again():
-    assert_same(CUT.inverse.convert(CUT.convert(WEIGHTS)), WEIGHTS)
+    assert_same(CUT.inverse.convert(got), WEIGHTS)
     assert CUT.inverse.inverse.rules == CUT.rules
 
 
