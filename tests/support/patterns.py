@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
 import dbuffer
 
@@ -179,3 +180,16 @@ def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
         pattern = next(p for p in (*patterns, SMALL, OTHER, SPARSE) if p.names == list(loaded))
         assert pattern.version_of(loaded) == version
     return version
+
+
+class Tied(nn.Module):
+    """A module whose head may be its embedding, with buffers, one of which is not saved."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.randn(3), persistent=False)

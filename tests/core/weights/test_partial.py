@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from dbuffer import WeightReceiver, WeightSender, WeightsMismatchError
+from tests.support.patterns import Tied
 
 
 @pytest.fixture(params=["local", "network", "verified"])
@@ -110,19 +110,9 @@ def test_what_a_function_may_have_touched_counts(sender, receiver, fails):
     assert values(target) == {"a": 1.0, "b": 0.0 if fails else 1.0}
 
 
-class Model(nn.Module):
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, 3)
-        self.head = nn.Linear(3, 4, bias=False)
-        self.norm = nn.BatchNorm1d(3)
-        if tied:
-            self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_tensor_comes_under_all_its_names(sender, receiver, tied):
-    source, target = Model(tied=True), Model(tied=tied)
+    source, target = Tied(), Tied(tied=tied)
     before = {name: tensor.clone() for name, tensor in target.norm.state_dict().items()}
     sender.send({name: t for name, t in source.state_dict().items() if "norm" not in name})
     receiver.load_into(target, partial=True)
@@ -130,7 +120,7 @@ def test_a_tied_tensor_comes_under_all_its_names(sender, receiver, tied):
     assert torch.equal(target.head.weight, source.embed.weight)
     after = target.norm.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    sender.send({"embed.weight": torch.zeros(4, 3)})  # one that is tied no more must still come
+    sender.send({"embed.weight": torch.zeros(7, 4)})  # one that is tied no more must still come
     with pytest.raises(WeightsMismatchError, match=r"'head\.weight' of version 1"):
         receiver.load_into(target, partial=True)
     assert torch.equal(target.embed.weight, source.embed.weight)

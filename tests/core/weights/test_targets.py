@@ -18,7 +18,7 @@ from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion
 from dbuffer.weights.targets import Matcher
-from tests.support.patterns import assert_same, bits, random_bits
+from tests.support.patterns import Tied, assert_same, bits, random_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -54,17 +54,6 @@ def load(store):
             return receiver.load_into(target)
 
     return load
-
-
-class Model(nn.Module):
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 7, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.register_buffer("scratch", torch.randn(3), persistent=False)
 
 
 def quantised() -> nn.Module:
@@ -109,7 +98,7 @@ class TestKinds:
         assert_same(target, weights)
 
     def test_a_module_whose_parameters_stay_parameters_that_train(self, sender, receiver):
-        model, target = Model(), Model()
+        model, target = Tied(tied=False), Tied(tied=False)
         wrapped = nn.Module()
         wrapped.module = target
         scratch, parameters = target.scratch.clone(), list(target.parameters())
@@ -140,7 +129,7 @@ class TestKinds:
         target = {name: nn.Parameter(torch.zeros_like(t)) for name, t in weights.items()}
         with mode():
             load(weights, target)
-            model, other = Model(), Model()
+            model, other = Tied(tied=False), Tied(tied=False)
             load(model, other)
             assert_same(other.state_dict(), model.state_dict())
         assert_equal(target, weights)
@@ -189,7 +178,7 @@ class TestFunctions:
 class TestTies:
     @pytest.mark.parametrize("tied", [False, True], ids=["into untied", "into tied"])
     def test_from_a_tied_module(self, sender, receiver, tied):
-        model, target = Model(tied=True), Model(tied=tied)
+        model, target = Tied(), Tied(tied=tied)
         kinds = [lambda: model, lambda: iter(model.state_dict().items())]
         if tied:  # one name will do
             kinds.append(lambda: {n: t for n, t in model.state_dict().items() if "head" not in n})
@@ -202,7 +191,7 @@ class TestTies:
 
     @pytest.mark.parametrize("left_out", [None, "head.weight", "embed.weight"])
     def test_into_a_dictionary(self, receiver, sender, left_out):
-        model = Model(tied=True)
+        model = Tied()
         target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
         target.pop(left_out, None)
         for version in (1, 2, 3):
@@ -224,7 +213,7 @@ class TestSharedMemory:
 
     @pytest.mark.parametrize("partial", [False, True])
     def test_an_untied_module_into_a_tied_one(self, mount, receiver, partial, sender):
-        untied, tied, other = Model(), Model(tied=True), Model()
+        untied, tied, other = Tied(tied=False), Tied(), Tied(tied=False)
         expected = tied.state_dict()["embed.weight"].clone()
         for version in (1, 2, 3):  # names, shapes and dtypes were right the second time
             sender.send(untied)
@@ -234,7 +223,7 @@ class TestSharedMemory:
             assert receiver.load_into(other, partial=partial) == version
 
     def test_of_equal_values_the_same_is_right(self, receiver, sender):
-        untied, tied = Model(), Model(tied=True)
+        untied, tied = Tied(tied=False), Tied()
         for version in (1, 2, 3):
             nn.init.normal_(untied.embed.weight)
             untied.head.weight.data.copy_(untied.embed.weight)
@@ -264,12 +253,12 @@ class TestSharedMemory:
 
     def test_by_torchrls_loader(self, store):
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
-            sender.send(Model())
+            sender.send(Tied(tied=False))
             with receiver.open() as snapshot:
                 staged = StagedVersion.of(snapshot, VersionInfo())
                 with pytest.raises(WeightsMismatchError):
-                    staged.load(Model(tied=True), ForwardGuard(), Matcher())
-                match, *_ = staged._plan(Model(), Matcher())
+                    staged.load(Tied(), ForwardGuard(), Matcher())
+                match, *_ = staged._plan(Tied(tied=False), Matcher())
                 match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
                 with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
                     snapshot.fill(match)
