@@ -19,7 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from dbuffer.errors import ClosedError, OptionError, WaitTimeoutError, WriterSupersededError
+from dbuffer.errors import (
+    ClosedError,
+    OptionError,
+    StoreCorruptError,
+    WaitTimeoutError,
+    WriterSupersededError,
+)
 from dbuffer.format.manifest import Pointer, mirror_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
@@ -294,6 +300,8 @@ class Mirror(Closing, ProcessBound):
 
     def _copy_newest(self, receiver: SourceReceiver) -> Publication | None:
         """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
+        if self._copy is not None and self._has_published_more(receiver):
+            self._close_copy()
         if self._copy is None:
             self._copy, published = self._target.begin(self._source, receiver)
             if published is not None:
@@ -311,6 +319,14 @@ class Mirror(Closing, ProcessBound):
                 problem_version=None,
             )
         return copied
+
+    def _has_published_more(self, receiver: SourceReceiver) -> bool:
+        """Whether the target has a newer version: a commit may fail after it moved the pointer."""
+        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
+            newest = self._target.newest()
+            if newest is not None and newest.history == receiver.history:
+                return newest.version > (self._published or 0)
+        return False
 
     def _close_copy(self) -> None:
         copy, self._copy = self._copy, None

@@ -33,6 +33,7 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, Command
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
@@ -907,3 +908,27 @@ def test_the_command_serves_metrics(remote, local, command):
         assert "dbuffer_mirror_elected 1.0" in text
         process.signal(signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
+
+
+def test_a_version_is_not_published_again_where_its_commit_failed_too_late(
+    remote, local, network, monkeypatch
+):
+    publish(remote, 1)
+    read_back, store = BufferWriter._read_back, DoubleBuffer(local)
+    pointers = []
+
+    def fail_once(writer: BufferWriter, *published: Any) -> None:
+        if writer.root == local and published[0].version == 2 and not pointers:
+            pointers.append(store.pointer())
+            raise dbuffer.StoreAccessError("a read that the network lost")
+        read_back(writer, *published)
+
+    monkeypatch.setattr(BufferWriter, "_read_back", fail_once)
+    with quick(remote, local).start() as one:
+        arrives(one, local, 1)
+        publish(remote, 2)
+        arrives(one, local, 2)
+        assert one.stats["failures"] == 1
+        assert pointers == [store.pointer()]
+        publish(remote, 3)
+        arrives(one, local, 3)
