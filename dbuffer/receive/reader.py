@@ -258,7 +258,7 @@ class VersionReader(VersionVerifier):
             is_there = hashed and self.apply_changes(tensors, since, held, turn.on_bytes)
             if not is_there and self._read_whole(held, tensors.data, turn.on_bytes) is None:
                 return None
-            return turn.finish(verified=hashed)
+            return turn.finish(tensors, verified=hashed)
 
     def _read_alone(
         self, before: tuple[Manifest, FileTensors] | None, held: Held

@@ -246,21 +246,30 @@ class Turn:
             return new, since
         return None
 
-    def finish(self, *, verified: bool) -> SharedTensors:
-        """Share the memory, which now holds the version, and map it."""
+    def finish(self, tensors: FileTensors, *, verified: bool) -> FileTensors:
+        """Share the memory of :meth:`begin`, which now holds the version, and map it.
+
+        Where it cannot be shared, ``tensors`` are this process's own.
+        """
+        with self._giving_up_on_error():
+            return self._share(verified=verified)
+        return tensors
+
+    def _share(self, *, verified: bool) -> SharedTensors:
         memory, manifest = self._memory, self._manifest
         assert memory is not None  # noqa: S101 - after begin()
         assert manifest.layout_xxh3 is not None  # noqa: S101 - it is complete
         filesystem.unlock(memory.number)
         place = os.getpid(), memory.number, *filesystem.identity_of(memory.number)
         note = _Note(manifest.identity, manifest.layout_xxh3, verified, *place)
-        os.ftruncate(self._lock.number, 0)
-        filesystem.write_at(self._lock.number, 0, json.dumps(asdict(note)).encode())
-        self._copy.keep(memory)
-        self._memory = None
         own = note.open(os.O_RDONLY)
         assert own is not None  # noqa: S101 - this process has it open
-        return self._map(own)
+        mapped = self._map(own)
+        os.ftruncate(self._lock.number, 0)
+        filesystem.write_at(self._lock.number, 0, json.dumps(asdict(note)).encode())
+        self._copy.keep(memory)  # once it is noted
+        self._memory = None
+        return mapped
 
     def on_bytes(self, _: int) -> None:
         """Show progress to those that wait, after bytes were read."""

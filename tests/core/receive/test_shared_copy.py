@@ -31,6 +31,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit, weights_file
 from tests.support.namespaces import Boxed
 from tests.support.patterns import Pattern, Sparse
+from tests.support.stores import fill, small_disk
 from tests.support.waiting import meanwhile, until
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -443,3 +444,18 @@ def test_containers_that_cannot_share_read_by_themselves_at_once(store, notes):
             assert 2.0 <= ranks.switch(version) < 2.15
         assert ranks.all("logged") == [[], []]
         ranks.all("close")
+
+
+def test_a_full_directory_of_notes_costs_only_sharing(store, shm_path, monkeypatch, caplog):
+    with small_disk(shm_path / "notes", 1 << 20) as notes, dbuffer.WeightSender(store) as sender:
+        monkeypatch.setattr(shared_copy, "NOTES", notes)
+        sender.send(WEIGHTS.weights(1))
+        with dbuffer.WeightReceiver(store) as receiver:
+            receiver.reader.share()
+            fill(notes)
+            for version in (1, 2):
+                with receiver.open() as snapshot:
+                    assert WEIGHTS.version_of(dict(snapshot.tensors)) == version
+                sender.send(WEIGHTS.weights(version + 1))
+    [line] = [line for line in caplog.messages if "by itself" in line]
+    assert "No space left" in line
