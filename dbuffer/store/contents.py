@@ -7,6 +7,7 @@ file is there: it tells a store that was published to from a new one.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
@@ -28,10 +29,27 @@ class Contents:
     def manifests(self) -> dict[str, Manifest | None]:
         return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
 
+    def published(self) -> Iterator[tuple[str, Manifest]]:
+        """Yield the buffers and manifests of the versions that the store holds, kept ones last.
+
+        A version is kept before it leaves its buffer.
+        """
+        for buffer, manifest in self.manifests.items():
+            if manifest is not None and self.has_published(manifest):
+                yield buffer, manifest
+        yield from self._store.kept().items()
+
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a buffer's manifest is that of a version before the newest."""
-        is_whole = manifest.state == "complete"
-        return is_whole and self.pointer is not None and manifest.version < self.pointer.version
+        """Whether a buffer's manifest is that of a version that was published.
+
+        A commit that failed may leave a complete manifest, whose number the next version takes.
+        """
+        if manifest.state != "complete":
+            return False
+        if self.pointer is None:
+            return manifest.version <= self.last_version
+        # Generations, not versions: a mirror that begins anew writes lower versions over higher.
+        return manifest.generation <= self.pointer.generation
 
     @property
     def last_generation(self) -> int:

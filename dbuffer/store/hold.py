@@ -32,6 +32,7 @@ from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
@@ -268,35 +269,24 @@ def hold_version(
     """
     store.check()
 
-    def is_it(manifest: Manifest | None) -> bool:
-        return (
-            manifest is not None
-            and manifest.version == version
-            and history in (None, manifest.history)
-        )
-
-    def hold_if(manifest: Manifest | None, buffer: str) -> Held | None:
-        if not is_it(manifest):
-            return None
-        held = hold_buffer(store, buffer, announce)
-        if held is None or is_it(held.manifest):
-            return held
-        held.release()
-        return None
+    def is_it(manifest: Manifest) -> bool:
+        return manifest.version == version and history in (None, manifest.history)
 
     damage: Exception | None = None
-    for buffer in places.BUFFERS:
+    for buffer, manifest in Contents(store).published():
         try:
-            if (held := hold_if(store.manifest(buffer), buffer)) is not None:
-                return held
+            held = hold_buffer(store, buffer, announce) if is_it(manifest) else None
         except errors.StoreCorruptError as error:
             damage = error
-    # Listed last: a version is kept before it leaves its buffer.
-    for buffer, manifest in store.kept().items():
-        if (held := hold_if(manifest, buffer)) is not None:
+            continue
+        if held is not None and is_it(held.manifest):
             return held
-    if damage is not None:  # this version may be the damaged one
+        if held is not None:
+            held.release()
+    if damage is not None:
         raise damage
+    for buffer in places.BUFFERS:
+        store.manifest(buffer)  # raises if it is damaged, as it may be this version's
     return None
 
 

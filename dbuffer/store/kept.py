@@ -19,6 +19,7 @@ from dbuffer.format import places
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import os_errors
 from dbuffer.store.hold import Held, hold_buffer, hold_version
 from dbuffer.store.weights_files import parts_of
@@ -80,13 +81,15 @@ def require(store: DoubleBuffer, version: int, history: str | None) -> None:
     Raises:
         VersionError: it is not; the message names those that are.
     """
-    if (version, history) not in {(each.version, each.history) for each in _manifests(store)}:
+    published = Contents(store).published()
+    if (version, history) not in {(each.version, each.history) for _, each in published}:
         raise missing(store, version)
 
 
 def missing(store: DoubleBuffer, version: int) -> VersionError:
     """Return the error for a version that a store does not hold."""
-    versions = ", ".join(map(str, sorted({each.version for each in _manifests(store)})))
+    published = {manifest.version for _, manifest in Contents(store).published()}
+    versions = ", ".join(map(str, sorted(published)))
     return VersionError(
         f"version {version} is not in {store.root}, which holds {versions or 'none'}"
     )
@@ -139,10 +142,3 @@ def withdraw(store: DoubleBuffer, buffer: str) -> bool:
         filesystem.rename_file(dropped, manifest)
         return False
     return True
-
-
-def _manifests(store: DoubleBuffer) -> list[Manifest]:
-    """Read the manifests of all versions that a store holds."""
-    # Kept ones last: a version is kept before it leaves its buffer.
-    manifests = [*map(store.undamaged_manifest, places.BUFFERS), *store.kept().values()]
-    return [each for each in manifests if each is not None and each.state == "complete"]

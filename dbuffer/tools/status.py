@@ -11,6 +11,7 @@ from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer, ReceiverReco
 from dbuffer.format.objects import BucketPointer
 from dbuffer.format.places import BUFFERS, is_kept
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
 from dbuffer.store.kept import is_pinned
 
 
@@ -139,7 +140,7 @@ def _buffer_status(
         empty
         | version_status(manifest)
         | {
-            "state": age if manifest.state == "complete" else manifest.state,
+            "state": age if is_kept(name) or Contents(store).has_published(manifest) else "writing",
             "delta_bytes": store.delta_bytes(manifest),
             "held_by": [
                 record.receiver

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.store import kept
+from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
 from tests.support.commands import call
@@ -308,3 +308,28 @@ def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(
     gone = {"kept/0123456789abcdef-1": store / "kept" / "0123456789abcdef-1"}
     monkeypatch.setattr(listing, "kept_directories", lambda: listed | gone)
     assert [manifest.version for manifest in listing.kept().values()] == [1]
+
+
+def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, monkeypatch):
+    """The next version takes its number, and is the only one that can be had by it."""
+    view, rename = DoubleBuffer(store), filesystem._rename
+
+    def rename_unless_pointer(temporary: Path, path: Path, made: tuple[int, int]) -> None:
+        if path.name == "CURRENT":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(temporary, path, made)
+
+    with dbuffer.WeightSender(store, keep=1) as sender:
+        for number in (1, 3):
+            with monkeypatch.context() as patch, pytest.raises(dbuffer.StoreFullError):
+                patch.setattr(filesystem, "_rename", rename_unless_pointer)
+                sender.send(SMALL.weights(99))
+            status = json.loads(call(capsys, "status", store, "--json")[1])
+            states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
+            assert states[number] == "writing"
+            with pytest.raises(dbuffer.VersionError):
+                kept.pin(view, number)
+            with pytest.raises(dbuffer.VersionError):
+                sender.republish(number)
+            publish(sender, number, number + 1)
+            assert readable(store, number + 1) == list(range(max(1, number - 1), number + 2))
