@@ -67,16 +67,20 @@ class Environment:
         return done.stdout
 
     def check(self, cwd: Path) -> None:
-        """See that dbuffer is installed here, vLLM would load it, and torch is the same."""
+        """See that dbuffer works from here, vLLM would load it, and torch is the same."""
         program = (
             "import dbuffer, json, torch\n"
             "from importlib.metadata import entry_points\n"
+            "dbuffer.WeightSender('store').send({'a': torch.ones(3)})\n"
+            "with dbuffer.WeightReceiver('store').open() as snapshot:\n"
+            "    assert snapshot.tensors['a'].sum() == 3\n"
             "points = entry_points(group='vllm.general_plugins', name='dbuffer')\n"
             "print(json.dumps([dbuffer.__file__, torch.__version__, [p.value for p in points]]))\n"
         )
         found = json.loads(self.run(f"python3 -c {shlex.quote(program)}", cwd))
         assert found[0].startswith(str(self.bin.parent))
         assert found[1:] == [torch.__version__, ["dbuffer.integrations.vllm.plugin:register"]]
+        assert "publish" in self.run("python3 -m dbuffer --help", cwd)
 
 
 @pytest.fixture

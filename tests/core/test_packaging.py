@@ -79,22 +79,6 @@ def test_the_sources_can_be_tested(built):
     assert run("-m", "twine", "check", "--strict", *archives, cwd=built).count("PASSED") == 2
 
 
-def test_what_is_installed_publishes_and_receives(built, tmp_path):
-    place = tmp_path / "installed"
-    uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    run(*uv, "--target", str(place), str(wheel_in(built)), cwd=tmp_path)
-    program = (
-        "import dbuffer, torch\n"
-        "weights = {'a': torch.ones(3)}\n"
-        "dbuffer.WeightSender('store').send(weights)\n"
-        "with dbuffer.WeightReceiver('store').open() as snapshot:\n"
-        "    print(dbuffer.__file__, snapshot.tensors['a'].sum().item())\n"
-    )
-    printed = run("-c", program, cwd=tmp_path, PYTHONPATH=str(place)).split()
-    assert printed == [str(place / "dbuffer" / "__init__.py"), "3.0"]
-    assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
-
-
 def settings_of_uv() -> dict[str, str]:
     settings: dict[str, str] = runpy.run_path(str(ROOT / "dev.py"))["settings_of_uv"]()
     return settings

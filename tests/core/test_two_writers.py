@@ -28,28 +28,23 @@ from tests.support.stores import contents
 SOON_S = 5.0
 
 
-def send_on_request(connection: Connection, store: Path) -> None:
-    """Publish version 1, then each that is asked for; answer with its version or the error."""
+def send_twice(connection: Connection, store: Path) -> None:
     with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        connection.send(os.getpid())
-        while (version := connection.recv()) is not None:
-            try:
-                connection.send(sender.send(SMALL.weights(version), version=version).version)
-            except dbuffer.DBufferError as error:
-                connection.send(type(error).__name__)
+        publish(sender, 1)
+        connection.send("published")
+        connection.recv()
+        publish(sender, 2)
     connection.send("closed")
 
 
 def test_second_sender_is_refused_and_told_who_holds_the_store(store):
-    with Child(send_on_request, store) as first:
-        pid = first.receive()
-        with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{pid}\b.*{store}"):
+    with Child(send_twice, store) as first:
+        assert first.receive() == "published"
+        with pytest.raises(dbuffer.StoreBusyError, match=rf"\b{first.pid}\b.*{store}"):
             dbuffer.WeightSender(store)
-        first.send(2)
-        assert first.receive() == 2, "the attempt must not disturb the one that is there"
-        first.send(None)
-        assert first.receive() == "closed"
+        first.send("go on")
+        assert first.receive() == "closed", "the attempt must not disturb the one that is there"
+        assert newest(store) == 2
         with dbuffer.WeightSender(store) as second:
             assert second.send(SMALL.weights(3)).version == 3
     assert newest(store) == 3

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -401,52 +402,71 @@ def test_a_directory_that_one_rank_cannot_use_is_refused_on_all(world, store, us
         assert re.search(message, outcome.message)
 
 
-PROBLEMS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    r"layers.7.weight int64\[256\] has a gap: rank 1 holds parts of it, as rank 0 says": (
-        lambda weights: {"weights": dict(list(weights.items())[:-1])}
+def failing(owner: type, name: str) -> Callable[[Any, pytest.MonkeyPatch], dict[str, Any]]:
+    """Let a method raise."""
+
+    def hinder(_: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+        patch.setattr(owner, name, mock.Mock(side_effect=OSError("it went up in smoke")))
+        return {}
+
+    return hinder
+
+
+SMOKE = "could not .*OSError: it went up in smoke"
+
+PROBLEMS: list[tuple[int, Callable[[Any, pytest.MonkeyPatch], dict[str, Any]], str]] = [
+    (
+        BAD,
+        lambda weights, _: {"weights": dict(list(weights.items())[:-1])},
+        r"layers.7.weight int64\[256\] has a gap: rank 1 holds parts of it, as rank 0 says",
     ),
-    "rank 1 .* 7, .* rank 0 .* None": lambda weights: {"version": 7},
-    "rank 1 .* int": lambda weights: {"weights": 7},
-    "rank 1 .* iterator": lambda weights: {"weights": iter(weights.items())},
-    "rank 1 .* 'm' .* meta": (
-        lambda weights: {"weights": weights | {"m": torch.empty(1, device="meta")}}
+    (BAD, lambda *_: {"version": 7}, "rank 1 .* 7, .* rank 0 .* None"),
+    (BAD, lambda *_: {"weights": 7}, "rank 1 .* int"),
+    (BAD, lambda weights, _: {"weights": iter(weights.items())}, "rank 1 .* iterator"),
+    (
+        BAD,
+        lambda weights, _: {"weights": weights | {"m": torch.empty(1, device="meta")}},
+        "rank 1 .* 'm' .* meta",
     ),
-}
-"""Calls of one rank that fit the others' in no way, by what is said then."""
+    (0, failing(SharedFileWriter, "write"), f"rank 0 {SMOKE}"),
+    (1, failing(SharedFileWriter, "write"), f"rank 1 {SMOKE}"),
+    (1, failing(HeldParts, "box"), f"rank 1 {SMOKE}"),
+    (0, failing(BufferWriter, "commit"), f"rank 0 {SMOKE}"),
+    (0, failing(BufferWriter, "claim"), f"rank 0 {SMOKE}"),
+]
+"""Calls of one rank that fit the others' in no way, or fail; and what is said then."""
 
 
-def send_what_failed(sender: ShardedWeightSender, version: int) -> None:
-    """Send a version of which nothing may be there yet; it is there, whole, then."""
-    assert newest(sender.store, verify=True) == version - 1
-    distributed.barrier()
-    sender.send(pattern_of(version, distributed.get_world_size()), version=version)
-    assert newest(sender.store, verify=True) == version
-    distributed.barrier()
+def send_between_problems(rank: int, store: Path) -> list[tuple[type[Exception], str]]:
+    """Publish, and try what cannot be published and publish again, for each problem.
 
-
-def send_between_problems(rank: int, store: Path) -> list[tuple[str, str]]:
-    """Publish, try what cannot be published, and publish again, for each problem, with one sender.
-
-    Return the kind and the message of each error.
+    Return each error.
     """
-    size = distributed.get_world_size()
-    failures = []
+    size, errors = distributed.get_world_size(), []
     with ShardedWeightSender(store, checksum=True) as sender:
         sender.send(pattern_of(1, size))
-        for version, spoil in enumerate(PROBLEMS.values(), 2):
+        for version, (on_rank, hinder, _) in enumerate(PROBLEMS, 2):
             weights = pattern_of(version, size)
-            try:
-                sender.send(**{"weights": weights} | (spoil(weights) if rank == BAD else {}))
-            except dbuffer.DBufferError as error:
-                failures.append((type(error).__name__, str(error)))
-            send_what_failed(sender, version)
-    return failures
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                pytest.raises(dbuffer.DBufferError) as caught,
+            ):
+                options = hinder(weights, patch) if rank == on_rank else {}
+                sender.send(**{"weights": weights} | options)
+            errors.append((caught.type, str(caught.value)))
+            assert newest(store, verify=True) == version - 1
+            distributed.barrier()
+            sender.send(weights, version=version)
+            assert newest(store, verify=True) == version
+            distributed.barrier()
+    return errors
 
 
-def test_calls_that_do_not_fit_together_are_refused_on_all_ranks(world, store):
-    for failures in world.run(send_between_problems, store):
-        for expected, (kind, message) in zip(PROBLEMS, failures, strict=True):
-            assert kind == "InvalidWeightsError"
+def test_what_is_wrong_on_one_rank_fails_on_all(world, store):
+    for errors in world.run(send_between_problems, store):
+        for (_, _, expected), (kind, message) in zip(PROBLEMS, errors, strict=True):
+            is_smoke = SMOKE in expected
+            assert kind is (dbuffer.RankFailedError if is_smoke else dbuffer.InvalidWeightsError)
             assert re.search(expected, message)
 
 
@@ -473,42 +493,6 @@ def send_lazy(rank: int, store: Path) -> int:
 
 def test_tensors_that_are_made_are_not_all_there_at_once(world, store):
     assert 1 <= max(world.run(send_lazy, store)) < 5
-
-
-FAILURES: list[tuple[Any, str, int]] = [
-    (SharedFileWriter, "write", 0),
-    (SharedFileWriter, "write", 1),
-    (HeldParts, "box", 1),
-    (BufferWriter, "commit", 0),
-    (BufferWriter, "claim", 0),
-]
-"""Methods that raise once, each on one rank."""
-
-
-def send_where_one_cannot(rank: int, store: Path) -> list[str]:
-    """Publish, and have each of the failures in between; return what was raised."""
-    size, messages = distributed.get_world_size(), []
-    with ShardedWeightSender(store, checksum=True) as sender:
-        sender.send(pattern_of(1, size))
-        for version, (owner, name, on_rank) in enumerate(FAILURES, 2):
-            with pytest.MonkeyPatch.context() as patch:
-                if rank == on_rank:
-                    patch.setattr(owner, name, fail)
-                with pytest.raises(dbuffer.RankFailedError) as caught:
-                    sender.send(pattern_of(version, size))
-            messages.append(str(caught.value))
-            send_what_failed(sender, version)
-    return messages
-
-
-def fail(*_: Any, **__: Any) -> None:
-    raise OSError("it went up in smoke")
-
-
-def test_a_step_that_fails_on_one_rank_fails_on_all(world, store):
-    for messages in world.run(send_where_one_cannot, store):
-        for (_, _, on_rank), message in zip(FAILURES, messages, strict=True):
-            assert re.search(f"rank {on_rank} could not .*OSError: it went up in smoke", message)
 
 
 def send_fsdp1(rank: int, store: Path) -> list[str]:

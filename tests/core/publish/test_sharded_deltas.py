@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -207,35 +208,25 @@ def warnings_logged() -> Iterator[list[str]]:
         logging.getLogger("dbuffer").removeHandler(handler)
 
 
-def base_of(store: Path, mount: str, part: int) -> Path:
-    """File that a rank has written and that was published; on a network mount, of the anchor."""
-    with hold_newest(DoubleBuffer(store), newer_than=None) as held:
-        return held.path if mount == "local" else part_path(held.path, part)
+def damage(store: Path, mount: str, what: str) -> None:
+    if "delta" in what:
+        path = max((store / "deltas").iterdir())
+        bit = 8 * path.stat().st_size - 9 if mount == "network" else 8 * 60
+    else:  # a file that a rank has written; on a network mount, of the anchor
+        with hold_newest(DoubleBuffer(store), newer_than=None) as held:
+            path = held.path if mount == "local" else part_path(held.path, 2)
+        bit = 8 * (path.stat().st_size // 2)
+    if "lost" in what:
+        path.unlink()
+    else:
+        flip_bit(path, bit)
 
 
-def damage_base(store: Path, mount: str) -> None:
-    path = base_of(store, mount, 2)
-    flip_bit(path, 8 * (path.stat().st_size // 2))
-
-
-def damage_delta(store: Path, mount: str) -> None:
-    path = max((store / "deltas").iterdir())
-    flip_bit(path, 8 * path.stat().st_size - 9 if mount == "network" else 8 * 60)
-
-
-def lose_delta(store: Path, mount: str) -> None:
-    max((store / "deltas").iterdir()).unlink()
-
-
-def lose_base(store: Path, mount: str) -> None:
-    base_of(store, mount, 1).unlink()
-
-
-@in_turn(("damage", "mount"), [damage_base, lose_base, damage_delta, lose_delta], MOUNTS)
-def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
+@in_turn(("what", "mount"), ["flipped base", "lost base", "flipped delta", "lost delta"], MOUNTS)
+def test_ranks_build_upon_nothing_that_is_damaged(world, store, what, mount):
     publish_three(world, store, mount)
     with mounted(mount):
-        damage(store, mount)
+        damage(store, mount, what)
     first, *others = go_on(world, fsdp, store, mount)
     assert first.has_delta == [False, True, True]
     assert all(went == Went(first.has_delta, []) for went in others)
@@ -324,33 +315,20 @@ def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) ->
 
 def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
     """Return how many words were patched each time, and boxes written after the second version."""
-    patched: list[int] = []
-    patch, write = SharedFileWriter.patch, SharedFileWriter.write
-    num_written = 0
-
-    def count(self: SharedFileWriter, changes: Any, copier: Any) -> None:
-        patched.append(sum(len(change.values) for change in changes))
-        patch(self, changes, copier)
-
-    def count_write(self: SharedFileWriter, boxes: Any, *arguments: Any) -> None:
-        nonlocal num_written
-        num_written += len(boxes)
-        write(self, boxes, *arguments)
-
     torch.manual_seed(0)
     weights, _ = fsdp(distributed.get_world_size())
-    with (
-        pytest.MonkeyPatch.context() as replaced,
-        ShardedWeightSender(store, delta=True) as sender,
-    ):
-        replaced.setattr(SharedFileWriter, "patch", count)
-        replaced.setattr(SharedFileWriter, "write", count_write)
+    patch, write = (
+        mock.patch.object(SharedFileWriter, name, autospec=True, side_effect=method)
+        for name, method in (("patch", SharedFileWriter.patch), ("write", SharedFileWriter.write))
+    )
+    with patch as patches, write as writes, ShardedWeightSender(store, delta=True) as sender:
         for number in range(4):
             nudge(weights, 64, number)
             sender.send(weights)
             if number == 1:
-                num_written = 0
-    return patched, num_written
+                writes.reset_mock()
+    patched = [sum(len(one.values) for one in call.args[1]) for call in patches.call_args_list]
+    return patched, sum(len(call.args[1]) for call in writes.call_args_list)
 
 
 def test_on_one_machine_what_did_not_change_is_not_written(world, store):

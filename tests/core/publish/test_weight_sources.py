@@ -91,28 +91,47 @@ def value_of(name: str, version: int) -> torch.Tensor:
     return values.view(SHAPES.get(name, (1,)))
 
 
-def assert_holds(store: Path, version: int) -> None:
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert snapshot.version == version
-        assert list(snapshot.tensors) == list(SHAPES)
-        assert_same(snapshot.tensors, {name: value_of(name, version) for name in SHAPES})
+def assert_holds(rank: int, store: Path, version: int) -> None:
+    """Compare the newest version on rank 0, for which the others wait."""
+    if rank == 0:
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert snapshot.version == version
+            assert list(snapshot.tensors) == list(SHAPES)
+            assert_same(snapshot.tensors, {name: value_of(name, version) for name in SHAPES})
+    if distributed.is_initialized():
+        distributed.barrier()
 
 
 MOUNTS = ["local", "network"]
 
 
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
-@pytest.mark.parametrize("kind", [Export, LaterExport])
-def test_a_sender_takes_a_source(store, kind, delta, mount):
+Sender = Callable[..., WeightSender | ShardedWeightSender]
+
+
+def send_sources(
+    rank: int, make_sender: Sender, kind: Callable[[], Export], store: Path, mount: str, delta: bool
+) -> list[bool]:
+    """Publish three versions; return which have a delta."""
     source = kind()
-    with mounted(mount), WeightSender(store, delta=delta) as sender:
+    has_delta = []
+    with mounted(mount), make_sender(store, delta=delta) as sender:
         for version in (1, 2, 3):
             source.version = version
-            publication = sender.send(source)
-            assert (publication.delta_bytes is not None) == (delta and version > 1)
-            assert_holds(store, version)
+            has_delta.append(sender.send(source).delta_bytes is not None)
+            assert_holds(rank, store, version)
     assert source.num_passes == 3
+    return has_delta
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
+@pytest.mark.parametrize("kind", [Export, LaterExport, Split])
+def test_senders_take_a_source(two, store, kind, delta, mount):
+    together = two.run(send_sources, ShardedWeightSender, kind, store, mount, delta)
+    assert together == [[False, delta, delta]] * 2
+    if kind is not Split:
+        alone = store.with_name("alone")
+        assert send_sources(0, WeightSender, kind, alone, mount, delta) == [False, delta, delta]
 
 
 def test_names_are_cleaned_renamed_and_cast(store):
@@ -149,17 +168,6 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 """Sources that differ from their metadata, by what is said of each."""
 
 
-def test_a_source_that_differs_from_its_metadata_is_refused(store):
-    with WeightSender(store) as sender:
-        sender.send(Export())
-        for version, (message, how) in enumerate(PROBLEMS.items(), 2):
-            with pytest.raises(dbuffer.InvalidWeightsError, match=message):
-                sender.send(Export(99, **how))
-            assert_holds(store, version - 1)
-            sender.send(Export(version))
-            assert_holds(store, version)
-
-
 class Strange:
     def metadata(self) -> Any:
         return {"name": "shape"}
@@ -168,49 +176,28 @@ class Strange:
         return iter(())
 
 
-def send_sources(
-    rank: int, kind: Callable[[], Export], store: Path, mount: str, delta: bool
-) -> list[bool]:
-    source = kind()
-    has_delta = []
-    with mounted(mount), ShardedWeightSender(store, delta=delta) as sender:
-        for version in (1, 2, 3):
-            source.version = version
-            has_delta.append(sender.send(source).delta_bytes is not None)
-            if rank == 0:
-                assert_holds(store, version)
-            distributed.barrier()
-    assert source.num_passes == 3
-    return has_delta
-
-
-@pytest.mark.parametrize("mount", MOUNTS)
-@pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
-@pytest.mark.parametrize("kind", [Export, LaterExport, Split])
-def test_ranks_take_a_source_together(two, store, kind, delta, mount):
-    assert two.run(send_sources, kind, store, mount, delta) == [[False, delta, delta]] * 2
-
-
-def send_bad_sources(rank: int, store: Path) -> list[str]:
+def send_bad_sources(rank: int, make_sender: Sender, store: Path) -> list[str]:
     """Rank 0 finds a problem in the middle of a pass; the other is in the next collective."""
     messages = []
-    with ShardedWeightSender(store) as sender:
+    with make_sender(store) as sender:
         sender.send(Export())
         for version, how in enumerate(PROBLEMS.values(), 2):
             with pytest.raises(dbuffer.InvalidWeightsError) as caught:
                 sender.send(Export(99, **how))
             messages.append(str(caught.value))
+            assert_holds(rank, store, version - 1)
             sender.send(Export(version))
-            if rank == 0:
-                assert_holds(store, version)
-            distributed.barrier()
+            assert_holds(rank, store, version)
     return messages
 
 
 def test_a_source_that_differs_from_its_metadata_is_refused_on_all_ranks(two, store):
-    for messages in two.run(send_bad_sources, store):
-        for expected, message in zip(PROBLEMS, messages, strict=True):
-            assert re.search(f"rank 0 could not gather and write.*{expected}", message)
+    alone = send_bad_sources(0, WeightSender, store.with_name("alone"))
+    together = two.run(send_bad_sources, ShardedWeightSender, store)
+    assert together == [together[0]] * 2
+    for expected, message, of_ranks in zip(PROBLEMS, alone, together[0], strict=True):
+        assert re.search(expected, message)
+        assert re.search(f"rank 0 could not gather and write.*{expected}", of_ranks)
 
 
 def send_orphan(rank: int, store: Path) -> None:
