@@ -37,15 +37,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def record_of(held: int | None, receiver: str = "far", **changes: Any) -> ReceiverRecord:
-    """Return the record of a receiver, of another host by default, that reads a version."""
-    owner = {"host": "another-host", "pid": 1}
-    record = {"token": "0" * 16, "applied_version": None, "updated_at": 0.0}
-    return ReceiverRecord(receiver=receiver, held_version=held, **record | owner | changes)
-
-
-def put_record(store: Path, record: ReceiverRecord) -> None:
-    (store / "receivers" / f"{record.receiver}.{record.token}.json").write_bytes(encode(record))
+def put_record(store: Path, held: int | None, receiver: str = "far", **owner: Any) -> None:
+    """Put the record of a receiver, of another host by default, that reads a version."""
+    record = ReceiverRecord(
+        receiver=receiver,
+        held_version=held,
+        token="0" * 16,
+        applied_version=None,
+        updated_at=0.0,
+        **{"host": "another-host", "pid": 1} | owner,
+    )
+    (store / "receivers" / f"{receiver}.{record.token}.json").write_bytes(encode(record))
 
 
 def files_in(store: Path) -> list[str]:
@@ -100,7 +102,7 @@ def test_a_file_stays_for_a_moment_or_while_it_is_read_but_not_forever(
     publish(sender, 1, 2)
     [old] = (store / "B").glob("weights-*")
     for version in held:
-        put_record(store, record_of(version, f"far-{version}"))
+        put_record(store, version, f"far-{version}")
     publish(sender, 3)
     clock.now_s += stays_s - 0.01
     publish(sender, 4)
@@ -123,13 +125,13 @@ def cannot_remove(*_: Any, **__: Any) -> None:
 def test_a_version_that_is_read_elsewhere_outlives_many_publishes(store, sender, clock):
     publish(sender, 1, 2)
     [held] = weights_files(store)["B"]
-    put_record(store, record_of(1))
+    put_record(store, 1)
     for version in range(3, 13):
         clock.now_s += 5.0
         publish(sender, version)
         assert (store / "B" / held).exists(), "version 1 is being read"
         assert len(files_in(store)) <= 4, "and nothing else is kept for that"
-    put_record(store, record_of(None))
+    put_record(store, None)
     publish(sender, 13)
     assert not (store / "B" / held).exists()
 
@@ -141,7 +143,7 @@ def test_records_of_dead_processes_count_only_where_nobody_can_tell(store, sende
         owner = {"pid": child.pid, "started": 0}
     publish(sender, 1, 2)
     [old] = weights_files(store)["B"]
-    put_record(store, record_of(1, **(owner_fields() | owner if is_here else owner)))
+    put_record(store, 1, **(owner_fields() | owner if is_here else owner))
     publish(sender, 3)
     clock.now_s += KEEP_S
     publish(sender, 4)
@@ -187,7 +189,7 @@ def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(store, clock,
     left = version_files(store) - named_files(store)
     assert left, "the killed writer had put files away"
     with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
-        put_record(store, record_of(3))
+        put_record(store, 3)
         assert left < version_files(store), "another host may read them"
         publish(sender, 6)
         clock.now_s += READER_TIMEOUT_S - 10  # the files are some moments old
