@@ -8,8 +8,8 @@ import functools
 import os
 import stat
 import subprocess
-import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,6 +26,7 @@ from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 from tests.support.children import in_a_fork
 from tests.support.stores import open_below
+from tests.support.waiting import meanwhile
 
 
 @pytest.fixture
@@ -105,14 +106,8 @@ def test_rename_that_goes_wrong(tmp_path, scratch, monkeypatch, rename, error, h
 
 def test_stale_temporaries_are_removed_and_other_files_stay(tmp_path):
     ours = [".CURRENT.123.0.tmp", ".manifest.json.4194304.17.tmp", ".engine-0.rank-1.json.1.2.tmp"]
-    others = [
-        "c.tmp",
-        ".upload.tmp",
-        ".a.b.c.tmp",
-        ".CURRENT.1.tmp",
-        ".CURRENT.1.x.tmp",
-        ".a b.1.2.tmp",
-    ]
+    others = ["c.tmp", ".upload.tmp", ".a.b.c.tmp", ".a b.1.2.tmp"]
+    others += [".CURRENT.1.tmp", ".CURRENT.1.x.tmp"]
     for name in (*ours, *others):
         (tmp_path / name).touch()
     (tmp_path / ".folder.1.2.tmp").mkdir()
@@ -155,40 +150,37 @@ def test_small_file_is_read_again_after_a_stale_handle(tmp_path, monkeypatch, na
     assert not open_below(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.symlink_to(path.with_name("target")),
+        lambda path: path.symlink_to(path.with_name("none")),
+        Path.mkdir,
+        os.mkfifo,
+    ],
+    ids=["link", "dangling link", "directory", "pipe"],
+)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "write"])
-def test_only_a_plain_file_is_opened(tmp_path, kind, flags):
-    path = tmp_path / "file"
+def test_only_a_plain_file_is_opened(tmp_path, make, flags):
     (tmp_path / "target").write_bytes(b"secret")
-    match kind:
-        case "link":
-            path.symlink_to(tmp_path / "target")
-        case "dangling link":
-            path.symlink_to(tmp_path / "none")
-        case "directory":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path)
+    path = tmp_path / "file"
+    make(path)
     with pytest.raises(StoreCorruptError, match=str(path)):
         filesystem.open_regular(path, flags)
     assert not open_below(tmp_path)
 
 
-def test_read_and_write_at(opened):
+def test_read_and_write_at(tmp_path, opened):
     descriptor, data = opened(), os.urandom(3_000_001)
     filesystem.write_at(descriptor, 100, data)
     assert filesystem.read_at(descriptor, 100, len(data)) == data
     assert filesystem.read_at(descriptor, 90, 20) == bytes(10) + data[:10]
     assert filesystem.read_at(descriptor, 100 + len(data) - 3, 10) == data[-3:]
     assert filesystem.read_at(descriptor, 10**9, 10) == b""
-
-
-def test_allocated_space_is_real(tmp_path, opened):
-    descriptor = opened()
-    filesystem.allocate(descriptor, 1 << 20, tmp_path / "file")
+    filesystem.allocate(descriptor, 4 << 20, tmp_path / "file")
     status = os.fstat(descriptor)
-    assert status.st_size == 1 << 20
-    assert status.st_blocks * 512 >= 1 << 20
+    assert status.st_size == 4 << 20
+    assert status.st_blocks * 512 >= 4 << 20, "the space is real"
 
 
 @pytest.mark.parametrize(
@@ -226,10 +218,8 @@ def test_readers_share_a_lock_and_a_writer_is_alone(opened):
     started = time.monotonic()
     assert not filesystem.lock_within(writer, 0.2)
     assert 0.2 <= time.monotonic() - started < 5
-    timer = threading.Timer(0.1, filesystem.unlock, [other])
-    timer.start()
-    assert filesystem.lock_within(writer, 5.0)
-    timer.join()
+    with meanwhile(filesystem.unlock, other):
+        assert filesystem.lock_within(writer, 5.0)
     assert filesystem.lock_within(writer, 0.0)
     assert not filesystem.try_lock(one, exclusive=False)
 
