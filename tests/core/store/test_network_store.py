@@ -118,18 +118,6 @@ def is_directory(path: str) -> bool:
 # How it is done
 
 
-def test_no_file_is_written_twice_and_each_has_checksums(store, sender):
-    found: dict[str, bytes] = {}
-    for version in range(1, 8):
-        publish(sender, version)
-        for path in store.glob("[AB]/weights-*"):
-            assert path.read_bytes() == found.setdefault(path.name, path.read_bytes())
-    assert len(found) == 7
-    manifest = DoubleBuffer(store).manifest("B")
-    assert manifest.is_final
-    assert manifest.checksums_xxh3 is not None
-
-
 def test_readers_map_nothing_and_keep_nothing_open(store, sender, receiver):
     """A mapping of a file that goes away is a SIGBUS; an open file keeps the old one in sight."""
     publish(sender, 1, 2, pattern=LARGE)
@@ -218,6 +206,7 @@ def test_a_reader_says_what_it_reads_while_it_reads(store, sender, receiver):
 def test_a_snapshot_of_any_version_outlives_its_file(store, sender, receiver):
     publish(sender, 1, 2)
     with receiver.open(version=1) as snapshot:
+        assert DoubleBuffer(store).manifest("B").is_final
         assert snapshot.has_checksums
         assert snapshot.damaged_tensors() == []
         publish(sender, 3, 4, 5)
@@ -283,8 +272,8 @@ def test_one_hosts_versions_are_read_on_a_network_if_they_have_checksums(store, 
             with receiver.open() as snapshot:
                 assert SMALL.version_of(snapshot.tensors) == version
         # Locks do not keep the writer from the file that is being read.
-        come_round = functools.partial(write, 8, 9, 10)
-        assert read_at_last(store, "load", come_round, Step("c_return", "preadv")) == 10
+        begin = functools.partial(at_step, Step("c_return", "preadv"), lambda: write(8, 9, 10))
+        assert read_at_last(store, "load", begin) == 10
 
 
 def test_what_the_variable_may_be(store, monkeypatch):
@@ -301,10 +290,8 @@ def test_what_the_variable_may_be(store, monkeypatch):
 # A reader that a writer comes round on
 
 
-def read_at_last(
-    store: Path, how: str, act: Callable[[], None] = sys.exit, at: Step | int | None = None
-) -> int:
-    """Read the newest version while ``act`` happens at a step, or before a call; all of it."""
+def read_at_last(store: Path, how: str, begin: Callable[[], None] = lambda: None) -> int:
+    """Read all of the newest version, after ``begin``, which may let something happen meanwhile."""
     tensors = SMALL.empty()
 
     def keep(pairs: Any) -> None:
@@ -312,10 +299,7 @@ def read_at_last(
 
     with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
         receiver.wait_for_version(1)
-        if isinstance(at, int):
-            at_call(at, act, LOOKS)
-        elif at is not None:
-            at_step(at, act)
+        begin()
         try:
             if how == "open":
                 with receiver.open() as snapshot:
@@ -349,7 +333,7 @@ def test_a_file_is_there_for_who_has_announced_it_before_the_second_look(shm_pat
                 publish(sender, 3, 4, 5)
                 assert (store / "A" / old).exists() == announced[-1]
 
-            version = read_at_last(store, how, go_on, number)
+            version = read_at_last(store, how, lambda: at_call(number, go_on, LOOKS))
             if len(announced) == number:
                 versions.append(version)
                 publish(sender, 6)
@@ -430,7 +414,7 @@ def test_a_file_that_goes_under_a_reader_is_another_try(store, sender, fail, how
             for name in ("pread", "preadv")
         )
 
-    assert read_at_last(store, how, go_on, step) == 4
+    assert read_at_last(store, how, lambda: at_step(step, go_on)) == 4
     assert any(hits)
 
 
