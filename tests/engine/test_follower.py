@@ -382,6 +382,12 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sen
         assert scene.engine.serves == (4, "1")
 
 
+def lose_weights(engine: LightEngine) -> None:
+    engine.endpoint.note_asleep(is_lost=True)
+    engine.model.tensors = SMALL.weights(0)
+    engine.endpoint.note_awake()
+
+
 # What is refused at once
 
 
@@ -407,6 +413,38 @@ def test_second_follower_of_an_engine_and_a_store_is_refused(scene):
     with scene.follower() as third:  # the first is closed
         third.sync()
         assert scene.engine.version == 2
+
+
+def test_first_follower_hears_of_a_second_with_another_store(scene, other_store, monkeypatch):
+    monkeypatch.setattr(scene.engine, "close", lambda: None)
+    with scene.serving() as first:
+        with Follower(scene.engine, options(Path(other_store))) as second:
+            second.sync()
+            assert not first.has_applied(1)
+            with pytest.raises(dbuffer.EngineUpdateError, match="another follower"):
+                first.sync()
+            assert scene.engine.serves == (7, "1")
+        assert first.sync() is not None
+        assert first.has_applied(1)
+        assert scene.engine.serves == (1, "1")
+
+
+def test_version_that_was_lost_between_two_followers_is_no_label(scene, monkeypatch):
+    monkeypatch.setattr(scene.engine, "close", lambda: None)
+    with scene.serving():
+        pass
+    scene.engine.endpoint.note_foreign_load("load_weights of a worker extension")
+    assert scene.engine.label == "1", "nobody follows"
+    with scene.follower() as follower:
+        follower.start()
+        assert (follower.applied, scene.engine.label) == (None, UNKNOWN_VERSION)
+
+
+def test_lost_weights_are_not_waited_for_as_if_they_were_there(scene):
+    with scene.following() as follower:
+        lose_weights(scene.engine)
+        assert follower.wait_applied(1, WAIT_S) == 1
+        assert scene.engine.serves == (1, "1")
 
 
 def test_switch_by_another_process_is_learned(scene):

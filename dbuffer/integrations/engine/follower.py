@@ -102,14 +102,18 @@ class Follower(Closing):
     def has_applied(self, version: int) -> bool:
         """Whether the engine serves this version, or a later one, of what the store holds now.
 
-        An engine that is to stay on a version must serve that one.
+        An engine that is to stay on a version must serve that one. Its record is read anew: it may
+        have lost its weights since the last switch.
         """
-        applied = self._applied
-        if self._view is None or applied is None or applied.version < version:
+        view = self._view
+        if view is None or _followers.get(_key_of(view.facts)) is not self:
             return False
-        if self._view.options.version not in (None, applied.version):
+        applied = VersionId.of(view.readable_record())
+        if applied is None or applied.version < version:
             return False
-        return not applied.is_of_another_history(self._view.history_now())
+        if view.options.version not in (None, applied.version):
+            return False
+        return not applied.is_of_another_history(view.history_now())
 
     @property
     def engine_id(self) -> str:
@@ -164,6 +168,9 @@ class Follower(Closing):
         view.note_ranks()
         self._record = None
         self._adopt_record(view.engine_record())
+        if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
+            # A version of another store, or one that the engine has lost since.
+            self._label(WeightLabel())
         may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
         if may_be_left and self._is_awake():
             # A follower that was killed in a switch left it so, and no other process ends it.
@@ -233,11 +240,22 @@ class Follower(Closing):
     def _ensure_started(self) -> StoreView:
         self._engine.require_alive()
         if self._view is not None and self._is_certain:
+            self._require_undisturbed(self._view)
             self._refresh_applied(self._view)
         if self._view is None or not self._is_certain or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
+
+    def _require_undisturbed(self, view: StoreView) -> None:
+        """Raise if another follower began with the engine, and begin again when that one has ended.
+
+        What the record in this follower's store says was so before.
+        """
+        last = _followers.get(_key_of(view.facts))
+        self._is_certain = last is self
+        if last not in (None, self):
+            raise view.other_follower(f"{view.engine_id} no longer follows {view.options.store}")
 
     def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
@@ -502,8 +520,6 @@ class Follower(Closing):
                 other._view.close()
             self._owes_resume = self._owes_resume or other._owes_resume
             self.start()
-        if self._applied is None:
-            self._label(WeightLabel())
 
     # Between two attempts
 
