@@ -135,13 +135,14 @@ def verify_store(
         raise WaitTimeoutError(
             f"nothing was published in {store.root} yet{store.state_without_version()}"
         )
-    others = [name for name in BUFFERS if name != pointer.buffer and _has_version(store, name)]
-    checks = []
-    for buffer in (pointer.buffer, *others, *store.kept()):
+
+    def verify(buffer: str, newest: int | None = None) -> BufferCheck:
         progress(f"verifying buffer {buffer} of {store.root}")
-        newest = pointer.version if buffer == pointer.buffer else None
-        checks.append(_verify_buffer(store, buffer, newest))
-    return checks
+        return _verify_buffer(store, buffer, newest)
+
+    newest = verify(pointer.buffer, pointer.version)
+    others = [name for name in BUFFERS if name != newest.buffer and _has_version(store, name)]
+    return [newest, *map(verify, (*others, *store.kept()))]
 
 
 def _has_version(store: DoubleBuffer, buffer: str) -> bool:
@@ -164,11 +165,11 @@ def _verify_once(
     store: DoubleBuffer, buffer: str, newest: int | None, patience: Patience
 ) -> BufferCheck | None:
     """Check a buffer; None if its file was removed meanwhile, for a newer version on a network."""
-    version, has_checksums, problems = newest, False, []
+    version, has_checksums, problems = newest, False, []  # the newest may be newer by now
     try:
         held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
         if held is not None:
-            version = held.manifest.version
+            buffer, version = held.buffer, held.manifest.version
             has_checksums = held.manifest.checksums_xxh3 is not None
             try:
                 with held:

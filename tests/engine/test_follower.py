@@ -681,8 +681,9 @@ def test_server_that_waiting_does_not_change_is_refused_at_once(store, kind, sta
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            with pytest.raises(error, match=names):
-                follow(f"http://127.0.0.1:{server.server_port}/v1", store)
+            with pytest.raises(error, match=names) as caught:
+                follow(f"http://me:secret@127.0.0.1:{server.server_port}/v1", store)
+            assert "secret" not in str(caught.value)
         finally:
             server.shutdown()
             thread.join()

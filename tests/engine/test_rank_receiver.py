@@ -15,10 +15,12 @@ import dbuffer
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.meta_model import MetaModel
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.integrations.engine.unused_tensors import UnusedTensors
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import preload
@@ -374,3 +376,12 @@ def test_ranks_read_a_network_once_into_the_same_memory(staging, tmp_path, monke
             memory.update(*world.run(memory_files))
         assert len(memory) == 1
         world.run(close)
+
+
+def test_each_tensor_that_goes_nowhere_is_named_once(caplog):
+    unused = UnusedTensors("store", "warn", is_pipeline=False, is_first=True)
+    for names in (["mtp"], ["mtp"], ["mtp", "visual", "value_head"], ["mtp", "visual"]):
+        unused.check(LoadTrace({}, frozenset(names), unused=tuple(names)))
+    lines = [record.getMessage() for record in caplog.records]
+    named = [[name for name in ("mtp", "visual", "value_head") if name in line] for line in lines]
+    assert named == [["mtp"], ["visual", "value_head"]]

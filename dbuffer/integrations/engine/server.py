@@ -52,11 +52,13 @@ class EngineServer(Engine):
         with needed_for("following a server (`dbuffer follow-server`, or `follow` with a URL)"):
             import httpx
         self._httpx = httpx
-        self.url = checks.server_url("url", url)
+        address = httpx.URL(checks.server_url("url", url))
+        self.url = str(address.copy_with(userinfo=b""))
+        """Address, without a password, for messages."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._long = httpx.Timeout(_LONG_S, connect=_CONNECT_S)
         self._client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
+            base_url=address, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
         )
 
     def close(self) -> None:

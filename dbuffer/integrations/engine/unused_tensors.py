@@ -92,10 +92,11 @@ class UnusedTensors:
     def _refuse_or_warn(self, unused: Sequence[str]) -> None:
         if unused and self._treatment == "refuse":
             raise WeightsMismatchError(no_places(unused))
-        if unused and self._is_first and self._warned.isdisjoint(unused):
+        new = [each for each in unused if each not in self._warned]
+        if new and self._is_first:
             logger.warning(
                 "versions of %s are served without %s, for which the engine's model has no place",
                 self._store,
-                listed(unused),
+                listed(new),
             )
         self._warned.update(unused)

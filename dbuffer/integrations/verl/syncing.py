@@ -96,13 +96,13 @@ class ActorSync:
             StoreAccessError: the store cannot be written.
             WriterSupersededError: another sender has taken the store over.
         """
-        if self._sender is None or self._sync is None:
-            raise NotReadyError(
-                "no sync has begun: prepare() comes before send_weights(), each time"
-            )
-        metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
         rest = iter(weights)
         try:
+            if self._sender is None or self._sync is None:
+                raise NotReadyError(
+                    "no sync has begun: prepare() comes before send_weights(), each time"
+                )
+            metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
             source = dict(_copies(rest)) if self._delta else rest
             published = self._sender.send(source, metadata=metadata)
         except Exception:

@@ -42,6 +42,8 @@ def run_for_each(
     the same JSON in DBUFFER_METADATA if it is below 128 KB. A command that fails ends `exec` with
     exit code 1, and its version is not acknowledged.
     """
+    if not command.strip():
+        raise typer.BadParameter("an empty command; is a variable not set?", param_hint="COMMAND")
     run = functools.partial(_run, command, store)
     follow_versions(store, newer_than, follow_options, run, acknowledge=True)
 

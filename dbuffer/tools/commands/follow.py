@@ -78,10 +78,13 @@ def follow_versions(
             snapshot = _hold_next(
                 receiver, loop, held, newer_than, timeout_s, acknowledge=acknowledge
             )
-            # If the store is emptied meanwhile, the next wait applies `new_history`.
-            with contextlib.suppress(errors.VersionRegressedError), held:
-                _report(snapshot, as_json=follow_options.as_json)
-                on_version(snapshot)
+            try:
+                # If the store is emptied meanwhile, the next wait applies `new_history`.
+                with contextlib.suppress(errors.VersionRegressedError), held:
+                    _report(snapshot, as_json=follow_options.as_json)
+                    on_version(snapshot)
+            except errors.SnapshotEvictedError as error:
+                logger.warning("version %d is not acknowledged: %s", snapshot.version, error)
             if not acknowledge:
                 receiver.record.remove()
             newer_than = snapshot.version

@@ -20,7 +20,9 @@ from tensordict import TensorDict
 from torch import distributed
 
 import dbuffer
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli
+from dbuffer.tools.verification import verify_store
 from tests.support.children import Command
 from tests.support.commands import call
 from tests.support.stores import contents
@@ -123,6 +125,7 @@ def places(directory: Path) -> Path:
         (2, "mirror x y --metrics-port 65536", "'--metrics-port'"),
         (2, "ls ''", "an empty path; is a variable not set?"),
         (2, "mirror '' y", "an empty path; is a variable not set?"),
+        (2, "exec x ' '", "an empty command; is a variable not set?"),
         # Options that have no effect.
         (2, "status store --watch --json", "--watch"),
         (2, "status store --watch", "--watch needs a terminal"),
@@ -533,6 +536,30 @@ def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_h
         else:
             assert (code, out.count("\n")) == (1, 1)
         assert err.count("is of another run") == 1
+
+
+def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path, checkpoint):
+    go, store = tmp_path / "go", tmp_path / "store"
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        sender.send(checkpoint)
+        options = ["--json", "--count", "2", "--receiver-id", "me"]
+        with Command(tmp_path, "exec", store, until_there(go), *options) as follower:
+            assert json.loads(follower.line(0))["version"] == 1
+            for _ in range(3):
+                sender.send(checkpoint)
+            go.touch()
+            code, out, err = follower.communicate(60)
+        assert (code, json.loads(out.splitlines()[1])["version"]) == (0, 4)
+        assert "version 1 is not acknowledged" in err
+        sender.wait_applied(4, receivers="me", timeout_s=0)
+
+
+def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(store, checkpoint):
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        later = iter([lambda: sender.send(checkpoint)])
+        checks = verify_store(DoubleBuffer(store), lambda _: next(later, lambda: None)())
+    assert [check.version for check in checks] == [3, 2]
+    assert len({check.buffer for check in checks}) == 2
 
 
 ODD = "[/red]\x1b]0;title\x07\x9b2J\x7f\u202e\u00fc.weight"

@@ -202,8 +202,10 @@ class TestFailure:
     def test_a_sync_is_published_once_and_taken_after_its_begin(self, ends):
         with pytest.raises(NotReadyError):
             taken(ends.incoming)
+        gathered = iter(weights(1))
         with pytest.raises(NotReadyError):
-            ends.outgoing.publish(weights(1), STEP)
+            ends.outgoing.publish(gathered, STEP)
+        assert next(gathered, None) is None, "the other ranks gather with this one"
         ends.publish(1)
         with pytest.raises(NotReadyError):
             ends.outgoing.publish(weights(1), STEP)
