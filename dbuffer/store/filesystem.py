@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
@@ -47,10 +48,8 @@ _STALE_RETRIES = 4
 """A file that is replaced between lookup and read is a stale handle; the next lookup finds the
 new one."""
 
-_temporary_numbers = itertools.count()
-
-_TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9]+\.[0-9]+\.tmp")
-"""Names of :func:`replace_file`'s temporary files: the file's name, the process, a number."""
+_TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
+"""Names of :func:`replace_file`'s temporary files: the file's name, a random number."""
 
 
 def real_path(path: Path) -> Path:
@@ -333,7 +332,8 @@ def identity_at(path: Path) -> tuple[int, int] | None:
 
 
 def _temporary_in(scratch: Path, name: str) -> Path:
-    return scratch / f".{name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
+    # No process id: the first process of a container that is restarted has the same one again.
+    return scratch / f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:

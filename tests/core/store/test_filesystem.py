@@ -105,18 +105,19 @@ def test_rename_that_goes_wrong(tmp_path, scratch, monkeypatch, rename, error, h
 
 
 def test_stale_temporaries_are_removed_and_other_files_stay(tmp_path):
-    ours = [".CURRENT.123.0.tmp", ".manifest.json.4194304.17.tmp", ".engine-0.rank-1.json.1.2.tmp"]
-    others = ["c.tmp", ".upload.tmp", ".a.b.c.tmp", ".a b.1.2.tmp"]
-    others += [".CURRENT.1.tmp", ".CURRENT.1.x.tmp"]
+    end = ".0123456789abcdef.tmp"
+    ours = [f".{name}{end}" for name in ("CURRENT", "manifest.json", "engine-0.rank-1.json")]
+    others = ["c.tmp", ".upload.tmp", ".a.b.c.tmp", f".a b{end}"]
+    others += [".CURRENT.1.tmp", ".CURRENT.0123456789abcdefg.tmp"]
     for name in (*ours, *others):
         (tmp_path / name).touch()
-    (tmp_path / ".folder.1.2.tmp").mkdir()
-    (tmp_path / ".link.1.2.tmp").symlink_to("nowhere")
+    (tmp_path / f".folder{end}").mkdir()
+    (tmp_path / f".link{end}").symlink_to("nowhere")
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1), follow_symlinks=False)
-    (tmp_path / ".young.1.2.tmp").touch()
+    (tmp_path / f".young{end}").touch()
     filesystem.remove_stale_temporaries(tmp_path)
-    stay = {*others, ".folder.1.2.tmp", ".link.1.2.tmp", ".young.1.2.tmp"}
+    stay = {*others, *(f".{name}{end}" for name in ("folder", "link", "young"))}
     assert {path.name for path in tmp_path.iterdir()} == stay
 
 

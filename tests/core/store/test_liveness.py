@@ -417,3 +417,20 @@ def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(store, s
     file = f"theirs.{TOKEN}.json"
     assert len([entry for entry in caplog.records if file in entry.getMessage()]) == 1
     assert newest(store) == 2
+
+
+def publish_from_container(connection: Connection, store: Path, dies: bool) -> None:
+    if dies:
+        filesystem._rename = lambda *_: os._exit(1)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        connection.send(sender.send(SMALL.weights(2)).version)
+
+
+def test_a_container_that_died_while_it_wrote_publishes_when_it_is_restarted(store):
+    """Its sender has the same process id each time."""
+    with Boxed(publish_from_container, store, True, pid=1) as boxed:
+        boxed.wait()
+    assert list(store.rglob("*.tmp"))
+    with Boxed(publish_from_container, store, False, pid=1) as boxed:
+        assert boxed.receive() == 2
