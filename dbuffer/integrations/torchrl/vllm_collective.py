@@ -31,10 +31,9 @@ from dbuffer.errors import (
 )
 from dbuffer.format.manifest import host_in_id
 from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
-from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.engine_turns import EngineTurns
-from dbuffer.integrations.torchrl.extraction import extract_for_vllm
+from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
 from dbuffer.integrations.torchrl.model_metadata import (
     ModelMetadata,
     metadata_of,
@@ -201,15 +200,12 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
         self._receiver_id = f"{_RECEIVER_PREFIX}{host_in_id()}-{secrets.token_hex(4)}"
         self._timeout_s = scheme.timeout_s
-        self._begun: list[Any] | None = None
-        """Followers whose ranks look at the store already."""
         super().__init__(scheme, vllm_engine)
-        self._begin()
         self._report()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._closing = threading.Lock()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="dbuffer-torchrl", daemon=True)
         self._thread.start()
 
@@ -239,11 +235,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def shutdown(self) -> None:
         """Stop following, after the switch that is under way. The engine keeps its weights."""
         with self._closing:
-            self._is_closed = True
+            self._closed.set()
         self._wake.set()
         self._thread.join()
-        if (turns := self._turns()) is not None:
-            turns.give_up()
+        self._let_generate()
         super().shutdown()
 
     def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -251,7 +246,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         _require_another_thread(engine_in(self._vllm_engine))
         future: Future[Any] = Future()
         with self._closing:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise ClosedError("this receiver was shut down")
             self._jobs.put((functools.partial(call, *arguments), future))
         self._wake.set()
@@ -267,18 +262,21 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                     future.set_exception(error)
 
     def _follow(self) -> None:
-        loop = RetryLoop(logger)
-        while not self._is_closed:
+        loop = RetryLoop(logger, stop=self._closed)
+        while not self._closed.is_set():
             self._wake.clear()
             self._do_jobs()
-            version, wait_s = None, self._options.poll_interval_s
+            version, is_due, wait_s = None, False, self._options.poll_interval_s
             with loop.attempt():
                 version = self._wait_for_newer(0.0)
-                if version is None or self._switch_in_turn(version):
+                is_due = version is not None and not self._switch_in_turn(version)
+                if not is_due:
                     loop.succeeded(str(self._receiver_id))
                     self._report()
-                else:
-                    wait_s = _BUSY_RETRY_S
+            if is_due:
+                wait_s = _BUSY_RETRY_S
+            else:
+                self._let_generate()
             if loop.error is not None:
                 wait_s = loop.retry_s
                 if self._receiver is not None:
@@ -329,29 +327,29 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         turns = self._turns()
         if turns is None:
             return super()._sync(version)
-        self._begin()
         [follower] = self._followers
         deadline = time.monotonic() + self._timeout_s
         while not follower.is_ready(version):  # type: ignore[union-attr]
+            turns.give_up()
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"version {version} was not ready within {self._timeout_s:g} s; the engine "
                     "serves on"
                 )
-            time.sleep(_READY_CHECK_S)
+            if self._closed.wait(_READY_CHECK_S):
+                raise ClosedError("this receiver was shut down")
         with turns.taken():
             return super()._sync(version)
 
-    def _begin(self) -> None:
-        """Let the ranks of an ``LLM`` look at the store, once; no other call makes them begin."""
+    def _apply_by_hand(self, weights: Extracted) -> None:
         turns = self._turns()
-        if turns is None or self._begun is self._followers:
-            return
-        for follower in self._followers:
-            if isinstance(follower, Follower):
-                with turns.taken():
-                    follower.start()
-        self._begun = self._followers
+        with contextlib.nullcontext() if turns is None else turns.taken():
+            super()._apply_by_hand(weights)
+
+    def _let_generate(self) -> None:
+        """Let generations of an ``LLM`` begin that wait for a switch."""
+        if (turns := self._turns()) is not None:
+            turns.give_up()
 
     def _turns(self) -> EngineTurns | None:
         """Return the turns at an ``LLM``; None: the engine takes calls from any thread."""

@@ -1,30 +1,39 @@
 """Receivers that follow by themselves in other processes, and what a sender learns of them.
 
-The receivers are TorchRL's, with a stand-in for the engine's follower. What engines make of them:
-`tests/integrations/torchrl/test_vllm.py`.
+The receivers are TorchRL's, with a stand-in for the engine's follower, or with a light engine. What
+vLLM's engines make of them: `tests/integrations/torchrl/test_vllm.py`.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import dbuffer
+from dbuffer.errors import EngineBusyError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.torchrl import (
     VLLMWeightReceiver,
     VLLMWeightSender,
     VLLMWeightSyncScheme,
+    vllm_collective,
     vllm_double_buffer,
 )
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
+from tests.support.light_engines import WAIT_S, LightEngine
+from tests.support.patterns import SMALL
+from tests.support.stores import remove_store
+from tests.support.waiting import until
 
 preload("dbuffer.integrations.torchrl.vllm_collective")
 
@@ -124,3 +133,71 @@ def test_receiver_that_was_killed_is_told_once(store, sender):
             update(sender)
         update(sender)
     sender.shutdown()
+
+
+# With engines of this process.
+
+
+class Llm(LightEngine):
+    """A light engine that generates as an `LLM` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_generating = False
+        self.requests: list[str] = []
+        self.engine_core = SimpleNamespace()
+        self.llm_engine = self
+
+    def has_unfinished_requests(self) -> bool:
+        return self.is_generating
+
+    def add_request(self, request: str) -> None:
+        self.requests.append(request)
+
+    def pause(self, mode: str) -> None:
+        if self.is_generating:
+            raise EngineBusyError("it is generating")
+        super().pause(mode)
+
+
+@pytest.fixture
+def receiver_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[LightEngine], VLLMWeightReceiver]]:
+    """Makes a receiver that keeps a light engine on the newest weights in `tmp_path / "light"`."""
+    monkeypatch.setattr(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
+    for module in (vllm_double_buffer, vllm_collective):
+        monkeypatch.setattr(module, "engine_in", lambda engine: engine)
+    receivers = []
+
+    def make(engine: LightEngine) -> VLLMWeightReceiver:
+        receivers.append(scheme_of(tmp_path / "light").create_receiver(engine))
+        return receivers[-1]
+
+    yield make
+    for receiver in receivers:
+        receiver.shutdown()
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_generation_waits_for_a_switch_only_while_a_version_is_ready(
+    receiver_of, tmp_path, is_removed
+):
+    engine, store = Llm(), tmp_path / "light"
+    receiver_of(engine)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        until("version 1 is served", lambda: engine.version == 1, WAIT_S)
+        engine.is_generating = True
+        sender.send(SMALL.weights(2))
+        until("a switch is due", lambda: engine.engine_core.is_switch_due, WAIT_S)
+        if not is_removed:
+            engine.receiver._stager._may_stage = lambda: False  # version 3 takes long
+            sender.send(SMALL.weights(3))
+    if is_removed:
+        remove_store(store)
+    engine.is_generating = False
+    next_one = threading.Thread(target=engine.add_request, args=("next",), daemon=True)
+    next_one.start()
+    next_one.join(WAIT_S)
+    assert engine.requests == ["next"]
