@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _RECEIVER_PREFIX = "torchrl-vllm-"
 """Beginning of the names of all `VLLMWeightReceiver` among a store's receivers."""
+_NOTHING_APPLIED: dict[str, Any] = {"applied_version": None, "metadata": {}}
+"""Fields in the record of a receiver whose engine has no version of the store."""
 _READY_CHECK_S = 0.005
 """Interval at which to ask whether an ``LLM``'s ranks have a version ready."""
 _BUSY_RETRY_S = 0.005
@@ -279,8 +281,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                 self._let_generate()
             if loop.error is not None:
                 wait_s = loop.retry_s
-                if self._receiver is not None:
-                    self._receiver.note_problem(loop.error, version)
+                self._report_problem(loop.error, version)
             self._wait_for_news(wait_s)
         self._do_jobs()
 
@@ -298,8 +299,9 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         """Record in the store which version the engine has."""
         receiver = self._follow_newest()
         record = receiver.record
+        history = None if self._applied is None else receiver.history
         reported = record.current.applied_version, record.current.history, record.current.problem
-        if reported == (self._applied, receiver.history, None) and record.path.exists():
+        if reported == (self._applied, history, None) and record.path.exists():
             return
         record.set(is_ephemeral=True)
         if self._applied is not None:
@@ -310,7 +312,14 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             with contextlib.suppress(DBufferError):
                 for directory in (SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
                     filesystem.make_directory(receiver.store / directory, parents=True)
-        record.write(problem=None, problem_version=None)
+        record.write(**_NOTHING_APPLIED, history=None, problem=None, problem_version=None)
+
+    def _report_problem(self, error: Exception, version: int | None) -> None:
+        """Record in the store why the engine cannot have a version."""
+        if self._receiver is not None:
+            if self._applied is None:
+                self._receiver.record.set(**_NOTHING_APPLIED)
+            self._receiver.note_problem(error, version)
 
     def _switch_in_turn(self, version: int) -> bool:
         """Switch the engine; False: it generates, and is switched when the generation ends."""

@@ -228,7 +228,9 @@ class VLLMDoubleBufferWeightReceiver:
         self._receiver: WeightReceiver | None = None
         """Receiver of the followed store, which waits for versions; None: nothing is followed."""
         self._applied: int | None = None
-        """Newest version that the engines had; older than weights that were applied by hand."""
+        """Version that all engines were switched to; None: to none, or one has lost it since."""
+        self._skipped: int | None = None
+        """Newest version that was published before the engines' weights were applied by hand."""
         self._follow_newest()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
@@ -242,7 +244,8 @@ class VLLMDoubleBufferWeightReceiver:
 
         Raises:
             OptionError: (a ``ValueError``) ``timeout`` is not a number of seconds.
-            EngineBusyError: (a ``vllm.LLM``) it has unfinished requests; it was not touched.
+            EngineBusyError: it sleeps, or (a ``vllm.LLM``) has unfinished requests; it was not
+                touched.
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             UnsupportedError: it cannot take weights from a store.
@@ -257,6 +260,9 @@ class VLLMDoubleBufferWeightReceiver:
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the engine now.
+
+        Weights that are given are no version of the store: the next version replaces them, and
+        nothing brings them back if the engine loses them, as in ``sleep(level=2)``.
 
         Args:
             weights: what a transport's ``receive_weights`` returned, or any others that fit. None:
@@ -273,7 +279,7 @@ class VLLMDoubleBufferWeightReceiver:
         newest = self._follow_newest().wait_for_version(None, 0.0)
         if weights is not None:
             self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
-            self._applied = newest
+            self._applied, self._skipped = None, newest
         elif newest is not None:
             self._sync(newest)
 
@@ -313,7 +319,8 @@ class VLLMDoubleBufferWeightReceiver:
         if self._receiver is not None:
             self._receiver.record.remove()
             self._receiver.close()
-        self._followers, self._receiver, self._applied = [], None, None
+        self._followers, self._receiver = [], None
+        self._applied = self._skipped = None
 
     def _require_fit(self, model_metadata: ModelMetadata) -> None:
         """Refuse metadata that differs from the newest version's, or does not fit the engine."""
@@ -332,21 +339,21 @@ class VLLMDoubleBufferWeightReceiver:
     def _wait_for_newer(self, timeout_s: float) -> int | None:
         """Return the newest version if the engines do not have it; None: nothing newer came."""
         deadline = time.monotonic() + timeout_s
-        if any(follower.has_restarted() for follower in self._followers):
-            self._applied = None  # an engine has the weights that it was started with
+        if any(follower.has_lost(self._applied) for follower in self._followers):
+            self._applied = self._skipped = None
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             receiver = self._follow_newest()
             try:
                 # No longer than this: weights may come to the other address.
                 wait_s = min(left_s, self._options.poll_interval_s)
-                version = receiver.wait_for_version(self._applied, wait_s)
+                version = receiver.wait_for_version(self._applied or self._skipped, wait_s)
             except VersionRegressedError as error:
                 if error.history is None:
                     raise
                 # The next experiment: the engine's follower logs it, and switches to it.
                 receiver.start_over()
-                self._applied = None
+                self._applied = self._skipped = None
                 continue
             if version is not None or left_s == 0:
                 return version

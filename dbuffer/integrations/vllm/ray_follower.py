@@ -58,9 +58,11 @@ class RayFollower:
         self._options = options
         self._identity: str | None = None
 
-    def has_restarted(self) -> bool:
-        """Whether the actor was restarted since the last switch, and has forgotten it."""
-        return self._identity is not None and self._call(_identity) != self._identity
+    def has_lost(self, version: int | None) -> bool:
+        """Whether it lost a version, as in :meth:`Follower.has_lost`; so does a restarted actor."""
+        if self._identity is not None and self._call(_identity) != self._identity:
+            return True  # the actor has forgotten the last switch
+        return self._call(Follower.has_lost, version)
 
     def sync(
         self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False

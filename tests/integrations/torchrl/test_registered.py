@@ -52,7 +52,7 @@ class Reader:
             time.sleep(self._delay_s)
         return snapshot.version
 
-    def has_restarted(self) -> bool:
+    def has_lost(self, version: int | None) -> bool:
         return False
 
     def stop_workers(self) -> None:
@@ -201,3 +201,24 @@ def test_generation_waits_for_a_switch_only_while_a_version_is_ready(
     next_one.start()
     next_one.join(WAIT_S)
     assert engine.requests == ["next"]
+
+
+def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(receiver_of, tmp_path):
+    engine, store = LightEngine(), tmp_path / "light"
+    receiver = receiver_of(engine)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        until("version 1 is applied", lambda: applied(store) == [1], WAIT_S)
+        engine.endpoint.note_asleep(is_lost=True)
+        engine.model.tensors = {name: torch.zeros(1) for name in SMALL.names}
+        until("it has none", lambda: applied(store) == [None], WAIT_S)
+        assert "EngineBusyError" in str(records(store)[0].problem)
+        engine.endpoint.note_awake()
+        until("version 1 is applied again", lambda: applied(store) == [1], WAIT_S)
+        assert engine.serves == (1, "1")
+        receiver.apply_weights(SMALL.weights(7))
+        until("it has none of the store", lambda: applied(store) == [None], WAIT_S)
+        assert receiver.poll_and_apply(0.1) is False
+        assert engine.serves == (7, "unknown")
+        sender.send(SMALL.weights(2))
+        until("version 2 is applied", lambda: applied(store) == [2], WAIT_S)
