@@ -32,7 +32,7 @@ from tests.support.commands import call
 from tests.support.forked_program import fork_programs
 from tests.support.moments import die
 from tests.support.patterns import SMALL, newest
-from tests.support.stores import fill, small_disk, without_flock
+from tests.support.stores import contents, fill, small_disk, without_flock
 from tests.support.waiting import TIMEOUT_S, until
 
 MEGABYTE = 1 << 20
@@ -127,22 +127,18 @@ def test_where_a_mount_comes_from(disk):
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("peer", [(), ("--peer", "--timeout-s", "0")])
-def test_a_path_of_which_much_is_missing(capsys, place, peer):
-    """It is refused if nothing of it exists, and noted if more is missing than its end."""
-    code, out, err = call(capsys, "doctor", "/shraed/policy", *peer)
-    assert (code, out) == (2, "")
-    assert "there is no /shraed, and probes of / would tell of another mount" in err
-    if not peer:
-        path = place / "shraed" / "policy"
-        out = call(capsys, "doctor", path)[1]
-        row = next(line for line in out.splitlines() if "owner and mode" in line)
-        assert row.startswith("note\t")
-        assert f"{path} does not exist, nor does {path.parent}" in row
-        assert "note\towner and mode" not in call(capsys, "doctor", place / "policy")[1]
-
-
-def test_a_file_is_no_place(place):
+def test_what_is_no_place_or_has_none(capsys, place):
+    """A path is refused if nothing of it exists, and noted if more is missing than its end."""
+    for more in (), ("--peer", "--timeout-s", "0"):
+        code, out, err = call(capsys, "doctor", "/shraed/policy", *more)
+        assert (code, out) == (2, "")
+        assert "there is no /shraed, and probes of / would tell of another mount" in err
+    path = place / "shraed" / "policy"
+    out = call(capsys, "doctor", path)[1]
+    row = next(line for line in out.splitlines() if "owner and mode" in line)
+    assert row.startswith("note\t")
+    assert f"{path} does not exist, nor does {path.parent}" in row
+    assert "note\towner and mode" not in call(capsys, "doctor", place / "policy")[1]
     (place / "file").touch()
     for path in (place / "file", place / "file" / "store"):
         with pytest.raises(dbuffer.StoreAccessError):
@@ -150,9 +146,8 @@ def test_a_file_is_no_place(place):
 
 
 def test_a_store_is_not_touched(damaged):
-    def state() -> dict[Path, tuple[int, bytes]]:
-        files = [path for path in damaged.rglob("*") if path.is_file()]
-        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    def state() -> tuple[dict[str, bytes | None], list[int]]:
+        return contents(damaged), [path.stat().st_mtime_ns for path in sorted(damaged.rglob("*.*"))]
 
     before = state()
     assert doctor.examine(damaged).broken == ()
@@ -167,20 +162,18 @@ def test_a_store_is_not_touched(damaged):
 # Places where a guarantee cannot hold
 
 
-def test_read_only(disk):
+def test_no_room_and_read_only(disk):
+    for leave_bytes in (0, MEGABYTE // 2):
+        filler = fill(disk, leave_bytes)
+        examination = doctor.examine(disk)
+        assert broken_guarantees(examination) == {"room": 3, "write and flush": 3}
+        assert list(disk.iterdir()) == [filler]
+        filler.unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(disk.parent)], check=True)
     examination = doctor.examine(disk)
     assert broken_guarantees(examination) == {"write and flush": 3}
     assert "Read-only file system" in found_by(examination, "write and flush").result
     assert "not tried" in found_by(examination, "the rest").result
-
-
-@pytest.mark.parametrize("leave_bytes", [0, MEGABYTE // 2])
-def test_no_room(disk, leave_bytes):
-    fill(disk, leave_bytes)
-    examination = doctor.examine(disk)
-    assert broken_guarantees(examination) == {"room": 3, "write and flush": 3}
-    assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def assert_refused_unless_shared(place: Path) -> None:
