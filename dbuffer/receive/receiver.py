@@ -18,6 +18,7 @@ from torch import nn
 
 from dbuffer import errors
 from dbuffer.format.manifest import (
+    MAX_INTEGER,
     Manifest,
     Pointer,
     host_in_id,
@@ -371,7 +372,13 @@ class WeightReceiver(Closing, ProcessBound):
 
         The record repeats the version's metadata, if it is the version that was read last, or the
         store still holds it.
+
+        Raises:
+            OptionError: ``version`` is no number of a version.
+            ClosedError: this receiver was closed.
         """
+        self._check_open()
+        options.whole_number("version", version, at_most=MAX_INTEGER)
         if self._seen is None:
             self._newest()  # its history
         self._set_applied(version, self.history)

@@ -143,6 +143,7 @@ class RecordFile(OwnRecord):
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
         self._can_write = True
+        self._is_closed = False
         self._file: PublishedRecord | None = None
         self._heartbeat: threading.Event | None = None
 
@@ -156,13 +157,18 @@ class RecordFile(OwnRecord):
         return self._file is not None
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file; where there is no store yet, a later write does."""
+        """Change fields and replace the file; where there is no store yet, a later write does.
+
+        After :meth:`close`, the file stays as it is.
+        """
         self.set(**changes)
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._directory):  # noqa: PTH112
             return
         try:
             with self._lock:
+                if self._is_closed:
+                    return
                 self._record = dataclasses.replace(self._record, updated_at=time.time())
                 self._write()
         except (errors.StoreAccessError, errors.StoreNotFoundError) as error:
@@ -174,8 +180,9 @@ class RecordFile(OwnRecord):
             self._can_write = True
 
     def close(self) -> None:
-        """Say that the receiver has ended; its record stays, and may be written again."""
+        """Say that the receiver has ended; its record stays, and is not written again."""
         with self._lock:
+            self._is_closed = True
             self._stop_heartbeat()
             if self._file is not None:
                 with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):

@@ -625,3 +625,20 @@ class TestLife:
         assert set(threading.enumerate()) <= threads
         assert open_files("inotify", str(store)) == files
         require_refused(receiver, dbuffer.ClosedError)
+
+    def test_what_ends_after_closing_leaves_the_record_ended(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        for version in ("1", 1.0, True, 0, 2**63):
+            with pytest.raises(dbuffer.OptionError):
+                receiver.acknowledge(version)
+        followed = receiver.follow()
+        next(followed)
+        with pytest.raises(KeyError), receiver.open():
+            receiver.close()
+            raise KeyError
+        followed.close()
+        with pytest.raises(dbuffer.ClosedError):
+            receiver.acknowledge(1)
+        assert record_of(store)["has_ended"]
+        with pytest.raises(dbuffer.ReceiverFailedError):
+            sender.wait_applied(1, receivers="me", timeout_s=60)
