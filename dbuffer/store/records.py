@@ -135,7 +135,7 @@ class RecordFile(OwnRecord):
     """The record of a receiver of this process, and its file in the store.
 
     Senders, ``dbuffer status`` and an engine's follower read it. A store that cannot be written to
-    takes no record: that is logged once, and weights flow on.
+    takes no record: that is logged once, and weights flow on. The heartbeat tries again.
     """
 
     def __init__(self, store: Path, receiver_id: str) -> None:
@@ -165,19 +165,17 @@ class RecordFile(OwnRecord):
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._directory):  # noqa: PTH112
             return
-        try:
-            with self._lock:
-                if self._is_closed:
-                    return
-                self._record = dataclasses.replace(self._record, updated_at=time.time())
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
                 self._write()
-        except (errors.StoreAccessError, errors.StoreNotFoundError) as error:
-            if self._can_write:
-                receiver = self._record.receiver
-                logger.warning("receiver %s cannot acknowledge: %s", receiver, error)
-            self._can_write = False
-        else:
-            self._can_write = True
+            except (errors.StoreAccessError, errors.StoreNotFoundError) as error:
+                if self._can_write:
+                    receiver = self._record.receiver
+                    logger.warning("receiver %s cannot acknowledge: %s", receiver, error)
+                self._can_write = False
+            self._keep_writing()
 
     def close(self) -> None:
         """Say that the receiver has ended; its record stays, and is not written again."""
@@ -200,22 +198,32 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def _write(self) -> None:
-        record = self._record
+        record = self._record = dataclasses.replace(self._record, updated_at=time.time())
         if self._file is None:
             _of_process[self.path] = self
             _remove_ended(self._store, record)
             self._file = PublishedRecord(self._store, record.receiver, record.token)
         self._file.put(record)
-        if self._heartbeat is None and self._store.medium.reaches_other_hosts:
+        self._can_write = True
+
+    def _keep_writing(self) -> None:
+        """Start the heartbeat, where a file must be touched, or could not be written."""
+        needs_heartbeat = self._store.medium.reaches_other_hosts or not self._can_write
+        if self._heartbeat is None and needs_heartbeat:
             try:
-                self._heartbeat = _start_heartbeat(self._show_life)
+                self._heartbeat = _start_heartbeat(self._beat)
             except RuntimeError as error:  # no more threads: each write shows life, and tries again
                 message = "no heartbeat of receiver %s (%s): taken for dead if it writes nothing"
-                log_once(logger, message, record.receiver, str(error))
+                log_once(logger, message, self._record.receiver, str(error))
 
-    def _show_life(self) -> None:
+    def _beat(self) -> None:
+        """Write what could not be written before, or else show life."""
         with self._lock, contextlib.suppress(errors.DBufferError):
-            if self._file is not None:
+            if self._heartbeat is None:  # closed or removed just now
+                return
+            if not self._can_write:
+                self._write()
+            elif self._file is not None:
                 self._file.show_life()
 
     def _stop_heartbeat(self) -> None:
@@ -256,10 +264,10 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
 
 
-def _start_heartbeat(show_life: Callable[[], None]) -> threading.Event:
+def _start_heartbeat(once: Callable[[], None]) -> threading.Event:
     """Call a method every `Timing.heartbeat_s` while its object is in use; what ends that."""
     stop = threading.Event()
-    method = weakref.WeakMethod(show_life)
+    method = weakref.WeakMethod(once)
 
     def beat() -> None:
         while not stop.wait(TIMING.heartbeat_s):

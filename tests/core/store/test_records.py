@@ -18,6 +18,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child
 from tests.support.patterns import SMALL
+from tests.support.stores import fill, small_disk
+from tests.support.waiting import until
 
 NOBODY = 65534
 
@@ -139,3 +141,17 @@ def test_threads_that_set_and_write_lose_nothing(made):
     assert [getattr(record.current, field) for field in fields] == [200] * 4
     assert read(made) == record.current
     assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
+
+
+@pytest.mark.timing(heartbeat_s=0.02)
+def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path, mount):
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        dbuffer.WeightSender(disk / "store").close()
+        record = RecordFile(disk / "store", "one")
+        record.write(applied_version=1)
+        filler = fill(disk)
+        record.write(applied_version=2)
+        assert read(disk / "store").applied_version == 1
+        filler.unlink()
+        until("it is written", lambda: read(disk / "store") == record.current)
+        record.close()
