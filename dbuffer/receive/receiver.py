@@ -411,6 +411,8 @@ class WeightReceiver(Closing, ProcessBound):
 
     def close(self) -> None:
         """Stop watching. Acknowledgements stay in the store."""
+        if self._pid != os.getpid():
+            return  # in a fork, what it has is its parent's
         self._is_closed = True
         self._watcher.close()
         self.record.close()

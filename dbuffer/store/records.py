@@ -143,6 +143,7 @@ class RecordFile(OwnRecord):
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
         self._can_write = True
+        self._pid = os.getpid()
         self._is_closed = False
         self._file: PublishedRecord | None = None
         self._heartbeat: threading.Event | None = None
@@ -179,6 +180,8 @@ class RecordFile(OwnRecord):
 
     def close(self) -> None:
         """Say that the receiver has ended; its record stays, and is not written again."""
+        if self._pid != os.getpid():
+            return  # the parent's heartbeat may have had the lock when this process was forked
         with self._lock:
             self._is_closed = True
             self._stop_heartbeat()

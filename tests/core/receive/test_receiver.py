@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
-from tests.support.children import open_files
+from tests.support.children import Child, open_files
 from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
 from tests.support.soak import in_turn
@@ -642,3 +643,21 @@ class TestLife:
         assert record_of(store)["has_ended"]
         with pytest.raises(dbuffer.ReceiverFailedError):
             sender.wait_applied(1, receivers="me", timeout_s=60)
+
+    def test_a_fork_closes_nothing_whatever_its_parent_was_doing(self, sender, store):
+        sender.send(weights_of(1))
+        with Child(fork_while_writing, store) as child:
+            assert child.receive() == 0
+        assert record_of(store)["applied_version"] == 1
+
+
+def fork_while_writing(connection: Connection, store: Path) -> None:
+    """Fork while the record is locked, as by the heartbeat; let the fork close the receiver."""
+    with dbuffer.WeightReceiver(store, receiver_id="me") as receiver:
+        receiver.load_into(weights_of(0))
+        with receiver.record._lock:
+            if (pid := os.fork()) == 0:
+                receiver.close()
+                receiver.record.close()
+                os._exit(0)
+        connection.send(os.waitpid(pid, 0)[1])
