@@ -21,6 +21,7 @@ from dbuffer.integrations.engine.messages import (
     as_answer,
     decode_answer,
     encode_answer,
+    raise_worst,
     worst_of,
 )
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -107,6 +108,16 @@ def test_the_worst_answer_counts():
     assert worst_of([refused, dbuffer.EngineUpdateError("another")]) is refused
     with pytest.raises(dbuffer.EngineUpdateError):
         worst_of([])  # no answer at all is not taken for done
+
+
+def test_the_worst_error_of_several_engines_is_raised_with_all_messages():
+    for less, more in itertools.pairwise([*ERRORS[:-1], dbuffer.EngineEndedError("g"), ERRORS[-1]]):
+        with pytest.raises(type(more), match=f"{less}; {more}"):
+            raise_worst([less, more, less])
+    with pytest.raises(dbuffer.VersionRegressedError) as raised:
+        raise_worst([alone := dbuffer.VersionRegressedError("h", "0" * 16)])
+    assert raised.value is alone
+    raise_worst([])
 
 
 class OneRank:

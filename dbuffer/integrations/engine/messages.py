@@ -110,7 +110,25 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
-    return max(answers, key=lambda answer: -1 if answer is None else _ANSWERS.index(type(answer)))
+    return max(answers, key=lambda answer: -1 if answer is None else _severity(answer))
+
+
+def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
+    """Raise the worst of several engines' errors, with the messages of all; none: return."""
+    if not failures:
+        return
+    worst = max(failures, key=_severity)
+    if len(failures) == 1:
+        raise worst
+    raise type(worst)("; ".join(dict.fromkeys(map(str, failures)))) from worst
+
+
+def _severity(error: errors.DBufferError) -> float:
+    for severity, kind in enumerate(_ANSWERS):
+        if isinstance(error, kind):
+            return severity
+    # An engine that does not answer, or has ended; only half loaded weights are worse.
+    return len(_ANSWERS) - 1.5
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dbuffer.errors import DBufferError
+from dbuffer.integrations.engine.messages import raise_worst
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -62,12 +63,11 @@ def start_follower(
 
 
 def switch_all(followers: Sequence[EngineFollower], version: int, *, timeout_s: float) -> None:
-    """Switch each engine to a version or a later one; try all of them, also when one fails."""
-    errors = []
+    """Switch each engine to a version or a later one; raise after all were tried."""
+    failures = []
     for follower in followers:
         try:
             follower.sync(at_least=version, timeout_s=timeout_s)
         except DBufferError as error:
-            errors.append(error)
-    if errors:
-        raise type(errors[0])("; ".join(str(error) for error in errors)) from errors[0]
+            failures.append(error)
+    raise_worst(failures)

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import (
+    DBufferError,
     NotReadyError,
     OptionError,
     VersionRegressedError,
@@ -27,6 +28,7 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.messages import raise_worst
 from dbuffer.integrations.torchrl.addresses import Addresses, Stores
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
@@ -361,7 +363,7 @@ class VLLMDoubleBufferWeightReceiver:
     def _sync(self, version: int) -> bool:
         """Switch all engines; return whether one did not have the version.
 
-        An engine that fails does not keep the others from switching.
+        An engine that fails does not keep the others from switching; the worst error is raised.
         """
         if len(self._followers) == 1:
             # An engine in this process is loaded in the thread that runs it.
@@ -371,6 +373,8 @@ class VLLMDoubleBufferWeightReceiver:
                 futures = [
                     pool.submit(follower.sync, at_least=version) for follower in self._followers
                 ]
+            failures = [future.exception() for future in futures]
+            raise_worst([failure for failure in failures if isinstance(failure, DBufferError)])
             switches = [future.result() for future in futures]
         self._applied = version
         return any(switch is not None for switch in switches)

@@ -21,7 +21,10 @@ import torch
 import dbuffer
 from dbuffer.errors import EngineBusyError
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
+    VLLMDoubleBufferSyncScheme,
     VLLMWeightReceiver,
     VLLMWeightSender,
     VLLMWeightSyncScheme,
@@ -30,7 +33,7 @@ from dbuffer.integrations.torchrl import (
 )
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
-from tests.support.light_engines import WAIT_S, LightEngine
+from tests.support.light_engines import WAIT_S, LightEngine, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 from tests.support.waiting import until
@@ -201,6 +204,45 @@ def test_generation_waits_for_a_switch_only_while_a_version_is_ready(
     next_one.start()
     next_one.join(WAIT_S)
     assert engine.requests == ["next"]
+
+
+def switch_at_once(followers: list[Follower], scheme: Any) -> None:
+    receiver = VLLMDoubleBufferSyncScheme(scheme.remote_addr).create_receiver(followers)
+    try:
+        receiver.poll_and_apply()
+    finally:
+        receiver.shutdown()
+
+
+def switch_in_turn(followers: list[Follower], scheme: Any) -> None:
+    switch_all(followers, 1, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("switch", [switch_at_once, switch_in_turn])
+def test_the_worst_error_of_several_engines_is_raised(tmp_path, monkeypatch, switch):
+    """Here, and by LightRFT."""
+    store = tmp_path / "light"
+    monkeypatch.setattr(vllm_double_buffer, "followers_of", lambda followers, _: followers)
+    engines = [LightEngine(instance_id=name) for name in ("busy", "broken", "well")]
+    followers = [Follower(one, options(store, one.instance_id)) for one in engines]
+    for follower in followers:
+        follower.start()
+    engines[0].pause = raising(EngineBusyError("it is generating"))  # type: ignore[method-assign]
+    engines[1].model.failing_loads = 100
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        with pytest.raises(dbuffer.EngineBrokenError, match="it is generating; half-loaded"):
+            switch(followers, scheme_of(store))
+    assert engines[2].version == 1
+    for follower in followers:
+        follower.close()
+
+
+def raising(error: Exception) -> Callable[[str], None]:
+    def call(mode: str) -> None:
+        raise error
+
+    return call
 
 
 def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(receiver_of, tmp_path):
