@@ -36,7 +36,9 @@ REQUESTS = [
     RankRequest("begin", options=OPTIONS, if_idle=True),
     RankRequest("update", update=UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16)),
     RankRequest(
-        "check", tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ()))
+        "check",
+        tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ())),
+        allows_unused=True,
     ),
     RankRequest("forget"),
     RankRequest("awake"),

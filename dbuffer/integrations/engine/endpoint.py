@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
@@ -110,7 +109,7 @@ class RankEndpoint:
                 assert request.update is not None  # noqa: S101 - parsed
                 self.update(request.update)
             case "check":
-                self._check(make_rank(), request.tensors)
+                _check(make_rank(), request)
             case "forget":
                 self._following()
                 self.note_foreign_load("a request to load it again")
@@ -179,14 +178,14 @@ class RankEndpoint:
             raise errors.UnsupportedError(NO_STORE_YET)
         return self.receiver
 
-    def _check(self, rank: EngineRank, tensors: Sequence[TensorSpec]) -> None:
-        trace = rank.make_check(partial=False)(tensors)
-        may_leave_out = self.receiver is not None and self.receiver.options.unused_tensors == "warn"
-        if trace.unused and not rank.is_pipeline_stage and not may_leave_out:
-            raise errors.WeightsMismatchError(no_places(trace.unused))
-
     def end(self) -> None:
         """Stop following; the model keeps its weights, and this knows which."""
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             receiver.close()
+
+
+def _check(rank: EngineRank, request: messages.RankRequest) -> None:
+    trace = rank.make_check(partial=False)(request.tensors)
+    if trace.unused and not rank.is_pipeline_stage and not request.allows_unused:
+        raise errors.WeightsMismatchError(no_places(trace.unused))

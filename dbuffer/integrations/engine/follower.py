@@ -505,7 +505,10 @@ class Follower(Closing):
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
         with self._translating("check the tensors"):
-            answers = self._engine.call(RankRequest("check", tensors=specs_of(tensors)))
+            may_warn = self._options_for(self._engine.facts()).unused_tensors == "warn"
+            answers = self._engine.call(
+                RankRequest("check", tensors=specs_of(tensors), allows_unused=may_warn)
+            )
             worst = worst_of(answers)
         if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
             raise worst

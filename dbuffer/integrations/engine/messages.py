@@ -39,6 +39,8 @@ class RankRequest:
     update: UpdateRequest | None = None
     tensors: tuple[TensorSpec, ...] = ()
     """Tensors to check."""
+    allows_unused: bool = False
+    """Whether the model may lack a place for some of them."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -72,7 +74,7 @@ def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec,
 _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "begin": {"options": EngineOptions.parse, "if_idle": partial(checks.flag, "if_idle")},
     "update": {"update": UpdateRequest.parse},
-    "check": {"tensors": specs_of},
+    "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
     "awake": {},
     "end": {},

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import dbuffer
 from dbuffer.errors import EngineBusyError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
@@ -33,7 +35,7 @@ from dbuffer.integrations.torchrl import (
 )
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
-from tests.support.light_engines import WAIT_S, LightEngine, options
+from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 from tests.support.waiting import until
@@ -65,8 +67,8 @@ class Reader:
         self._receiver.close()
 
 
-def scheme_of(store: Path) -> VLLMWeightSyncScheme:
-    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=30.0, poll_interval_s=0.05)
+def scheme_of(store: Path, **more: Any) -> VLLMWeightSyncScheme:
+    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=30.0, poll_interval_s=0.05, **more)
 
 
 def follow(connection: Connection, store: Path, delay_s: float) -> None:
@@ -166,15 +168,15 @@ class Llm(LightEngine):
 @pytest.fixture
 def receiver_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[LightEngine], VLLMWeightReceiver]]:
+) -> Iterator[Callable[..., VLLMWeightReceiver]]:
     """Makes a receiver that keeps a light engine on the newest weights in `tmp_path / "light"`."""
     monkeypatch.setattr(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
     for module in (vllm_double_buffer, vllm_collective):
         monkeypatch.setattr(module, "engine_in", lambda engine: engine)
     receivers = []
 
-    def make(engine: LightEngine) -> VLLMWeightReceiver:
-        receivers.append(scheme_of(tmp_path / "light").create_receiver(engine))
+    def make(engine: LightEngine, **more: Any) -> VLLMWeightReceiver:
+        receivers.append(scheme_of(tmp_path / "light", **more).create_receiver(engine))
         return receivers[-1]
 
     yield make
@@ -243,6 +245,23 @@ def raising(error: Exception) -> Callable[[str], None]:
         raise error
 
     return call
+
+
+class WithoutValueHead(LightEngine):
+    """A light engine that has no place for a tensor."""
+
+    def make_rank(self) -> Rank:
+        rank = super().make_rank()
+        unused = LoadTrace({}, frozenset(SMALL.names), unused=("value_head",))
+        rank.make_check = lambda *, partial: lambda *_: unused  # type: ignore[method-assign]
+        return rank
+
+
+@pytest.mark.parametrize("treatment", ["warn", "refuse"])
+def test_metadata_may_name_unused_tensors_before_the_first_version(receiver_of, treatment):
+    receiver = receiver_of(WithoutValueHead(), unused_tensors=treatment)
+    with nullcontext() if treatment == "warn" else pytest.raises(dbuffer.WeightsMismatchError):
+        receiver.init_all_workers_group({"value_head": (torch.float32, torch.Size([3]))})
 
 
 def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(receiver_of, tmp_path):
