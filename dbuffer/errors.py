@@ -154,7 +154,7 @@ class RankTimeoutError(RankFailedError, TimeoutError):
 
 
 class ClosedError(DBufferError, ValueError):
-    """A sender or receiver was used after ``close()``, or in a forked child.
+    """A sender, receiver or mirror was used after ``close()``, or in a forked child.
 
     Make a new one; in a child, make it after the fork.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 from dbuffer.errors import (
     ClosedError,
+    NotReadyError,
     OptionError,
     StoreCorruptError,
     WaitTimeoutError,
@@ -130,8 +132,13 @@ class Mirror(Closing, ProcessBound):
                 progress=progress,
             )
         )
+        self._pid = os.getpid()
         self._stop = threading.Event()
+        self._running = threading.Lock()
+        """Held while it runs, in whichever thread."""
         self._thread: threading.Thread | None = None
+        self._runs_in: int | None = None
+        """Identifier of the thread in which it runs."""
         self._receiver: SourceReceiver | None = None
         self._copy: Copy | None = None
         """Open from the first version of a history to its end."""
@@ -167,16 +174,25 @@ class Mirror(Closing, ProcessBound):
 
         Raises:
             OptionError: the local store holds another store's versions.
+            ClosedError: it was closed.
+            NotReadyError: it runs already.
         """
-        if not self._target.elect(self._source):
-            self._wait_until_prepared()
-        thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
-        thread.start()
+        self._begin()
+        try:
+            if not self._target.elect(self._source):
+                self._wait_until_prepared()
+            thread = threading.Thread(
+                target=self._run_in_thread, name="dbuffer-mirror", daemon=True
+            )
+            thread.start()
+        except BaseException:
+            self._end()
+            raise
         self._thread = thread  # one that could not begin cannot be joined
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
-        """Mirror in this thread, until ``stop_event`` is set.
+        """Mirror in this thread, until ``stop_event`` is set, or :meth:`close` is called.
 
         Errors that may pass (a network that is cut, a full disk, a damaged version, an emptied
         store) are logged, noted in the remote store, and retried with backoff.
@@ -184,8 +200,32 @@ class Mirror(Closing, ProcessBound):
         Raises:
             OptionError: the local store holds another store's versions.
             WriterSupersededError: another writer took the local store over.
+            ClosedError: it was closed before.
+            NotReadyError: it runs already.
         """
-        stop = stop_event or self._stop
+        self._begin()
+        try:
+            self._run(self._stop if stop_event is None else _AnyEvent(self._stop, stop_event))
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        name = self._target.name
+        if self._stop.is_set() or self._pid != os.getpid():
+            raise ClosedError(
+                f"this mirror to {name} is closed, or was made before a fork; make a new one"
+            )
+        if not self._running.acquire(blocking=False):
+            raise NotReadyError(f"this mirror to {name} runs already: close it first")
+
+    def _end(self) -> None:
+        self._runs_in = None
+        if self._stop.is_set():
+            self._release()
+        self._running.release()
+
+    def _run(self, stop: threading.Event) -> None:
+        self._runs_in = threading.get_ident()
         if not self.is_elected and not self._target.elect(self._source):
             self._wait_until_prepared()
             logger.info("another mirror of %s is at work: standing by", self._target.name)
@@ -224,14 +264,22 @@ class Mirror(Closing, ProcessBound):
         """Stop after the version that is being copied. A mirror that stands by takes over.
 
         A bucket gets the last acknowledgements. A request to it that hangs fails after 120 s, and
-        is not repeated.
+        is not repeated. In ``on_copied`` it returns at once, and the mirror stops after that call.
         """
+        if self._pid != os.getpid():
+            return  # in a fork, what it has is its parent's
         self._stop.set()
         for bucket in self._buckets:
             bucket.end_retries()
+        if self._runs_in == threading.get_ident():
+            return
+        with self._running:
+            self._release()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def _release(self) -> None:
         self._copier.close()
         self._target.resign()
         for bucket in self._buckets:
@@ -247,7 +295,7 @@ class Mirror(Closing, ProcessBound):
     def _run_in_thread(self) -> None:
         leave_core()
         try:
-            self.run()
+            self._run(self._stop)
         except OneStoreError as error:
             logger.info("%s", error)
         # No caller is there to raise it to: `wait_until_current` raises it, and the log has it.
@@ -256,6 +304,7 @@ class Mirror(Closing, ProcessBound):
             logger.exception("the mirror of %s has ended", self._source.name)
         finally:
             self._target.resign()
+            self._end()
 
     def _wait_until_prepared(self) -> None:
         """Wait until the elected mirror has begun with what the source holds now."""
@@ -332,6 +381,23 @@ class Mirror(Closing, ProcessBound):
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.close()
+
+
+class _AnyEvent(threading.Event):
+    """Event that is set as soon as one of others is."""
+
+    def __init__(self, *events: threading.Event) -> None:
+        super().__init__()
+        self._events = events
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._events)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left_s := deadline - time.monotonic()) > 0:
+            self._events[0].wait(min(left_s, TIMING.stop_check_s))
+        return self.is_set()
 
 
 def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:

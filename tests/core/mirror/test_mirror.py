@@ -50,7 +50,7 @@ from tests.support.stores import (
     small_disk,
     without_flock,
 )
-from tests.support.waiting import until
+from tests.support.waiting import meanwhile, until
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
@@ -932,3 +932,41 @@ def test_a_version_is_not_published_again_where_its_commit_failed_too_late(
         assert pointers == [store.pointer()]
         publish(remote, 3)
         arrives(one, local, 3)
+
+
+def test_it_runs_once_and_not_after_it_was_closed(remote, local):
+    publish(remote, 1)
+    with quick(remote, local) as one:
+        for _ in range(2):
+            stop = threading.Event()
+            with meanwhile(one.run, stop, after_s=0):
+                until("it runs", lambda: one.version == 1)
+                for begin in (one.start, one.run):
+                    with pytest.raises(dbuffer.NotReadyError, match="runs already"):
+                        begin()
+                stop.set()
+        with meanwhile(one.run, threading.Event(), after_s=0):
+            until("it runs", lambda: one.is_elected)
+            one.close()
+    for begin in (one.start, one.run):
+        with pytest.raises(dbuffer.ClosedError):
+            begin()
+    mirror_once(remote, local)  # which nothing keeps from being elected
+
+
+def test_on_copied_may_close_it(remote, local):
+    publish(remote, 1)
+    copied = []
+
+    def close(publication: Publication) -> None:
+        copied.append(publication.version)
+        one.close()
+
+    one = quick(remote, local, on_copied=close)
+    one.run()
+    one = quick(remote, local, on_copied=close).start()
+    publish(remote, 2)
+    until("it is closed", lambda: not one.is_elected)
+    one.close()
+    assert copied == [1, 2]
+    assert one._error is None
