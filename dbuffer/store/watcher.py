@@ -7,12 +7,14 @@ wakes by itself after a poll interval, and always looks at the pointer itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from watchdog.events import (
@@ -34,11 +36,26 @@ logger = logging.getLogger(__name__)
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 
 
-class Watcher(FileSystemEventHandler):
+class _Handler(FileSystemEventHandler):
+    """Sets an event when a file is replaced. It does not refer to who waits for the event."""
+
+    def __init__(self, file_name: str, changed: threading.Event) -> None:
+        self._file_name = file_name
+        self._changed = changed
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """End a wait if an event, which the observer's thread has seen, is about the file."""
+        for path in (event.src_path, event.dest_path):
+            if os.path.basename(os.fsdecode(path)) == self._file_name:  # noqa: PTH119
+                self._changed.set()
+
+
+class Watcher:
     """Watches one file's directory for the file being replaced.
 
     On a network mount, and while inotify or threads are used up, :meth:`wait` sleeps. The directory
-    may come later, or be replaced; then it is watched from the first wait after that.
+    may come later, or be replaced; then it is watched from the first wait after that. Once nothing
+    refers to a watcher, its thread ends.
     """
 
     def __init__(self, file: Path) -> None:
@@ -54,12 +71,6 @@ class Watcher(FileSystemEventHandler):
         """Return when the file may have been replaced since the last call, or False on time-out."""
         self._follow_directory()
         return wait_and_clear(self._changed, timeout_s)
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        """End a wait if an event, which the observer's thread has seen, is about the file."""
-        for path in (event.src_path, event.dest_path):
-            if os.path.basename(os.fsdecode(path)) == self._file.name:  # noqa: PTH119
-                self._changed.set()
 
     def wake(self) -> None:
         self._changed.set()
@@ -96,7 +107,8 @@ class Watcher(FileSystemEventHandler):
         try:
             observer = Observer()
             changes = [FileCreatedEvent, FileMovedEvent]
-            observer.schedule(self, str(directory), event_filter=changes)
+            handler = _Handler(self._file.name, self._changed)
+            observer.schedule(handler, str(directory), event_filter=changes)
             observer.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads
             if observer is not None:
@@ -108,6 +120,8 @@ class Watcher(FileSystemEventHandler):
                 raise
             return False
         self._observer = observer
+        self._dropped = weakref.finalize(self, _stop_dropped, observer, self._pid)
+        self._dropped.atexit = False
         return True
 
     def _has_ended(self) -> bool:
@@ -120,10 +134,19 @@ class Watcher(FileSystemEventHandler):
             # The kernel's watch is the parent's as well: removed here, it is removed there.
             self._observer = self._watched = None
         if self._observer is not None:
+            self._dropped.detach()
             self._observer.stop()
             self._observer.join()
             self._observer = None
             self._watched = None
+
+
+def _stop_dropped(observer: BaseObserver, pid: int) -> None:
+    """Stop the observer of a watcher that was dropped, and not closed."""
+    if pid == os.getpid():
+        # In a thread: Python may collect garbage where this one has watchdog's locks.
+        with contextlib.suppress(RuntimeError):  # no more threads
+            threading.Thread(target=observer.stop, daemon=True).start()
 
 
 def wait_and_clear(event: threading.Event, timeout_s: float) -> bool:

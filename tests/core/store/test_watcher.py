@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import shutil
@@ -213,3 +214,13 @@ def test_a_receiver_sees_a_flip_long_before_it_would_look(tmp_path):
                 with meanwhile(sender.send, WEIGHTS):
                     assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
                 assert time.monotonic() - started < SOON_S
+
+
+def test_a_receiver_that_is_dropped_leaves_no_thread(directory):
+    threads = set(threading.enumerate())
+    receiver = WeightReceiver(directory, num_threads=1)
+    receiver.wait_for_version(timeout_s=0.01)
+    assert set(threading.enumerate()) - threads
+    del receiver
+    gc.collect()
+    until("they have ended", lambda: set(threading.enumerate()) <= threads)
