@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import queue
 import signal
 import sys
 import threading
@@ -199,21 +200,29 @@ def stopped_by_signals() -> Iterator[threading.Event]:
     When the block ends, the command exits with the signal's code.
     """
     stop = threading.Event()
-    received: list[int] = []
+    # A handler interrupts this thread anywhere, also while it has the event's lock. Queues of this
+    # kind allow that, and another thread sets the event.
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
+    first = 0
 
-    def note(number: int, _frame: object) -> None:
-        received.append(number)
+    def wait() -> None:
+        nonlocal first
+        first = received.get()
         stop.set()
 
+    thread = threading.Thread(target=wait, name="dbuffer-signals", daemon=True)
+    thread.start()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, note) for number in numbers]
+    before = [signal.signal(number, lambda number, _: received.put(number)) for number in numbers]
     try:
         yield stop
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-    if received:
-        raise SystemExit(EXIT_SIGNAL + received[0])
+        received.put(0)
+        thread.join()
+    if first:
+        raise SystemExit(EXIT_SIGNAL + first)
 
 
 def explain_wait(store: Path, target: Path | str | None = None) -> None:

@@ -22,6 +22,7 @@ from torch import distributed
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli
+from dbuffer.tools.commands.shared import stopped_by_signals
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Command
 from tests.support.commands import call
@@ -253,6 +254,14 @@ def test_a_command_that_waits_ends_by_the_signal(tmp_path):
         assert "there is no store" in waiting.line_of_errors(0)
         waiting.signal(signal.SIGTERM)
         assert waiting.wait() == -signal.SIGTERM
+
+
+def test_a_signal_may_come_while_the_event_that_it_sets_is_looked_at():
+    with pytest.raises(SystemExit) as caught, stopped_by_signals() as stop:
+        with stop._cond:  # as for a moment in `stop.wait`
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.wait(10)
+    assert caught.value.code == 143
 
 
 def test_pin_and_unpin_print_json(capsys, store):
