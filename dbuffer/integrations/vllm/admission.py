@@ -85,10 +85,16 @@ class Admission:
             raise OptionError(f"unknown {', '.join(sorted(unknown))}: use {', '.join(fields)}")
         return cls.parse(query, fields)
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a later version would not do either, once the request runs."""
-        return self.exact_version is not None
+    @classmethod
+    def of_json(cls, values: object) -> Self | None:
+        """Read what :meth:`as_json` made, or any client; None: no requirement.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        if not isinstance(values, Mapping):
+            raise OptionError(f"{values!r:.200} is no requirement: use {_LISTED}")
+        return cls.parse_query({f"{k}": f"{v}" for k, v in values.items() if v is not None})
 
     def refusal(self, label: WeightLabel) -> Refusal | None:
         """Return why an engine with this label is not to serve the request; None: it may."""

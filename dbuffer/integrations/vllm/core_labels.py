@@ -10,13 +10,18 @@ request comes and whenever the label changes, holds for each token that the requ
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.config import BACKEND
+from dbuffer.runtime.trouble import log_once
+
+logger = logging.getLogger(__name__)
 
 LABEL = "dbuffer_label"
 """Method of the core that returns its label, encoded."""
@@ -93,33 +98,35 @@ def tell_labels(request_state: Any) -> None:
 
 def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
     def add_admitted_request(core: Any, request: Any, request_wave: int = 0) -> None:
-        admission = _admission_of(request)
-        if admission is not None:
-            label = WeightLabel.decode(getattr(core, LABEL)())
-            if admission.refusal(label) is not None:
-                _tell_ended(core, [request])
-                return
-        add_request(core, request, request_wave)
+        if _is_refused(request, WeightLabel.decode(getattr(core, LABEL)())):
+            _tell_ended(core, [request])
+        else:
+            add_request(core, request, request_wave)
 
     return add_admitted_request
 
 
-def _admission_of(request: Any) -> Admission | None:
+def _is_refused(request: Any, label: WeightLabel) -> bool:
+    """Whether a request does not take the weights of this label."""
     parameters = request.sampling_params
-    extra_args = None if parameters is None else parameters.extra_args
-    values = (extra_args or {}).get(BACKEND)
-    return None if values is None else Admission(**values)
+    values = ((parameters and parameters.extra_args) or {}).get(BACKEND)
+    if values is None:
+        return False
+    try:
+        admission = Admission.of_json(values)
+    except OptionError as error:
+        # From a client: an error raised here would end the engine.
+        log_once(logger, "requests with invalid extra_args[%r] are ended", BACKEND)
+        logger.debug("request %s: %s", request.request_id, error)
+        return True
+    return admission is not None and admission.refusal(label) is not None
 
 
 def _end_unmet(core: Any, label: WeightLabel) -> None:
-    """End requests that take one version alone, before a token of another one is computed."""
+    """End requests that do not take these weights, before a token is computed with them."""
     if not hasattr(core, "output_queue"):  # in the caller's own process, where nobody asks so
         return
-    unmet = []
-    for request in core.scheduler.requests.values():
-        admission = _admission_of(request)
-        if admission is not None and admission.is_pinned and admission.refusal(label) is not None:
-            unmet.append(request)
+    unmet = [one for one in core.scheduler.requests.values() if _is_refused(one, label)]
     if unmet:
         from vllm.v1.request import RequestStatus
 

@@ -15,8 +15,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
+from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with
 from dbuffer.integrations.vllm.facts import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import ask_replica
@@ -49,11 +51,18 @@ class Exchange:
     """Whether the engine ended it because of the weights."""
     calls_are_prompts: bool = True
     """Whether calls of the engine are the prompts, in order; those of a beam search are not."""
+    error: OptionError | None = None
+    """Error in the request that its route could not see."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether the engine ended it before anything was generated."""
-        return self.is_ended and self.num_tokens == 0
+        """Whether it is invalid, or the engine ended it before anything was generated."""
+        return self.error is not None or (self.is_ended and self.num_tokens == 0)
+
+    def refuse(self, message: str) -> OptionError:
+        """Let the answer be this error, whatever the route makes of it."""
+        self.error = OptionError(message)
+        return self.error
 
     @property
     def tells_spans(self) -> bool:
@@ -117,12 +126,14 @@ class Outlook:
 
 def observe(engine: Any, outlook: Outlook) -> None:
     """Let an ``AsyncLLM`` tell the exchange of each request about its outputs."""
-    generate = engine.generate
+    generate, encode = engine.generate, engine.encode
 
     def generate_observed(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = CURRENT.get()
         if exchange is None:
             return generate(prompt, sampling_params, *args, **kwargs)
+        if BACKEND in (sampling_params.extra_args or {}):
+            raise exchange.refuse(f"{BACKEND!r} in vllm_xargs: use the headers X-Weight-…")
         call = Call(sampling_params.n)
         exchange.calls_are_prompts &= exchange.num_tokens == 0
         exchange.calls.append(call)
@@ -136,7 +147,16 @@ def observe(engine: Any, outlook: Outlook) -> None:
             return _with_spans(exchange, call, outputs)
         return _between_labels(exchange, call, outputs, outlook.labels)
 
-    engine.generate = generate_observed
+    def encode_observed(*args: Any, **kwargs: Any) -> Any:
+        exchange = CURRENT.get()
+        if exchange is not None and (exchange.admission is not None or exchange.wants_spans):
+            raise exchange.refuse(
+                "X-Weight-… headers are for routes that generate tokens; an answer without tokens "
+                "does not tell its weights"
+            )
+        return encode(*args, **kwargs)
+
+    engine.generate, engine.encode = generate_observed, encode_observed
 
 
 @functools.cache

@@ -41,7 +41,8 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     """Serve one HTTP request of a server whose engine follows a store."""
     headers = dict(Headers(scope=scope).items())
     try:
-        if scope["path"] == "/ready":
+        # A server's --root-path is a part of the path.
+        if scope["path"].removeprefix(scope.get("root_path", "")) == "/ready":
             query = dict(QueryParams(scope["query_string"]).items())
             ready = await _readiness(outlook, Admission.parse_query(query) or Admission())
             await ready(scope, receive, send)
@@ -59,7 +60,10 @@ async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, 
     CURRENT.set(exchange)  # of this task alone, which serves no other request
     response = _Response(exchange, send)
     await app(scope, receive, response.send)
-    if exchange.is_refused:
+    if exchange.error is not None:
+        answer = _error(_BAD_REQUEST, "BadRequestError", str(exchange.error))
+        await answer(scope, receive, send)
+    elif exchange.is_refused:
         assert admission is not None  # noqa: S101 - else the engine ends none
         labels = await outlook.labels()
         refusal = admission.refusal_by(labels) or Refusal("another version when it came", False)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import dbuffer
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, VersionId, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, require_known
+from dbuffer.integrations.vllm.core_labels import label_cores
 
 HISTORY = "0123456789abcdef"
 SERVED = WeightLabel("7", HISTORY, {"step": 70})
@@ -118,3 +124,70 @@ def test_label_is_read_as_it_was_written(label):
 @pytest.mark.parametrize("text", ["my weights", "7 [1]", "7 {", UNKNOWN_VERSION, ""])
 def test_label_of_other_software_is_a_version_by_itself(text):
     assert WeightLabel.decode(text) == WeightLabel(text)
+
+
+class Core:
+    """vLLM's engine core, as far as labels and requests meet in it."""
+
+    def __init__(self) -> None:
+        self.version = "default"
+        self.output_queue: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self.scheduler = SimpleNamespace(requests={}, finish_requests=self.finish)
+
+    def finish(self, ids: list[str], _: Any) -> None:
+        for one in ids:
+            del self.scheduler.requests[one]
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def add_request(self, request: Any, _: int = 0) -> None:
+        self.scheduler.requests[request.request_id] = request
+
+    def ask(self, name: str, requirement: object) -> None:
+        parameters = SimpleNamespace(extra_args={"dbuffer": requirement})
+        request = SimpleNamespace(request_id=name, client_index=0, sampling_params=parameters)
+        self.add_request(request)
+
+    def ended(self) -> set[str]:
+        ended = set()
+        while not self.output_queue.empty():
+            ended |= self.output_queue.get()[1].finished_requests
+        return ended
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """An engine core without vLLM; test_versions.py has the real one."""
+    made = {"EngineCoreOutput": lambda *_, **__: None, "EngineCoreOutputs": SimpleNamespace}
+    engine = SimpleNamespace(**made, FinishReason=SimpleNamespace(ABORT=None))
+    status = SimpleNamespace(RequestStatus=SimpleNamespace(FINISHED_ABORTED=None))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
+    monkeypatch.setitem(sys.modules, "vllm.v1.request", status)
+    kind = type("LabeledCore", (Core,), {})
+    label_cores(kind, kind)
+    core = kind()
+    core.set_weight_version(SERVED.encode())
+    return core
+
+
+@pytest.mark.parametrize("values", ["x", 7, [], {"nope": 1}, {"exact_version": "seven"}, {1: 2}])
+def test_core_ends_a_request_whose_requirement_it_cannot_read(core, values):
+    core.ask("any client's", values)
+    assert (core.ended(), core.scheduler.requests) == ({"any client's"}, {})
+
+
+def test_each_requirement_holds_for_requests_that_are_queued(core):
+    kinds = {"min_version": 7, "exact_version": 7, "min_step": 70.0, "history": HISTORY}
+    for name, value in kinds.items():
+        core.ask(name, Admission(**{name: value}).as_json())
+    assert core.ended() == set()
+    core.set_weight_version(WeightLabel("8", HISTORY, {"step": 20}).encode())
+    assert core.ended() == {"exact_version", "min_step"}
+    core.set_weight_version(WeightLabel("9", "f" * 16, {}).encode())
+    assert core.ended() == {"history"}
+    core.set_weight_version(UNKNOWN_VERSION)
+    assert core.ended() == {"min_version"}

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+import dbuffer
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
-from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook
+from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook, observe
 from dbuffer.integrations.vllm.responses import serve
 
 HISTORY = "0123456789abcdef"
@@ -24,6 +25,9 @@ SPANS = [{"version": "7", "start": 0, "end": 3}]
 START = {"type": "http.response.start", "status": 200}
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+POST = {"type": "http", "path": "/v1/completions"}
 
 
 class Core:
@@ -77,16 +81,16 @@ def has_been_ended(exchange: Exchange) -> None:
     exchange.calls = [Call(1)]
 
 
-def ask(app: Any, core: Core | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    app: Any, core: Core | None = None, scope: dict[str, Any] = POST, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     """Return status, headers and body of an answer."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "path": "/v1/completions",
+    scope = scope | {
         "headers": [
             (name.replace("_", "-").lower().encode(), value.encode())
             for name, value in headers.items()
@@ -167,6 +171,40 @@ def test_request_that_the_engine_ended_before_a_token_is_refused():
     assert (status, headers["x-weight-version"]) == (409, "8")
     assert "retry-after" not in headers
     assert json.loads(body)["weights"]["version"] == "8"
+
+
+def test_request_that_no_route_can_refuse_is_refused():
+    """A pooled answer tells no weights, and a requirement in ``vllm_xargs`` is none of ours."""
+    engine = SimpleNamespace(generate=None, encode=None)
+    observe(engine, outlook_on(Core(SERVED)))
+
+    async def refuse(send: Any, call: Callable[[], Any]) -> None:
+        with pytest.raises(dbuffer.OptionError):
+            call()
+        await send({**START, "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def embed(_: Any, __: Any, send: Any) -> None:
+        await refuse(send, lambda: engine.encode("prompt", None, "id"))
+
+    async def generate(_: Any, __: Any, send: Any) -> None:
+        parameters = SimpleNamespace(n=1, extra_args={"dbuffer": "x"})
+        await refuse(send, lambda: engine.generate("prompt", parameters, "id"))
+
+    for app, headers, word in (
+        (embed, {"X_Weight_Exact_Version": "7"}, "tokens"),
+        (embed, {"X_Weight_Versions": "true"}, "tokens"),
+        (generate, {}, "vllm_xargs"),
+    ):
+        status, _, body = ask(app, **headers)
+        assert (status, word in json.loads(body)["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("root", ["", "/policy"])
+def test_readiness_is_told_below_a_root_path(root):
+    scope = {**POST, "path": f"{root}/ready", "root_path": root, "query_string": b""}
+    status, _, body = ask(None, None, scope)
+    assert (status, json.loads(body)["ready"]) == (200, True)
 
 
 def test_choices_that_the_engine_ended_are_told_if_others_go_on():
