@@ -338,6 +338,62 @@ def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
 
+class OneFlag(LightEngine):
+    """An engine that only tells whether it is paused, as a server does."""
+
+    def require_paused(self) -> None:
+        self._require_paused()
+
+
+class OwnPause(LightEngine):
+    """An engine that tells this follower's pause from that of others, as one with the plugin."""
+
+    has_own_pause = True
+    is_held = False
+
+    def is_paused(self) -> bool:
+        return super().is_paused() or self.is_held
+
+    def pause(self, mode: str) -> None:
+        self.is_held = True
+
+    def resume(self) -> None:
+        self.is_held = False
+
+
+def test_nothing_is_loaded_into_an_engine_that_others_resumed(scene):
+    scene.engine = engine = OneFlag()
+    with scene.about_to_switch() as follower:
+        engine.pause = lambda mode: None  # it is resumed at once
+        with pytest.raises(dbuffer.EngineBusyError, match="resumed the engine"):
+            follower.sync()
+        assert engine.serves == (1, "1")
+        del engine.pause
+        assert follower.sync().version == 2
+        assert not engine.paused
+
+
+def test_pause_that_others_begin_in_a_switch_is_left_to_them(scene):
+    scene.engine = engine = OwnPause()
+
+    def pause_as_others() -> None:
+        engine.paused = True
+
+    with scene.about_to_switch() as follower:
+        engine.model.on_load = pause_as_others
+        assert follower.sync().version == 2
+        assert (engine.paused, engine.is_held) == (True, False)
+        engine.endpoint.note_asleep(is_lost=False)
+        scene.publish(3)
+        with pytest.raises(dbuffer.EngineBusyError):
+            follower.sync()
+        assert (engine.paused, engine.is_held) == (True, False), "else nobody could resume it"
+    engine.is_held = True  # by a follower that was killed in a switch
+    with scene.follower() as follower, pytest.raises(dbuffer.EngineBusyError):
+        follower.sync()
+    assert (engine.paused, engine.is_held) == (True, False)
+
+
 def test_sleeping_server_is_not_resumed_when_following_begins(scene):
     engine = scene.engine
     engine.is_server = engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
@@ -760,7 +816,8 @@ def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleName
             load_config=SimpleNamespace(load_format="auto"),
             additional_config={"dbuffer": settings},
         ),
-        generate=None,  # nobody asks it
+        generate=None,
+        encode=None,
     )
     monkeypatch.undo()
     scene.engine.close()

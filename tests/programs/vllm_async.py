@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import RankRequest, decode_answer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.config import CALL
+from dbuffer.integrations.vllm.core_pauses import HOLD
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.engines import tiny_models
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh, until
@@ -134,12 +135,19 @@ class Program(Asking):
         self.store = store
         self.trainer = trainer
         self.pauses: list[str] = []
-        self._pause = engine.engine_core.pause_scheduler_async
-        engine.engine_core.pause_scheduler_async = self._counted_pause
+        self.in_next_pause: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Called once the engine is paused for the next switch."""
+        self._call = engine.engine_core.call_utility_async
+        engine.engine_core.call_utility_async = self._call_noting_pauses
 
-    async def _counted_pause(self, mode: str, clear_cache: bool) -> None:
-        self.pauses.append(mode)
-        await self._pause(mode=mode, clear_cache=clear_cache)
+    async def _call_noting_pauses(self, method: str, *arguments: Any) -> Any:
+        result = await self._call(method, *arguments)
+        if method == HOLD:
+            self.pauses.append(arguments[0])
+            action, self.in_next_pause = self.in_next_pause, None
+            if action is not None:
+                await action()
+        return result
 
     def follow(self, pause: str = "keep", **options: Any) -> Any:
         return follow(self.engine, self.store, pause=pause, **options)
@@ -376,6 +384,40 @@ async def pause_as_a_user(program: Program) -> None:
         assert [span[0] for span in request.result()["spans"]] == [before, str(version)]
 
 
+async def interfere_in_a_switch(program: Program) -> None:
+    """Nothing runs before the switch ends, and then it does what was called meanwhile."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def resume() -> None:
+        await program.engine.resume_generation()
+        tasks.append(asyncio.create_task(program.answers()))
+        await asyncio.sleep(0.1)
+
+    async def pause() -> None:
+        tasks.append(asyncio.create_task(program.engine.pause_generation(mode="keep")))
+        await asyncio.sleep(0.1)
+
+    async def pause_and_resume() -> None:
+        await pause()
+        await program.engine.resume_generation()
+
+    async with program.following() as follower:
+        for action in (resume, pause_and_resume, pause):
+            program.in_next_pause = action
+            version = await program.trainer.publish("reveal")
+            await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+            [outcome] = await asyncio.gather(tasks.pop(), return_exceptions=True)
+            assert isinstance(outcome, Exception) == (action is pause_and_resume)
+            assert await program.engine.is_paused() == (action is pause)
+            if action is pause:
+                # A switch in their pause leaves it as it is.
+                version = await program.trainer.publish("reveal")
+                await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+                assert await program.engine.is_paused()
+                await program.engine.resume_generation()
+            await program.require_served(version)
+
+
 async def wait_for_the_end_of_one_step_only(program: Program) -> None:
     """The core answers between two steps: asked one after the other, each would wait for a step."""
     calls: list[str] = []
@@ -394,8 +436,8 @@ async def wait_for_the_end_of_one_step_only(program: Program) -> None:
         version = await program.trainer.publish("reveal")
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         del client._call_utility_async
-    names = ("is_scheduler_paused asked", "pause_scheduler asked", "is_scheduler_paused answered")
-    assert [call for call in calls if call in names] == list(names)
+    assert f"{HOLD} asked" in calls
+    assert "is_scheduler_paused asked" not in calls
 
 
 async def lose_the_weights(program: Program) -> None:
@@ -516,6 +558,7 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
             await fail_in_a_pause(program, what)
         await close_in_a_switch(program, directory)
         await pause_as_a_user(program)
+        await interfere_in_a_switch(program)
         await wait_for_the_end_of_one_step_only(program)
         await lose_the_weights(program)
         compare = await switch_kept_requests(program)

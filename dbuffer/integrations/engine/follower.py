@@ -163,7 +163,8 @@ class Follower(Closing):
         view.require_version()
         # Ranks that follow since the engine's start need not begin again, but restarted ones must.
         if_idle = not self._has_started and options == facts.configured
-        with self._paused_if(facts.begins_paused and not was_paused):
+        is_ours_to_end = self._engine.has_own_pause or not was_paused
+        with self._paused_if(facts.begins_paused and is_ours_to_end):
             self._begin(view, if_idle=if_idle)
         view.note_ranks()
         self._record = None
@@ -171,11 +172,8 @@ class Follower(Closing):
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             # A version of another store, or one that the engine has lost since.
             self._label(WeightLabel())
-        may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
-        if may_be_left and self._is_awake():
-            # A follower that was killed in a switch left it so, and no other process ends it.
-            logger.warning("%s was paused when following began: resuming it", view.engine_id)
-            self._engine.resume()
+        if was_paused and not self._has_started:
+            self._end_pause_left(view.engine_id)
         self._is_certain = self._has_started = True
         until = "" if self._applied else " until a version is there and loaded"
         message = "%s follows %s, and serves %s%s"
@@ -190,6 +188,14 @@ class Follower(Closing):
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
             )
+
+    def _end_pause_left(self, engine_id: str) -> None:
+        """End the pause of a follower that was killed in a switch: no other process does."""
+        if self._engine.has_own_pause:
+            self._engine.resume()
+        elif self._engine.may_be_left_paused and self._is_awake():
+            logger.warning("%s was paused when following began: resuming it", engine_id)
+            self._engine.resume()
 
     def _is_awake(self) -> bool:
         """Whether a resume would not let the engine compute with weights that are asleep."""
@@ -399,10 +405,11 @@ class Follower(Closing):
         try:
             # dbuffer never ends a pause that it did not start.
             self._engine.pause_noting(self._pause_mode, self._note_pause)
+            self._engine.require_paused()
             record, load_s = self._load(view, goal)
         except errors.EngineBusyError:
-            # The engine went to sleep: it must not compute before it is woken.
-            self._owes_resume = False
+            # The engine went to sleep, and must not compute before it is woken; or it runs again.
+            self._owes_resume = self._owes_resume and self._engine.has_own_pause
             raise
         finally:
             self._label_and_resume()

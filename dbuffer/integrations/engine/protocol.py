@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.version_id import WeightLabel
@@ -47,6 +48,9 @@ class Engine:
     """Whether it runs apart from this process, and may be restarted while it is followed."""
     may_be_left_paused: bool = False
     """Whether another process may have followed it before, and have died in a switch."""
+    has_own_pause: bool = False
+    """Whether it tells a follower's pause from any other: a resume by others does not end it, and
+    :meth:`resume` ends no other."""
     pauses: Collection[str] = PAUSE_MODES
     """Modes of pausing that its kind has."""
 
@@ -95,12 +99,19 @@ class Engine:
 
         If pausing fails, a pause that was noted may have begun.
         """
-        if not self.is_paused():
+        if self.has_own_pause or not self.is_paused():
             note_begun()
         self.pause(mode)
 
+    def require_paused(self) -> None:
+        """Raise :class:`EngineBusyError` if others have ended the pause for a switch."""
+
+    def _require_paused(self) -> None:
+        if not self.is_paused():
+            raise EngineBusyError("another program resumed the engine before it could load")
+
     def resume(self) -> None:
-        """Let it go on."""
+        """End the pause of this follower, or of one that was killed."""
 
     def weight_version(self) -> str:
         """Return the version in the label that it reports with its responses."""

@@ -49,15 +49,17 @@ def register() -> None:
 
 
 def _tell_versions(core: type) -> None:
-    """Let outputs tell which weights they came from, and requests which they take."""
+    """Let outputs tell their weights, requests which they take, and cores whose pause it is."""
     try:
-        from vllm.v1.engine.core import EngineCoreProc
+        from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
         from vllm.v1.engine.output_processor import RequestState
     except ImportError as error:
         logger.warning("outputs of this vLLM tell no versions to clients (%s)", error)
         return
     from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
+    from dbuffer.integrations.vllm.core_pauses import hold_cores
 
+    hold_cores(EngineCoreProc, DPEngineCoreProc)
     label_cores(core, EngineCoreProc)
     tell_labels(RequestState)
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.core_labels import as_core_takes
+from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores
 from dbuffer.integrations.vllm.facts import facts_here, facts_of, shared_caches
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -126,7 +127,7 @@ class AsyncVllm(Engine):
         self._loop = loop
         # Of several API servers that share it, another one may have followed it before.
         self.may_be_left_paused = shares_engine(engine.vllm_config)
-        self._asks_one_core = engine.vllm_config.parallel_config.data_parallel_size == 1
+        self.has_own_pause = holds_cores()
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -175,26 +176,8 @@ class AsyncVllm(Engine):
     def pause(self, mode: PauseMode) -> None:
         self._call(self._pause(mode))
 
-    def pause_noting(self, mode: PauseMode, note_begun: Callable[[], None]) -> None:
-        if not self._asks_one_core:  # several may differ, which must show before any is paused
-            super().pause_noting(mode, note_begun)
-            return
-
-        async def ask() -> None:
-            if not await self._ask_core("is_scheduler_paused"):
-                note_begun()
-
-        async def pause() -> None:
-            # The core answers calls between two steps, and both of these between the same two. They
-            # are sent in this order, as each goes straight to the core.
-            outcomes = await asyncio.gather(ask(), self._pause(mode), return_exceptions=True)
-            for error in filter(None, outcomes):
-                raise error
-
-        self._call(pause())
-
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        """Call a method of the engine's only core."""
+        """Call a method of each of the engine's cores."""
         call: Coroutine[Any, Any, Any] = self._engine.engine_core.call_utility_async(
             method, *arguments
         )
@@ -212,8 +195,11 @@ class AsyncVllm(Engine):
             raise EngineUpdateError("the engine could not reset its prefix cache")
 
     async def _pause_scheduler(self, mode: PauseMode) -> None:
-        # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
-        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        if self.has_own_pause:
+            await self._ask_core(HOLD, mode)
+        else:
+            # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
+            await self._ask_core("pause_scheduler", mode, False)
 
     def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
         """Yield the resets; the first returns whether it succeeded."""
@@ -221,8 +207,12 @@ class AsyncVllm(Engine):
         yield self._engine.reset_mm_cache()
         yield self._engine.reset_encoder_cache()
 
+    def require_paused(self) -> None:
+        if not self.has_own_pause:
+            self._require_paused()
+
     def resume(self) -> None:
-        self._call(self._engine.resume_generation())
+        self._call(self._ask_core(RELEASE if self.has_own_pause else "resume_scheduler"))
 
     def weight_version(self) -> str:
         return str(self._call(self._engine.get_weight_version()))
@@ -259,7 +249,7 @@ class AsyncReplica(AsyncVllm):
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int) -> None:
         super().__init__(engine, loop)
-        self._replica, self._asks_one_core = replica, True
+        self._replica = replica
 
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config, self._replica)
@@ -270,17 +260,11 @@ class AsyncReplica(AsyncVllm):
     def is_paused(self) -> bool:
         return bool(self._call(self._ask_core("is_scheduler_paused")))
 
-    async def _pause_scheduler(self, mode: PauseMode) -> None:
-        await self._ask_core("pause_scheduler", mode, False)
-
     def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
         # The front end keeps nothing of a core's caches where there are several cores.
         yield self._ask_core("reset_prefix_cache", True, True)
         yield self._ask_core("reset_mm_cache")
         yield self._ask_core("reset_encoder_cache")
-
-    def resume(self) -> None:
-        self._call(self._ask_core("resume_scheduler"))
 
     def weight_version(self) -> str:
         return str(self._call(self._ask_core("get_weight_version")))
@@ -344,6 +328,9 @@ class VllmServer(EngineServer):
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self._request("POST", "/reset_mm_cache")
         self._request("POST", "/reset_encoder_cache")
+
+    def require_paused(self) -> None:
+        self._require_paused()
 
     def resume(self) -> None:
         self._request_resume("/resume")

@@ -77,7 +77,7 @@ def config(**changes: Any) -> SimpleNamespace:
 def asynchronous(calls: list[str], loop: asyncio.AbstractEventLoop, **changes: Any) -> Engine:
     engine = SimpleNamespace(
         **{name: note_async(calls, name) for name in (PREFIX, INPUTS, ENCODER)},
-        engine_core=SimpleNamespace(pause_scheduler_async=note_async(calls, "pause")),
+        engine_core=SimpleNamespace(call_utility_async=note_async(calls, "pause")),
         vllm_config=config(**changes),
         errored=False,
     )

@@ -1,0 +1,118 @@
+"""Let vLLM's engine core tell dbuffer's pause for a switch from pauses that others begin.
+
+vLLM's pause is one flag: any pause sets it, and any resume clears it. During a switch, the engine
+stands still whatever others call; what they called takes effect when the switch ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
+"""Methods of the core that pause it for a switch, and end that pause."""
+
+_HOLD = "dbuffer_current_hold"
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Pause for a switch, and what others have called in it."""
+
+    other_pause: Any
+    """vLLM's state of a pause that others have begun; None: there is none."""
+    deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
+    """Calls that pause the engine when the switch ends, and their results."""
+
+
+def holds_cores() -> bool:
+    """Whether cores of the engines that this process runs, or a child, have these methods."""
+    # An engine's processes load the plugins that this one has.
+    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCoreProc", None)
+    return hasattr(core, HOLD)
+
+
+def hold_cores(process: Any, in_step: Any) -> None:
+    """Add them to cores in processes of their own (``EngineCoreProc``, ``DPEngineCoreProc``)."""
+    if hasattr(process, HOLD) or not hasattr(process, "is_scheduler_paused"):
+        return
+    for name in ("pause_scheduler", "sleep"):
+        setattr(process, name, _deferring(getattr(process, name)))
+    for kind in (process, in_step):
+        kind.resume_scheduler = _resuming(kind.resume_scheduler)
+    setattr(process, HOLD, _hold)
+    setattr(process, RELEASE, _release)
+
+
+def _hold(core: Any, mode: str) -> Any:
+    hold = vars(core).pop(_HOLD, None)
+    if hold is None:
+        hold = _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
+    if getattr(hold.other_pause, "name", None) == "PAUSED_NEW":
+        mode = "wait"  # it may still wait for its requests, and any other mode would end that
+    try:
+        return core.pause_scheduler(mode, False)
+    finally:
+        setattr(core, _HOLD, hold)
+
+
+def _release(core: Any) -> None:
+    """End the switch's pause; the engine goes on unless others have paused it."""
+    hold: _Hold | None = vars(core).pop(_HOLD, None)
+    if hold is None:
+        return
+    try:
+        if hold.other_pause is not None:
+            core.scheduler.set_pause_state(hold.other_pause)
+        elif not hold.deferred and not core.model_executor.is_sleeping:
+            core.resume_scheduler()
+    except BaseException:
+        setattr(core, _HOLD, hold)
+        raise
+    for pause, result in hold.deferred:
+        _pass_on(pause, result)
+
+
+def _pass_on(pause: Callable[[], Any], result: Future[Any]) -> None:
+    """Make a call, which may return a future, and let ``result`` have its outcome."""
+    try:
+        outcome = pause()
+    except Exception as error:  # noqa: BLE001 - for the process that has called
+        result.set_exception(error)
+        return
+    if isinstance(outcome, Future):
+        outcome.add_done_callback(lambda done: _pass_on(done.result, result))
+    else:
+        result.set_result(outcome)
+
+
+def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(pause)
+    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+        hold: _Hold | None = vars(core).get(_HOLD)
+        if hold is None:
+            return pause(core, *args, **kwargs)
+        result: Future[Any] = Future()
+        hold.deferred.append((functools.partial(pause, core, *args, **kwargs), result))
+        return result
+
+    return call
+
+
+def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(resume)
+    def call(core: Any) -> Any:
+        hold: _Hold | None = vars(core).get(_HOLD)
+        if hold is None:
+            return resume(core)
+        hold.other_pause = None
+        ended, hold.deferred = hold.deferred, []
+        for _, result in ended:
+            result.set_exception(RuntimeError("resumed before this pause began"))
+        return None
+
+    return call
