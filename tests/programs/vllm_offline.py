@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
 from tests.support.engines.misfits import (
     BIAS,
@@ -194,6 +195,7 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
     def update(**info: Any) -> str | None:
         llm.start_weight_update()
         error = error_of(lambda: llm.update_weights({"update_info": info}))
+        assert llm.llm_engine.get_weight_version() == UNKNOWN_VERSION
         if error is None:
             llm.finish_weight_update("mine")
         llm.reset_prefix_cache()

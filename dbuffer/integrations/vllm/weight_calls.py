@@ -92,7 +92,10 @@ def _core_calling(core: Any, method: Any, *_: Any, **__: Any) -> _Context:
     elif method in (_TRANSFERS[0], _START_DRAFT):
         core.dbuffer_is_draft = method == _START_DRAFT
     is_transfer = method in _TRANSFERS and not getattr(core, "dbuffer_is_draft", False)
-    if method in _LOADS or (is_transfer and not _has_our_backend(core.vllm_config)):
+    # Through dbuffer's own backend, the weights change in update_weights. The label of the new ones
+    # comes with finish_weight_update.
+    is_load = method == "update_weights" or not _has_our_backend(core.vllm_config)
+    if method in _LOADS or (is_transfer and is_load):
         _drop_version(core)
     return nullcontext()
 
