@@ -6,6 +6,7 @@ give each update a function that loads. In their own workers more is known: :fun
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +14,20 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import EngineUpdateError, OptionError, UnsupportedError, VersionError
+from dbuffer.errors import (
+    EngineUpdateError,
+    OptionError,
+    UnsupportedError,
+    VersionError,
+    VersionRegressedError,
+)
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.version_id import VersionId
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
 
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
 ApplyPatches = Callable[[list[SparsePatch]], object]
@@ -67,9 +77,21 @@ class CallbackLoader:
         self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
         self._identity: str | None = None
+        """Identity of the version that the weights are; None: they are none."""
+        self._loaded: VersionId | None = None
+        """Version that was loaded last."""
 
     def begin(self, options: EngineOptions) -> None:
-        """Read this store from now on."""
+        """Read this store from now on.
+
+        Raises:
+            UnsupportedError: ``local_store`` is given.
+        """
+        if options.local_store is not None:
+            raise UnsupportedError(
+                "local_store needs one of vLLM's workers, and none of them makes this engine: give "
+                "the store alone, or `dbuffer mirror` it and give the copy as the store"
+            )
         self.end()
         self._options = options
         self._receiver = WeightReceiver(
@@ -86,7 +108,9 @@ class CallbackLoader:
 
         Raises:
             UnsupportedError: no store was named.
-            VersionError: there is no such version.
+            VersionError: there is no such version, it is of another history, or the last one that
+                was loaded is later.
+            VersionRegressedError: the store has a new history, which the options refuse.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.
             Exception: what ``load_weights`` raised.
@@ -121,7 +145,7 @@ class CallbackLoader:
     def end(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = self._identity = None
+            self._receiver = self._identity = self._loaded = None
 
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
@@ -133,21 +157,45 @@ class CallbackLoader:
         request = admitted
         least = request.version or request.at_least or 0
         wait_s = self._options.timeout_s if least else 0.0
-        newest = self._receiver.wait_for_version(least - 1 if least else None, wait_s)
-        if newest is None:
+        if self._wait(self._receiver, least, wait_s) is None:
             raise VersionError(
                 f"version {least} of {self._options.store} was not published within {wait_s:g} s"
                 if least
                 else f"nothing was published in {self._options.store} yet"
             )
         with self._receiver.open(version=request.version) as snapshot:
+            found = VersionId(snapshot.version, snapshot.history)
+            self._require_loadable(found, request.history)
             try:
                 yield snapshot
             except BaseException:
                 self._identity = None  # the weights are no version
                 raise
             identity = snapshot.identity
-        self._identity = identity
+        self._identity, self._loaded = identity, found
+
+    def _wait(self, receiver: WeightReceiver, least: int, wait_s: float) -> int | None:
+        after = least - 1 if least else None
+        try:
+            return receiver.wait_for_version(after, wait_s)
+        except VersionRegressedError as error:
+            assert self._options is not None  # noqa: S101 - it has begun
+            if self._options.new_history == "refuse" or error.history is None:
+                raise
+            logger.warning("%s: the new history is followed", error)
+            receiver.start_over()
+            self._identity = self._loaded = None
+            return receiver.wait_for_version(after, wait_s)
+
+    def _require_loadable(self, version: VersionId, history: str | None) -> None:
+        if history not in (None, version.history):
+            raise VersionError(f"the store has history {version.history}, and not {history}")
+        loaded = self._loaded
+        if loaded is not None and loaded.history == version.history and version < loaded:
+            raise VersionError(
+                f"version {loaded.version} is loaded, and versions never go back: version "
+                f"{version.version} is not loaded"
+            )
 
 
 def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:

@@ -93,7 +93,8 @@ class LaunchedFollower(Closing):
             switch = call(self._leader)
         except Exception as error:
             known = error if isinstance(error, DBufferError) else as_answer(error)
-            self._announce({"error": [type(known).__name__, str(known)]})
+            self.applied = self._leader.applied
+            self._announce({"error": [type(known).__name__, str(known)], "applied": self.applied})
             if known is error:
                 raise
             raise known from error
@@ -123,10 +124,10 @@ class LaunchedFollower(Closing):
                     raise
 
     def _adopt_outcome(self, outcome: dict[str, Any]) -> Switch | None:
+        self.applied = outcome["applied"]
         if "error" in outcome:
             kind, message = outcome["error"]
             raise getattr(errors, kind)(message)
-        self.applied = outcome["applied"]
         return None if outcome["switch"] is None else Switch(**outcome["switch"])
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 
-from dbuffer.errors import OptionError, UnsupportedError
+import dbuffer
+from dbuffer.errors import OptionError, UnsupportedError, VersionError, VersionRegressedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
+from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.integrations.vllm.config import BACKEND, default_engine_id, engine_settings, options_of
 from dbuffer.integrations.vllm.facts import (
     EXTENSION,
@@ -29,6 +32,7 @@ from dbuffer.integrations.vllm.facts import (
     has_extension,
     replicas_of,
 )
+from tests.support.patterns import SMALL
 
 STORE = "/dev/shm/policy"
 TOO_LONG_S = 2 * threading.TIMEOUT_MAX
@@ -476,3 +480,37 @@ def test_replicas_that_step_together_are_one_engine_of_all_their_ranks():
     assert (facts.num_ranks, facts.begins_paused, facts.replica) == (6, True, "")
     alone = facts_of(config_of(is_moe_model=True))
     assert (alone.num_ranks, alone.begins_paused) == (2, False)
+
+
+def test_loader_without_a_worker_reads_the_options_that_it_takes(shm_path):
+    """The loader that vLLM 0.23 and 0.24 make where no worker of theirs is known."""
+    loaded: list[Any] = []
+    store = str(shm_path / "store")
+    loader = CallbackLoader(SimpleNamespace(world_size=1))
+    with pytest.raises(UnsupportedError, match="local_store"):
+        loader.begin(EngineOptions(store=store, local_store=str(shm_path / "local")))
+    loader.begin(EngineOptions(store=store, timeout_s=1))
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        sender.send(SMALL.weights(2))
+    loader.load(UpdateRequest(at_least=2), loaded.extend)
+    assert len(loaded) == len(SMALL.names)
+    for request, words in (
+        (UpdateRequest(history="f" * 16), "history"),
+        (UpdateRequest(version=1), "never go back"),
+    ):
+        with pytest.raises(VersionError, match=words):
+            loader.load(request, loaded.extend)
+    for new_history in ("follow", "refuse"):
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(1))
+        if new_history == "follow":
+            loader.load(UpdateRequest(), loaded.extend)
+            assert len(loaded) == 2 * len(SMALL.names)
+            loader.begin(EngineOptions(store=store, timeout_s=1, new_history="refuse"))
+            loader.load(UpdateRequest(), loaded.extend)
+        else:
+            with pytest.raises(VersionRegressedError):
+                loader.load(UpdateRequest(), loaded.extend)
+    loader.end()
