@@ -37,7 +37,7 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
-from dbuffer.integrations.vllm import FollowStore
+from dbuffer.integrations.vllm import FollowStore, middleware
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.runtime.timing import TIMING
@@ -876,7 +876,7 @@ def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client
 # Several API servers of one engine
 
 
-def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers):
+def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers, monkeypatch):
     async def run() -> None:
         first = Lifespan(two_servers)
         assert await first.do("startup") == STARTED
@@ -886,6 +886,14 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
         assert await second.do("startup") == STARTED
         await asyncio.sleep(2.5 * TIMING.api_server_look_s)
         assert scene.engine.calls == calls, "one that stands by asks the engine nothing"
+        follow, errors = middleware.follow, [dbuffer.StoreAccessError("away for a moment")]
+
+        def follow_later(*args: Any, **more: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return follow(*args, **more)
+
+        monkeypatch.setattr(middleware, "follow", follow_later)
         await first.do("shutdown")
         scene.publish(2)
         await asyncio.to_thread(until, "it is followed", lambda: scene.engine.label == "2")

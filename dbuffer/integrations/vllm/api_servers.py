@@ -13,6 +13,7 @@ from typing import Self
 from dbuffer.errors import DBufferError
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +94,24 @@ class SharedFollower:
         self._socket.listen(_MAX_API_SERVERS)
 
     async def _stand_by(self) -> None:
-        while not self.try_lead():
+        while self._follower is None:
+            if self.try_lead():
+                try:
+                    self._follower = self._follow()
+                except (DBufferError, OSError) as error:
+                    # Another API server may be able to, or this one later.
+                    log_once(
+                        logger, "no API server follows the engine; trying again: %s", f"{error}"
+                    )
+                    self._resign()
             await asyncio.sleep(TIMING.api_server_look_s)
         logger.info("the API server that followed has ended: this one follows from here on")
         self._announce()
-        try:
-            self._follower = self._follow()
-        except (DBufferError, OSError) as error:
-            logger.error("the engine is followed no longer: %s", error)
+
+    def _resign(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     async def aclose(self) -> None:
         if self._standing_by is not None:
@@ -109,5 +120,4 @@ class SharedFollower:
                 await self._standing_by
         if self._follower is not None:
             await self._follower.aclose()
-        if self._socket is not None:
-            self._socket.close()
+        self._resign()
