@@ -583,9 +583,12 @@ def whole_after(kills: dict[str, list[str]]) -> list[str]:
     return [str(int(old) + int(new)) for old, new in either]
 
 
-def lost_tokens(results: str, way: str, title: str = "| tokens/s |") -> str:
-    """Return the share of tokens per second that an engine's updates cost."""
-    ours, without = (float(cell(results, name, 2, title)) for name in (way, "no new weights"))
+def lost_tokens(pause: str) -> str:
+    """Return the share of tokens per second that a version a second costs."""
+    ours, without = (
+        float(cell("served.txt", name, 2, f"16 streams, {pause}"))
+        for name in ("dbuffer", "no new weights")
+    )
     return f"{1 - ours / without:.0%}"
 
 
@@ -598,20 +601,13 @@ def stated_figures() -> Iterator[tuple[str, str]]:
     total_ms = float(dict(zip(columns[""], columns["total ms"], strict=True))["dbuffer"])
     disk, kills = pauses["vLLM, from safetensors"], killed_writers()
     whole = whole_after(kills)
-    recomputing, in_place = (
-        lost_tokens("served.txt", "dbuffer", f"16 streams, {pause}")
-        for pause in ("keep", "in_place")
-    )
+    recomputing, in_place = map(lost_tokens, ("keep", "in_place"))
     yield "tuning.md", f"[{in_place} of the tokens in place of {recomputing}]"
     for phrase in (
         f"live layers¹ | {ours} ms | memcpy of the same bytes {memcpy} ms, vLLM's own reload from "
         f"memory {pauses['vLLM, from memory (the floor)']} ms",
         f"to the end of the switch it took {total_ms:.0f} ms",
-        f"[{lost_tokens('latency.txt', 'dbuffer')} if the next version comes 2 s after each "
-        "switch]",
-        f"with a version every second by [{recomputing}]",
-        f"or by {in_place} with",
-        f"(vLLM's own reload: {lost_tokens('latency.txt', 'vLLM, from safetensors')})",
+        f"by {recomputing}, or by {in_place} with",
         f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "
         f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
         "times it loads a mix",
