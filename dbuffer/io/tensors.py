@@ -238,7 +238,8 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     forked children keep it too. So the file is opened once more.
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
-    own = os.open(f"/proc/self/fd/{file}", mode | os.O_CLOEXEC)
+    with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
+        own = os.open(path, mode | os.O_CLOEXEC)
     try:
         return map_locked(own, file_bytes, access)
     finally:

@@ -171,7 +171,8 @@ class WeightSender(Publisher):
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
             VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
+            StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
+                the message says that this one is published.
             WriterSupersededError: another sender took the store over.
             OptionError: ``wait`` is not what it may be.
             ClosedError: the sender was closed, or this is a forked child.

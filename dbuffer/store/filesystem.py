@@ -586,11 +586,11 @@ def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
         return False
 
 
-def clock_ahead_s(scratch: Path) -> float:
-    """Seconds by which the clock of a mount's file times is ahead of this host's."""
+def time_at(scratch: Path) -> float:
+    """Seconds since the epoch, by the clock of the mount's file times."""
     temporary, number = _open_temporary(scratch, Path("clock"))
     try:
-        return os.fstat(number).st_mtime - time.time()
+        return os.fstat(number).st_mtime
     finally:
         os.close(number)
         temporary.unlink(missing_ok=True)

@@ -102,7 +102,10 @@ def pin(store: DoubleBuffer, version: int) -> None:
         VersionError: the store holds no such version, or drops it at this moment.
         StoreNotFoundError, StoreAccessError: the store is not there, or cannot be written.
     """
-    with hold(store, version, None, durable=store.medium.reaches_other_hosts) as held:
+    with (
+        os_errors("pin a version", store.root),
+        hold(store, version, None, durable=store.medium.reaches_other_hosts) as held,
+    ):
         pinned = store.root / held.buffer / places.PIN_FILE
         # Whoever drops a version takes its manifest away, and looks for this file once more.
         with contextlib.suppress(FileNotFoundError):
@@ -121,7 +124,9 @@ def unpin(store: DoubleBuffer, version: int) -> None:
     store.check()
     for buffer, manifest in store.kept().items():
         if manifest.version == version and is_pinned(store, buffer):
-            (store.root / buffer / places.PIN_FILE).unlink(missing_ok=True)
+            pinned = store.root / buffer / places.PIN_FILE
+            with os_errors("unpin a version", pinned):
+                pinned.unlink(missing_ok=True)
             return
     raise VersionError(f"version {version} of {store.root} is not pinned")
 

@@ -163,7 +163,8 @@ class NetworkMedium(Medium):
 
     def __init__(self, root: Path, filesystem_name: str) -> None:
         super().__init__(root, filesystem_name)
-        self._ahead_s = 0.0
+        self._ahead_s = time.time() - time.monotonic()
+        """Seconds by which the mount's clock is ahead of the monotonic clock, which no one sets."""
         self._measured_at: float | None = None
 
     @property
@@ -177,8 +178,8 @@ class NetworkMedium(Medium):
             self._measured_at = now
             # Who may not write there takes the clocks for the same.
             with contextlib.suppress(OSError):
-                self._ahead_s = filesystem.clock_ahead_s(self.root / places.SCRATCH_DIRECTORY)
-        return time.time() + self._ahead_s
+                self._ahead_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY) - now
+        return now + self._ahead_s
 
     def shows_life(self, record: Path) -> bool:
         return filesystem.was_touched_within(record, TIMING.presumed_dead_after_s, self.now())

@@ -28,19 +28,21 @@ from dbuffer.errors import (
     StoreAccessError,
     StoreBusyError,
     StoreCorruptError,
+    StoreFullError,
     StoreNotFoundError,
 )
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest, Pointer, Record, WriterRecord, encode
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem, kept
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
 from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_own_directory
-from dbuffer.store.hold import Held
+from dbuffer.store.hold import Held, Patience
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.medium import LocalMedium, NetworkMedium
 from dbuffer.store.network_files import NetworkFiles
@@ -126,7 +128,9 @@ class BufferWriter:
         self._open_records: dict[Path, Descriptor | None] = {}
         self._files = FILES[self.medium.name](self.store, reader_timeout_s)
         self._generation = 0
-        self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
+        self._spared: str | None = None
+        """Buffer of the kept version to publish again, which is not dropped before a commit."""
+        self._has_deltas = False
         self._forgot_at = time.monotonic()
         # Between hosts epochs show a second writer; on a local disk readers need locks as well.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
@@ -140,7 +144,8 @@ class BufferWriter:
             )
         self._lock = lock
         try:
-            self.record = self._recover(history)
+            with os_errors("recover the store", self.root):
+                self.record = self._recover(history)
         except BaseException:
             self._lock.close()
             raise
@@ -170,7 +175,8 @@ class BufferWriter:
 
     def next_version(self, version: int | None) -> int:
         """Choose the version to publish, as :meth:`Contents.next_version` does."""
-        return Contents(self.store).next_version(version)
+        with os_errors("read", self.root):
+            return Contents(self.store).next_version(version)
 
     def claim(
         self,
@@ -194,49 +200,55 @@ class BufferWriter:
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
-        self.store.require_writer(self.record)
-        self._make_directories()
-        contents = Contents(self.store)
-        buffer = contents.idle_buffer
-        old = contents.manifests[buffer]
-        if self._keep and old is not None and contents.has_published(old):
-            try:
-                kept.keep(self.store, buffer, old, durable=self._sync)
-            except StoreNotFoundError as error:
-                logger.warning("version %d is not kept: %s", old.version, error)
-        needed = self._files_of(contents, other_buffer(buffer))
-        file = None
-        # The newest version may be a chain of deltas from the file of this buffer.
-        in_use = old is not None and self.root / buffer / old.file in needed
-        if with_file and not in_use and not self._keep:
-            file = self._reuse(buffer, old, layout_xxh3, file_bytes)
-        # Counted on from our own last one too: the record that held it may be damaged by now.
-        # The commit's is one higher, whether it comes about or not.
-        self._generation = generation = max(self._generation, contents.last_generation) + 2
-        name, held_before = f"weights-{self.record.run}-{generation}.td", None
-        if file is not None and old is not None:
-            name, held_before = old.file, old.identity
-        marked = Manifest(
-            state="writing",
-            version=version,
-            generation=generation,
-            run=self.record.run,
-            history=self.record.history,
-            file=name,
-        )
-        self._put(self.root / buffer / places.MANIFEST_FILE, marked)
-        path = self.root / buffer / name
-        linked = set() if link_to is None else _link_parts(link_to.path, path)
-        newest = contents.manifests[other_buffer(buffer)]
-        keep = needed | {path} | linked | self._drop_kept(needed, newest)
-        if file is None:
-            self._files.retire(buffer, old, keep=keep)
-        if self._has_deltas:
-            self._files.sweep(places.DELTAS_DIRECTORY, keep=keep)
-        if file is None and with_file:
-            file = self._files.make(path, file_bytes)
-            self._files.note_version(path, version)
-        return Claim(buffer, path, file, marked, held_before)
+        with os_errors("publish", self.root), contextlib.ExitStack() as undo:
+            self.store.require_writer(self.record)
+            self._make_directories()
+            contents = Contents(self.store)
+            buffer = contents.idle_buffer
+            old = contents.manifests[buffer]
+            if self._keep and old is not None and contents.has_published(old):
+                try:
+                    kept.keep(self.store, buffer, old, durable=self._sync)
+                except StoreNotFoundError as error:
+                    logger.warning("version %d is not kept: %s", old.version, error)
+            needed = self._files_of(contents, other_buffer(buffer))
+            file = None
+            # The newest version may be a chain of deltas from the file of this buffer.
+            in_use = old is not None and self.root / buffer / old.file in needed
+            if with_file and not in_use and not self._keep:
+                file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+                if file is not None:
+                    undo.callback(self._files.forget, file)
+                # A successor may have come while readers were waited for.
+                self.store.require_writer(self.record)
+            # Counted on from our own last one too: the record that held it may be damaged by now.
+            # The commit's is one higher, whether it comes about or not.
+            self._generation = generation = max(self._generation, contents.last_generation) + 2
+            name, held_before = f"weights-{self.record.run}-{generation}.td", None
+            if file is not None and old is not None:
+                name, held_before = old.file, old.identity
+            marked = Manifest(
+                state="writing",
+                version=version,
+                generation=generation,
+                run=self.record.run,
+                history=self.record.history,
+                file=name,
+            )
+            self._put(self.root / buffer / places.MANIFEST_FILE, marked)
+            path = self.root / buffer / name
+            linked = set() if link_to is None else _link_parts(link_to.path, path)
+            newest = contents.manifests[other_buffer(buffer)]
+            keep = needed | {path} | linked | self._drop_kept(needed, newest)
+            if file is None:
+                self._files.retire(buffer, old, keep=keep)
+            if self._has_deltas:
+                self._files.sweep(places.DELTAS_DIRECTORY, keep=keep)
+            if file is None and with_file:
+                file = self._files.make(path, file_bytes)
+                self._files.note_version(path, version)
+            undo.pop_all()
+            return Claim(buffer, path, file, marked, held_before)
 
     def _files_of(self, contents: Contents, *buffers: str) -> set[Path]:
         manifests = [(buffer, contents.manifests[buffer]) for buffer in buffers]
@@ -261,7 +273,8 @@ class BufferWriter:
                 num_bytes += sum(filesystem.size_at(path) for path in files - stay)
                 too_many = num_kept > self._keep
                 too_large = self._keep_bytes is not None and num_bytes > self._keep_bytes
-                if (too_many or too_large) and kept.withdraw(self.store, buffer):
+                is_excess = (too_many or too_large) and buffer != self._spared
+                if is_excess and kept.withdraw(self.store, buffer):
                     drop[buffer] = manifest
                     continue
             stay |= files
@@ -296,28 +309,27 @@ class BufferWriter:
         """
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
-        filesystem.make_directory(directory, durable=self._sync)
-        self._has_deltas = True
         path = self.store.delta_path(identity)
-        path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
-        self._files.note_version(path, claim.marked.version)
-        try:
-            claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        if self._sync:
-            with os_errors("flush", directory):
+        with os_errors("write a delta", path):
+            filesystem.make_directory(directory, durable=self._sync)
+            self._has_deltas = True
+            path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
+            self._files.note_version(path, claim.marked.version)
+            try:
+                claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            if self._sync:
                 filesystem.sync_directory(directory)
         return num_bytes
 
     def _write_delta(self, path: Path, chunks: Iterable[bytes]) -> int:
         num_bytes = 0
         with filesystem.make_file(path, os.O_WRONLY) as file:
-            with os_errors("write a delta", path):
-                for chunk in chunks:
-                    filesystem.write_at(file.number, num_bytes, chunk)
-                    num_bytes += len(chunk)
+            for chunk in chunks:
+                filesystem.write_at(file.number, num_bytes, chunk)
+                num_bytes += len(chunk)
             if self._sync:
                 filesystem.sync_file(file.number, path)
         return num_bytes
@@ -337,19 +349,6 @@ class BufferWriter:
             return str(error)
         return None
 
-    def _reuse(
-        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
-    ) -> Descriptor | None:
-        file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
-        try:
-            # A successor may have come while readers were waited for.
-            self.store.require_writer(self.record)
-        except BaseException:
-            if file is not None:
-                self._files.forget(file)
-            raise
-        return file
-
     def commit(self, claim: Claim, **described: Any) -> Manifest:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
 
@@ -359,36 +358,58 @@ class BufferWriter:
             The manifest, as it was published.
 
         Raises:
-            WriterSupersededError: another writer took the store over. Nothing was published.
-            StoreFullError, StoreAccessError: a flush or write failed. Nothing was published.
+            WriterSupersededError: another writer took the store over.
+            StoreFullError, StoreAccessError: a flush or write failed, or the version cannot be read
+                back. Nothing was published, unless the message says so.
             ClosedError: this writer was closed meanwhile. Nothing was published.
         """
         self._check_open()
-        if self._sync and claim.file is not None:
-            filesystem.sync_file(claim.file.number, claim.path)
         complete = dataclasses.replace(
             claim.marked,
             state="complete",
             generation=claim.marked.generation + 1,
             **{"published_at": time.time(), "is_final": not self.rewrites_files} | described,
         )
-        directory = self.root / claim.buffer
-        # A writer that was paused or cut off learns here that it has a successor, before it
-        # writes over that one's manifest, and once more before the flip. A successor that comes
-        # between a check and the line after it is not seen.
-        self.store.require_writer(self.record)
-        self._put(directory / places.MANIFEST_FILE, complete)
-        self.store.require_writer(self.record)
         pointer = pointer_to(claim.buffer, complete)
-        # Unlocked first: a receiver that is woken by the pointer finds the file free.
-        if claim.file is not None:
-            filesystem.unlock(claim.file.number)
-        self._put(self.root / places.POINTER_FILE, pointer)
-        weights = self.store.weights_path(claim.buffer, complete)
-        sizes = {weights: complete.file_bytes, **claim.deltas}
-        self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
+        with os_errors("publish", self.root):
+            if self._sync and claim.file is not None:
+                filesystem.sync_file(claim.file.number, claim.path)
+            # A writer that was paused or cut off learns here that it has a successor, before it
+            # writes over that one's manifest, and once more before the flip. A successor that comes
+            # between a check and the line after it is not seen.
+            self.store.require_writer(self.record)
+            self._put(self.root / claim.buffer / places.MANIFEST_FILE, complete)
+            self.store.require_writer(self.record)
+            # Unlocked first: a receiver that is woken by the pointer finds the file free.
+            if claim.file is not None:
+                filesystem.unlock(claim.file.number)
+            with self._saying_if_published(pointer):
+                self._put(self.root / places.POINTER_FILE, pointer)
+                sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
+                sizes |= claim.deltas
+                self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
+        self._spared = None
         self._forget_now_and_then()
         return complete
+
+    def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
+        """Let errors of a commit say that its version is published, if it is."""
+
+        def translate(error: BaseException) -> None:
+            if not isinstance(error, OSError | StoreCorruptError):
+                return
+            is_published = "may be"
+            with contextlib.suppress(DBufferError):
+                if self.store.undamaged_pointer() != pointer:
+                    return
+                is_published = "is"
+            kind = StoreFullError if isinstance(error, StoreFullError) else StoreAccessError
+            raise kind(
+                f"version {pointer.version} {is_published} published, but not all hosts may be "
+                f"able to read it, or it may not outlast a power cut: {error}"
+            ) from error
+
+        return TranslatedErrors(translate)
 
     def hold_kept(self, version: int) -> Held:
         """Keep a version that the store holds, unless it is kept, and hold it as such.
@@ -397,7 +418,10 @@ class BufferWriter:
             VersionError: the store does not hold it.
         """
         self._check_open()
-        return kept.hold(self.store, version, self.record.history, durable=self._sync)
+        with os_errors("publish", self.root):
+            held = kept.hold(self.store, version, self.record.history, durable=self._sync)
+        self._spared = held.buffer
+        return held
 
     def republish(self, held: Held, version: int, metadata: dict[str, Any]) -> Manifest:
         """Publish the weights file of a held version again, by a further name.
@@ -410,6 +434,10 @@ class BufferWriter:
         Raises:
             StoreAccessError, WriterSupersededError, ClosedError: as `commit`.
         """
+        if self._sync:  # the sender that wrote it may not have flushed it
+            for path in parts_of(held.path):
+                with filesystem.open_regular(path, os.O_RDONLY, owner_only=False) as file:
+                    filesystem.sync_file(file.number, path)
         claim = self.claim(version, layout_xxh3=None, file_bytes=0, with_file=False, link_to=held)
         try:
             described = held.manifest.of_file | {"is_final": True, "metadata": metadata}
@@ -420,12 +448,17 @@ class BufferWriter:
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
         """See what other hosts see: caches and successors may have it otherwise."""
-        self.store.require_writer(self.record)
-        sizes_read = {}
-        for path in sizes:
-            with os_errors("read back", path):
-                sizes_read[path] = path.stat().st_size
-        read = self.store.pointer(), self.store.manifest(pointer.buffer), sizes_read
+        patience = Patience()
+        while True:
+            try:
+                with os_errors("read back", self.root):
+                    self.store.require_writer(self.record)
+                    sizes_read = {path: path.stat().st_size for path in sizes}
+                    read = self.store.pointer(), self.store.manifest(pointer.buffer), sizes_read
+                break
+            except (StoreNotFoundError, StoreAccessError):
+                if not patience.wait(pointer):
+                    raise
         if read != (pointer, complete, sizes):
             raise StoreAccessError(
                 f"{self.root} does not give back version {pointer.version} as it was written: "
@@ -447,6 +480,7 @@ class BufferWriter:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
+        self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._generation = contents.last_generation
         run = secrets.token_hex(8)
         record = WriterRecord(

@@ -67,7 +67,8 @@ def rollback(
 ) -> None:
     """Publish an earlier version's weights again, as the newest version.
 
-    Its metadata comes along, with the number as `republished_version`. A trainer that has the store
+    Its metadata comes along, with the number as `republished_version`. On a local disk nothing is
+    flushed: a power cut may undo it. A trainer that has the store
     open calls `sender.republish(VERSION)` instead.
     """
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
+import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -310,19 +312,26 @@ def test_a_version_that_is_dropped_while_kept_ones_are_listed_is_left_out(
     assert [manifest.version for manifest in listing.kept().values()] == [1]
 
 
+def rename_unless(
+    name: str,
+    temporary: Path,
+    path: Path,
+    made: tuple[int, int],
+    *,
+    rename: Callable[..., None] = filesystem._rename,
+) -> None:
+    if path.name == name:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    rename(temporary, path, made)
+
+
 def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, monkeypatch):
     """The next version takes its number, and is the only one that can be had by it."""
-    view, rename = DoubleBuffer(store), filesystem._rename
-
-    def rename_unless_pointer(temporary: Path, path: Path, made: tuple[int, int]) -> None:
-        if path.name == "CURRENT":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        rename(temporary, path, made)
-
+    view = DoubleBuffer(store)
     with dbuffer.WeightSender(store, keep=1) as sender:
         for number in (1, 3):
             with monkeypatch.context() as patch, pytest.raises(dbuffer.StoreFullError):
-                patch.setattr(filesystem, "_rename", rename_unless_pointer)
+                patch.setattr(filesystem, "_rename", functools.partial(rename_unless, "CURRENT"))
                 sender.send(SMALL.weights(99))
             status = json.loads(call(capsys, "status", store, "--json")[1])
             states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
@@ -333,3 +342,38 @@ def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, mo
                 sender.republish(number)
             publish(sender, number, number + 1)
             assert readable(store, number + 1) == list(range(max(1, number - 1), number + 2))
+
+
+@pytest.mark.parametrize(
+    ("record", "publish_again"),
+    [("manifest.json", False), ("manifest.json", True), ("CURRENT", True)],
+)
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_publish_that_fails_spares_the_version_before_and_one_to_go_back_to(
+    store, mount, delta, record, publish_again, monkeypatch
+):
+    with dbuffer.WeightSender(store, delta=delta) as sender:
+        publish(sender, 1, 2)
+        with monkeypatch.context() as patch, pytest.raises(dbuffer.StoreFullError):
+            patch.setattr(filesystem, "_rename", functools.partial(rename_unless, record))
+            sender.republish(1) if publish_again else publish(sender, 3)
+        assert readable(store, 2) == [1, 2]
+        sender.republish(1)
+        assert SMALL.version_of(received(store)) == 1
+        publish(sender, 4, 5)
+    assert readable(store, 5) == [4, 5]
+
+
+def test_what_is_published_again_is_flushed_too(store, monkeypatch):
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1, 2)
+    flush, flushed = os.fsync, set()
+
+    def note(number: int) -> None:
+        flushed.add(os.fstat(number).st_ino)
+        flush(number)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with dbuffer.WeightSender(store, durable=True) as sender:
+        sender.republish(1)
+    assert file_of(store, 3).stat().st_ino in flushed

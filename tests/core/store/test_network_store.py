@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -633,3 +634,61 @@ def test_a_reader_whose_file_is_gone_looks_ever_more_rarely(store, sender):
     with pytest.raises(StoreCorruptError, match="is not there"):
         hold_newest(DoubleBuffer(store), newer_than=None, announce=looks.append)
     assert len(looks) < 50, "every half a millisecond"
+
+
+# Errors after the flip, and of the system
+
+
+@pytest.mark.timing(settle_s=0.1)
+@pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
+def test_a_version_that_cannot_be_read_back_is_published(store, network, times, monkeypatch):
+    read = DoubleBuffer.pointer
+
+    def fail(view: DoubleBuffer) -> Any:
+        nonlocal times
+        if sys._getframe(1).f_code.co_name == "_read_back" and times:
+            times -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return read(view)
+
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        monkeypatch.setattr(DoubleBuffer, "pointer", fail)
+        is_raised = times > 1
+        with (
+            pytest.raises(dbuffer.StoreAccessError, match="version 2 is published")
+            if is_raised
+            else contextlib.nullcontext()
+        ):
+            publish(sender, 2)
+        assert newest(store) == 2
+        times = 0
+        publish(sender, 3)
+    assert newest(store) == 3
+
+
+@pytest.mark.parametrize(
+    "function", ["sync_directory", "unlock", "size_at", "identity_of", "list_matching"]
+)
+def test_errors_of_the_system_are_ours(store, function, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with dbuffer.WeightSender(store, durable=True, keep=1) as sender:
+        publish(sender, 1, 2, 3)
+        monkeypatch.setattr(filesystem, function, fail)
+        with contextlib.suppress(dbuffer.StoreAccessError):
+            publish(sender, 4)
+        monkeypatch.undo()
+        publish(sender, 5)
+    assert newest(store) == 5
+
+
+@pytest.mark.parametrize("jump_s", [-1000.0, 1000.0])
+def test_a_clock_that_is_set_makes_no_receiver_look_dead(store, network, jump_s, monkeypatch):
+    medium, now = DoubleBuffer(store).medium, time.time
+    store.mkdir()
+    (store / "tmp").mkdir()
+    before = medium.now()
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    assert abs(medium.now() - before) < 100
