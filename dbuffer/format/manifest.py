@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -397,9 +398,13 @@ def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_in(metadata: Mapping[str, Any]) -> int | float | None:
-    """Return the trainer's step in a version's metadata; None: there is no number ``step``."""
+    """Return the trainer's step in a version's metadata; None: there is no number ``step``.
+
+    A number that no float can have is none: steps are compared with others, and made floats.
+    """
     step = metadata.get("step")
-    return step if type(step) in (int, float) else None
+    is_number = type(step) in (int, float) and abs(step) <= sys.float_info.max
+    return step if is_number else None
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:

@@ -102,7 +102,7 @@ class PendingPublication(ProcessBound):
             InvalidWeightsError: weights were changed meanwhile; nothing was published.
             OptionError: ``timeout_s`` is not what it may be.
             ClosedError: this is a forked child.
-            DBufferError: as ``send``; nothing was published.
+            DBufferError: as ``send``.
         """
         self._check_not_forked()
         if timeout_s is not None:

@@ -217,7 +217,8 @@ class Publisher(Closing, ProcessBound, ABC):
         """Publish weights: a delta if there is a base and few changes, else in full. Collective.
 
         Raises:
-            DBufferError: nothing was published, on any rank, and the next version is a full one.
+            DBufferError: nothing was published, on any rank, unless the message says so; and the
+                next version is a full one.
         """
         share = self._take_base(request)
         if share is not None:

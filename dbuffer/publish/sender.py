@@ -22,7 +22,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Progress, checked_metadata
+from dbuffer.publish.draft import Progress, checked_metadata, counter
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.publish.publication import (
     PendingPublication,
@@ -362,7 +362,11 @@ class WeightSender(Publisher):
             footer = self._footer_of(source)
             if self._has_deltas and source.is_lazy:
                 # Away from the device, and from what a source uses again for its next tensor.
-                copies = [tensor.detach().to("cpu", copy=True) for tensor in source.fetched()]
+                on_bytes, copies = counter(progress, footer.layout.num_bytes), []
+                for spec, tensor in zip(source.specs, source.fetched(), strict=True):
+                    copies.append(tensor.detach().to("cpu", copy=True))
+                    if on_bytes is not None:
+                        on_bytes(spec.num_bytes)
                 source = replace(source, tensors=copies, is_lazy=False)
         request = PublishRequest(
             started, source, footer, version, metadata, self._base, progress, check

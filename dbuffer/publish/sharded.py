@@ -197,7 +197,8 @@ class ShardedWeightSender(Publisher):
                 the ranks' weights do not fit together. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
             VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
+            StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
+                the message says that this one is published.
             WriterSupersededError: another sender took the store over.
             ClosedError: the sender was closed, or this is a forked child.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import stat
@@ -41,6 +40,8 @@ class DoubleBuffer:
         self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self.layouts = KeptLayouts()
         """The layouts that were decoded last."""
+        self._medium: Medium | None = None
+        self._device: int | None = None
         self._listing = RecordListing(
             self.root / places.RECEIVERS_DIRECTORY, owner_only=self.owner_only
         )
@@ -73,10 +74,15 @@ class DoubleBuffer:
                 "the store's own"
             ) from error
 
-    @functools.cached_property
+    @property
     def medium(self) -> Medium:
-        """Medium of the store's directory. Looked up once, when the store is there."""
-        return medium_of(self.root)
+        """Medium of the store's directory, looked up again if something is mounted there since."""
+        device = None
+        with contextlib.suppress(OSError):
+            device = self.root.stat().st_dev
+        if self._medium is None or device != self._device:
+            self._medium, self._device = medium_of(self.root), device
+        return self._medium
 
     def exists(self) -> bool:
         """Whether there is a directory, published to or not."""

@@ -73,8 +73,7 @@ def os_errors(action: str, path: Path | str) -> TranslatedErrors:
             raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFullError(
-                f"cannot {action}: no room left for {path}; the last published version stays "
-                "readable, and publishing works again once there is room for two versions"
+                f"cannot {action}: no room left for {path}; make room on its filesystem"
             ) from error
         whose = ""
         if error.errno == errno.EACCES:

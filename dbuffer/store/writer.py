@@ -112,6 +112,8 @@ class BufferWriter:
         self._keep_bytes = keep_bytes
         if keep_bytes is not None:
             options.whole_number("keep_bytes", keep_bytes, at_least=0)
+            if not keep:
+                options.refuse("keep_bytes", keep_bytes, "it with keep=, as no version is kept")
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)

@@ -66,7 +66,7 @@ class StoreWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
-        After an error nothing was published, and the servers serve on.
+        After an error nothing was published, unless the message says so, and the servers serve on.
 
         Raises:
             InvalidWeightsError: something in them cannot be published.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save_file
 from tensordict import TensorDict
 
 import dbuffer
@@ -417,6 +418,8 @@ def test_lags_of_records(sender, store):
     assert sender.receiver_lags() == {"engine": (2, None), "other": (3, None)}
     sender.republish(2)
     assert sender.receiver_lags() == {"engine": (3, 2.5), "other": (4, None)}
+    sender.send(WEIGHTS, metadata={"step": -(10**400)})
+    assert sender.receiver_lags() == {"engine": (4, None), "other": (5, None)}
 
 
 # Its life
@@ -460,3 +463,11 @@ def test_progress_of_a_stream(sender):
 
     sender.send(pairs(), progress=lambda done, total: seen.append((done, total)))
     assert seen == [(64, 0), (128, 0), (192, 0)]
+
+
+def test_progress_of_a_checkpoint_with_deltas(store, tmp_path):
+    seen = []
+    save_file({str(n): torch.zeros(16) for n in range(3)}, tmp_path / "model.safetensors")
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        sender.send(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(64, 192), (128, 192), (192, 192)]

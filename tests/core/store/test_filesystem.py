@@ -22,10 +22,11 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.store import filesystem, mounts
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 from tests.support.children import in_a_fork
-from tests.support.stores import open_below
+from tests.support.stores import open_below, small_disk
 from tests.support.waiting import meanwhile
 
 
@@ -311,3 +312,11 @@ def test_medium_of_a_filesystem(tmp_path, mounted, kinds, name, can_rewrite):
 def test_mount_points_are_read_as_the_kernel_writes_them(text):
     written = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in text)
     assert mounts._unescape(written) == text
+
+
+def test_a_disk_that_is_mounted_later_counts(tmp_path):
+    store = DoubleBuffer(tmp_path / "disk" / "store")
+    assert store.medium.filesystem != "tmpfs"
+    with small_disk(tmp_path / "disk", 1 << 20):
+        store.root.mkdir()
+        assert store.medium.filesystem == "tmpfs"
