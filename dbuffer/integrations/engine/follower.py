@@ -103,13 +103,14 @@ class Follower(Closing):
         """Whether the engine serves this version, or a later one, of what the store holds now.
 
         An engine that is to stay on a version must serve that one. Its record is read anew: it may
-        have lost its weights since the last switch.
+        have lost its weights since the last switch. But the record names a version before the
+        engine's label does.
         """
-        view = self._view
+        view, applied = self._view, self._applied
         if view is None or _followers.get(_key_of(view.facts)) is not self:
             return False
-        applied = VersionId.of(view.readable_record())
-        if applied is None or applied.version < version:
+        recorded = VersionId.of(view.readable_record())
+        if applied is None or recorded is None or min(applied.version, recorded.version) < version:
             return False
         if view.options.version not in (None, applied.version):
             return False
