@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 from dbuffer.errors import StoreNotFoundError
@@ -35,24 +36,45 @@ class Retention:
     def begin(self, history: str, newest: BucketPointer | None) -> BucketVersion | None:
         """Begin with what there is of a history; return the version that the pointer names.
 
-        None: there is none, or its record cannot be read.
+        None: there is none, or its record cannot be read. Objects that no version has needed for
+        `Timing.bucket_grace_s` before that one was put are deleted with the next version.
         """
         self._kept = []
-        there = {name for name in self._bucket.list(history) if is_of_version(name)}
-        self._known |= there
-        if newest is None:
+        listed = self._bucket.list(history)
+        put_at = {name: each.put_at for name, each in listed.items() if is_of_version(name)}
+        self._known |= put_at.keys()
+        if newest is None or newest.version_name not in put_at:
             return None
         # A mirror that was killed may have put a record above the pointer's, or another one of it.
         last, above = newest.version_name, f"{history}/versions/{newest.version:019}"
-        names = sorted(name for name in there if f"{history}/versions/" < name < above)
-        for name in (*names[1 - KEEP_VERSIONS :], last):
-            with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
-                read = self._bucket.read(BucketVersion, name)
-                if read is not None and read[0].name == name:
-                    self._kept.append(read[0])
+        names = sorted(name for name in put_at if f"{history}/versions/" < name < above)
+        # By the service's clock: mirrors may end sooner than what they no longer need is deleted.
+        since = put_at[last] - TIMING.bucket_grace_s
+        num_old = sum(put_at[name] < since for name in names)
+        read = self._read([*names[max(0, num_old - KEEP_VERSIONS) :], last])
+        self._kept = [read[name] for name in (*names[1 - KEEP_VERSIONS :], last) if name in read]
+        old = [read[name] for name in names[:num_old] if name in read]
+        later = [read[name] for name in (*names[num_old:], last) if name in read]
+        needed_since = _objects_of([*_retained(old), *later])
+        for name, at in put_at.items():
+            if at < since and name not in needed_since:
+                self._unneeded_since[name] = -math.inf
         if not self._kept or self._kept[-1].name != last:
             return None
         return self._kept[-1]
+
+    def _read(self, names: list[str]) -> dict[str, BucketVersion]:
+        """Read versions' records, by name, without those that are gone or damaged."""
+        versions: dict[str, BucketVersion] = {}
+
+        def read(name: str) -> None:
+            with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
+                record = self._bucket.read(BucketVersion, name)
+                if record is not None and record[0].name == name:
+                    versions[name] = record[0]
+
+        self._bucket.in_parallel(read, names)
+        return versions
 
     def add(self, version: BucketVersion) -> None:
         """Keep a version that is about to be published."""
@@ -64,16 +86,23 @@ class Retention:
 
     def sweep(self) -> None:
         """Delete objects that have not been needed for long enough."""
-        anchors = list(dict.fromkeys(version.anchor for version in reversed(self._kept)))
-        self._kept = [
-            version
-            for version in self._kept[-KEEP_VERSIONS:]
-            if version.anchor in anchors[:KEEP_ANCHORS]
-        ]
-        needed = set[str]().union(*(version.objects for version in self._kept))
+        self._kept = _retained(self._kept)
+        needed = _objects_of(self._kept)
         now, before = time.monotonic(), self._unneeded_since
         since = {name: before.get(name, now) for name in self._known - needed}
         old = [name for name, at in since.items() if now - at >= TIMING.bucket_grace_s]
         self._bucket.delete(old)
         self._known.difference_update(old)
         self._unneeded_since = since
+
+
+def _retained(versions: list[BucketVersion]) -> list[BucketVersion]:
+    """Return those of these versions, oldest first, that are kept."""
+    anchors = list(dict.fromkeys(version.anchor for version in reversed(versions)))
+    return [
+        version for version in versions[-KEEP_VERSIONS:] if version.anchor in anchors[:KEEP_ANCHORS]
+    ]
+
+
+def _objects_of(versions: list[BucketVersion]) -> set[str]:
+    return set[str]().union(*(version.objects for version in versions))

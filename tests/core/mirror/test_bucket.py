@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -608,3 +609,22 @@ def test_each_poll_of_a_mirror_has_an_interval_of_its_own(bucket_url, tmp_path, 
         way.carry(1)
         monkeypatch.setattr(random, "uniform", uniform)
         until("three intervals", lambda: uniform.mock_calls.count(call(0.75, 1.25)) >= 3)
+
+
+@pytest.mark.timing(bucket_grace_s=1.5)
+def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(remote, bucket):
+    """Also if no mirror runs for as long."""
+
+    def put(*versions: int) -> list[int]:
+        for version in versions:
+            with mirror(remote, bucket.url) as up:
+                send(sender, up, version, pattern=SMALL)
+        names = [name for name in bucket.list("") if "/weights/" in name]
+        return sorted({int(name.split("/")[2].split("-")[1]) for name in names})
+
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        one, two, three, four = put(1, 2, 3, 4)
+        time.sleep(2.5)  # the service's clock, in whole seconds
+        five = put(5)[-1]
+        assert one < two < three < four < five
+        assert put(6)[:-1] == [three, four, five]
