@@ -403,8 +403,9 @@ def step_in(metadata: Mapping[str, Any]) -> int | float | None:
     A number that no float can have is none: steps are compared with others, and made floats.
     """
     step = metadata.get("step")
-    is_number = type(step) in (int, float) and abs(step) <= sys.float_info.max
-    return step if is_number else None
+    if not isinstance(step, int | float) or isinstance(step, bool):
+        return None
+    return step if abs(step) <= sys.float_info.max else None
 
 
 def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | float | None:
