@@ -21,6 +21,7 @@ from dbuffer.mirror.download import HeldObjects, hold_version, require_newest
 from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import Contents
 from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
 
 
@@ -150,7 +151,7 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
         manifest = store.manifest(buffer)
     except UNDECODABLE:
         return True
-    return manifest is not None and manifest.state == "complete"
+    return manifest is not None and Contents(store).has_published(manifest)
 
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:

@@ -338,6 +338,7 @@ def test_a_version_that_no_pointer_named_counts_as_none(store, mount, capsys, mo
             status = json.loads(call(capsys, "status", store, "--json")[1])
             states = {buffer["version"]: buffer["state"] for buffer in status["buffers"]}
             assert states[number] == "writing"
+            assert f"version {number}" not in call(capsys, "verify", store)[1]
             with pytest.raises(dbuffer.VersionError):
                 kept.pin(view, number)
             with pytest.raises(dbuffer.VersionError):
