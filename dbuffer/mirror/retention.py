@@ -51,11 +51,16 @@ class Retention:
         # By the service's clock: mirrors may end sooner than what they no longer need is deleted.
         since = put_at[last] - TIMING.bucket_grace_s
         num_old = sum(put_at[name] < since for name in names)
-        read = self._read([*names[max(0, num_old - KEEP_VERSIONS) :], last])
-        self._kept = [read[name] for name in (*names[1 - KEEP_VERSIONS :], last) if name in read]
-        old = [read[name] for name in names[:num_old] if name in read]
-        later = [read[name] for name in (*names[num_old:], last) if name in read]
-        needed_since = _objects_of([*_retained(old), *later])
+        recent = [*names[1 - KEEP_VERSIONS :], last]
+        before = names[max(0, num_old - KEEP_VERSIONS) : num_old]
+        # Putting the first version after these may have taken long. Later versions need no older
+        # objects than these do.
+        following = [*names[num_old:], last][0]
+        read = self._read(list(dict.fromkeys([*before, following, *recent])))
+        self._kept = [read[name] for name in recent if name in read]
+        old = [read[name] for name in before if name in read]
+        then = [read[following]] if following in read else []
+        needed_since = _objects_of([*_retained(old), *then])
         for name, at in put_at.items():
             if at < since and name not in needed_since:
                 self._unneeded_since[name] = -math.inf
