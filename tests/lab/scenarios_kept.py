@@ -112,7 +112,9 @@ def test_kept_versions_are_read_and_served_on_other_hosts(guest: Guest) -> None:
                 kept.unpin(DoubleBuffer(guest.path("r2") / "store"), PINNED)
                 writer.send(-PINNED)
                 assert writer.receive() == LAST + 1
-                reader.send(LAST + 1)
+                writer.send(LAST + 2)  # which drops the version that was published again
+                assert writer.receive() == LAST + 2
+                reader.send(LAST + 2)
                 _, found = reader.receive()
                 assert found[LAST + 1] == PINNED
-                assert (found[PINNED], found[LAST - KEEP]) == (None, LAST - KEEP)
+                assert (found[PINNED], found[LAST - KEEP + 1]) == (None, LAST - KEEP + 1)
