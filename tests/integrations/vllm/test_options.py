@@ -380,9 +380,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
         for end in range(1, len(names) + 1):
             monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
     core = type("EngineCore", (), {"sleep": None, "collective_rpc": None})
+    cores = {name: type(name, (core,), {}) for name in ("EngineCoreProc", "DPEngineCoreProc")}
     parts = {
         WORKERS: {"WorkerWrapperBase": type("Wrapper", (), {})},
-        CORE: {"EngineCore": core, "EngineCoreProc": type("EngineCoreProc", (core,), {})},
+        CORE: {"EngineCore": core, **cores},
         OUTPUTS: {"RequestState": type("RequestState", (), {})},
         FACTORY: factories,
     }
