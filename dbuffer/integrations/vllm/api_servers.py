@@ -100,9 +100,8 @@ class SharedFollower:
                     self._follower = self._follow()
                 except (DBufferError, OSError) as error:
                     # Another API server may be able to, or this one later.
-                    log_once(
-                        logger, "no API server follows the engine; trying again: %s", f"{error}"
-                    )
+                    message = "no API server follows the engine; trying again: %s"
+                    log_once(logger, message, str(error))
                     self._resign()
             await asyncio.sleep(TIMING.api_server_look_s)
         logger.info("the API server that followed has ended: this one follows from here on")

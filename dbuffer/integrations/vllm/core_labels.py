@@ -98,7 +98,8 @@ def tell_labels(request_state: Any) -> None:
 
 def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
     def add_admitted_request(core: Any, request: Any, request_wave: int = 0) -> None:
-        if _is_refused(request, WeightLabel.decode(getattr(core, LABEL)())):
+        has_requirement = _requirement_of(request) is not None  # most have none
+        if has_requirement and _is_refused(request, WeightLabel.decode(getattr(core, LABEL)())):
             _tell_ended(core, [request])
         else:
             add_request(core, request, request_wave)
@@ -106,14 +107,19 @@ def _admitting(add_request: Callable[..., None]) -> Callable[..., None]:
     return add_admitted_request
 
 
+def _requirement_of(request: Any) -> object:
+    """Return what a request carries as its requirement, from whomever; None: nothing."""
+    parameters = request.sampling_params
+    return ((parameters and parameters.extra_args) or {}).get(BACKEND)
+
+
 def _is_refused(request: Any, label: WeightLabel) -> bool:
     """Whether a request does not take the weights of this label."""
-    parameters = request.sampling_params
-    values = ((parameters and parameters.extra_args) or {}).get(BACKEND)
-    if values is None:
+    requirement = _requirement_of(request)
+    if requirement is None:
         return False
     try:
-        admission = Admission.of_json(values)
+        admission = Admission.of_json(requirement)
     except OptionError as error:
         # From a client: an error raised here would end the engine.
         log_once(logger, "requests with invalid extra_args[%r] are ended", BACKEND)

@@ -32,8 +32,8 @@ def publish_patches(
     Raises:
         VersionError: the sender has not published what they follow. What the store holds of an
             earlier sender may be another run's.
-        DBufferError: as of `patches_of` and `send_patches`. Nothing was published,
-            unless the message says so.
+        DBufferError: as of `patches_of` and `send_patches`. Nothing was published, unless the
+            message says so.
     """
     given = patches_of(patches or ())
     if not given:

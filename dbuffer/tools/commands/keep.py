@@ -68,8 +68,8 @@ def rollback(
     """Publish an earlier version's weights again, as the newest version.
 
     Its metadata comes along, with the number as `republished_version`. On a local disk nothing is
-    flushed: a power cut may undo it. A trainer that has the store
-    open calls `sender.republish(VERSION)` instead.
+    flushed: a power cut may undo it. A trainer that has the store open calls
+    `sender.republish(VERSION)` instead.
     """
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     # Refuse a version that cannot be read before the sender takes the store over.
