@@ -3,58 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
-import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from benchmarks import (
-    deltas,
-    engine_ranks,
-    fleet,
-    gpu,
-    latency,
-    models,
-    objects,
-    pause,
-    plot,
-    publishing,
-    report,
-    responses,
-    served,
-    sharded,
-    targets,
-    torchrl,
-    transfers,
-    trl,
-)
-from benchmarks.peers import (
-    Dbuffer,
-    DbufferChecksums,
-    DistributedCheckpoint,
-    Safetensors,
-    TensorDictMemmap,
-    TorchRL,
-    TorchSave,
-)
-from benchmarks.targets import Results
-from benchmarks.transfers import Case
-
-_PLAIN = (Dbuffer,)
-_BOTH = (Dbuffer, DbufferChecksums)
-_PEERS_FOR_EXPERTS = (TorchRL, TensorDictMemmap, Safetensors, TorchSave)
-# DCP takes half a minute for so many tensors.
-_PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["fleet"]:  # which has options of its own
-        return fleet.main(arguments[1:])
+        return _main_of("fleet")(arguments[1:])
     options = _parse(arguments)
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -62,42 +25,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"There is no {package} here, nothing to measure.")
             return 0
-    return _MAINS[options.what](options)
+    return _main_of(options.what)(options)
 
 
-def _measure_cpu(options: argparse.Namespace) -> int:
-    environment = report.begin(options.dir)
-    results = _measure(options.dir, quick=options.quick)
-    checks = targets.check(results)
-    note = ", sizes too small to judge by" if options.quick else ""
-    print(f"\nTargets{note}\n\n{report.targets_table(checks, reference=report.LIMIT)}")
-    found = report.as_json(environment, results, checks)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    if options.plot:
-        plot.save(found["transfers"], options.plot, plot.caption(environment))
-    print(f"\n{report.elapsed_s():.0f} s in all")
-    return 0
+def _main_of(what: str) -> Callable[[Any], int]:
+    main: Callable[[Any], int] = importlib.import_module(f"benchmarks.{_MODULES[what]}").main
+    return main
 
 
-_MAINS = {
-    "cpu": _measure_cpu,
-    "gpu": gpu.main,
-    "pause": pause.main,
-    "ranks": engine_ranks.main,
-    "latency": latency.main,
-    "served": served.main,
-    "responses": responses.main,
-    "sharded": sharded.main,
-    "torchrl": torchrl.main,
-    "trl": trl.main,
-    "delta": deltas.main,
-    "objects": objects.main,
+_MODULES = {
+    "cpu": "cpu",
+    "gpu": "gpu",
+    "pause": "pause",
+    "ranks": "engine_ranks",
+    "latency": "latency",
+    "served": "served",
+    "responses": "responses",
+    "sharded": "sharded",
+    "torchrl": "torchrl",
+    "trl": "trl",
+    "delta": "deltas",
+    "objects": "objects",
+    "fleet": "fleet",
 }
+"""Module of each, which is imported when it is asked for: each needs other packages."""
+
 _NEEDS = {
     **dict.fromkeys(("pause", "latency", "served", "responses"), ("vllm",)),
     "torchrl": ("torchrl",),
     "trl": ("trl", "vllm"),
+    "objects": ("obstore",),
 }
 """Packages without which there is nothing to measure."""
 
@@ -111,7 +68,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=(*_MAINS, "fleet"),
+        choices=_MODULES,
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB), or what its four ranks read on a network mount (a minute, "
@@ -139,50 +96,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # Not the parser's default, which would be extended.
     options.dir = options.dir or [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return options
-
-
-def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
-    first = directories[0]
-    results = Results()
-    for case in _quick_cases(directories) if quick else _cases(directories):
-        results.transfers[case.key] = transfer = transfers.run(case)
-        print(f"\n{report.transfer_table(transfer)}", flush=True)
-    sent = results.transfers["dense"].case.shapes
-    results.extra_memory_bytes = publishing.extra_memory_bytes(sent, first)
-    fanned = models.qwen2_0_5b(width=0.25 if quick else 0.75)
-    results.fan_out_s = publishing.publish_times_s(
-        fanned, first, publishes=5 if quick else 12, receivers=(1, 4)
-    )
-    results.sends_s, results.returns_s = publishing.return_times_s(
-        fanned, first, rounds=3 if quick else 7
-    )
-    results.flips_s = publishing.flip_latencies_s(first, flips=200 if quick else 300)
-    return results
-
-
-def _cases(directories: Sequence[Path]) -> Iterator[Case]:
-    first, *others = directories
-    wide = ("Qwen2.5-0.5B, widened", models.qwen2_0_5b(width=1.5))
-    many = ("Qwen3-30B-A3B, narrowed", models.qwen3_30b_a3b(narrowing=8))
-    yield Case("dense", *wide, first, _BOTH, _PEERS, slow_samples=3)
-    yield Case("experts", *many, first, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1)
-    for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
-        narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
-        few = ("Qwen3-30B-A3B, narrowed, 8 layers", models.qwen3_30b_a3b(narrowing=8, layers=8))
-        yield Case(f"dense, {directory}", *narrow, directory, _BOTH, _PEERS, slow_samples=2)
-        yield Case(
-            f"experts, {directory}", *few, directory, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1
-        )
-
-
-def _quick_cases(directories: Sequence[Path]) -> Iterator[Case]:
-    first, *others = directories
-    dense = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.25))
-    many = ("Qwen3-30B-A3B, 4 layers", models.qwen3_30b_a3b(narrowing=16, layers=4))
-    yield Case("dense", *dense, first, _BOTH, _PEERS, slow_samples=1)
-    yield Case("experts", *many, first, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1)
-    for directory in others:
-        yield Case(f"dense, {directory}", *dense, directory, _PLAIN, _PEERS, slow_samples=1)
 
 
 if __name__ == "__main__":

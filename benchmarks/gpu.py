@@ -1,7 +1,7 @@
 """Publish from a GPU and switch one, beside copies of the same bytes from page-locked memory.
 
-Needs torch with CUDA, tensordict, watchdog, xxhash, numpy and zstandard; no vLLM, no network. The
-engine is a model whose parameters lie as vLLM's do (fused; with two ranks, the half of each).
+Needs torch with CUDA, tensordict, watchdog, xxhash, zstandard, numpy and safetensors; no vLLM, no
+network. The engine is a model whose parameters lie as vLLM's do (fused; with two ranks, the half of each).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import dbuffer
 from benchmarks import models
 from benchmarks.layouts import PlannedReceiver
 from dbuffer.errors import StoreAccessError
+from dbuffer.integrations.engine.plan import prepared_switch
 from dbuffer.io.devices import PageLock
 
 pytestmark = [
@@ -163,7 +164,10 @@ def test_deltas_of_weights_on_a_gpu(store, checksum):
     assert [size is not None for size in sizes[1:5]] == [True, True, True, False]
 
 
-def test_an_engine_is_patched_with_a_delta(store):
+@pytest.mark.parametrize("whole", [(), ("model.norm.weight",)])
+def test_an_engine_is_patched_with_a_delta(store, monkeypatch, whole):
+    """Also where a tensor has changed whole, which is copied beside the patches."""
+    monkeypatch.setattr(prepared_switch, "log_copied_whole", pytest.fail)
     weights = {name: t.cuda() for name, t in models.random_weights(SHAPES).items()}
     with (
         dbuffer.WeightSender(store, delta=True) as sender,
@@ -171,6 +175,8 @@ def test_an_engine_is_patched_with_a_delta(store):
     ):
         for _ in range(4):
             changed(weights, 0.01)
+            for name in whole:
+                weights[name] += 1
             sender.send(weights)
             switched = engine.switch()
             engine.require_right(weights)

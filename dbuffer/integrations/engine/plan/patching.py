@@ -110,12 +110,13 @@ def apply_patches(patches: Patches, copier: Copier) -> None:
         for patch in pieces[first:end]:
             patch.apply()
 
-    if not all(patch.target.is_cpu for patch in pieces):
-        work(0, len(pieces))
-        return
-
-    sizes = [patch.positions.numel() for patch in pieces]
-    copier.in_parallel(work, split_evenly(sizes, copier.num_threads))
+    # On a device too, in the copier's inference mode: its threads made views in that mode here, and
+    # torch refuses to write to them in any other.
+    slices = [(0, len(pieces))]
+    if all(patch.target.is_cpu for patch in pieces):
+        sizes = [patch.positions.numel() for patch in pieces]
+        slices = split_evenly(sizes, copier.num_threads)
+    copier.in_parallel(work, slices)
 
 
 def patch_or_copy(
