@@ -1,7 +1,8 @@
 """Publish from a GPU and switch one, beside copies of the same bytes from page-locked memory.
 
 Needs torch with CUDA, tensordict, watchdog, xxhash, zstandard, numpy and safetensors; no vLLM, no
-network. The engine is a model whose parameters lie as vLLM's do (fused; with two ranks, the half of each).
+network. The engine is a model whose parameters lie as vLLM's do (fused; with two ranks, the half
+of each).
 """
 
 from __future__ import annotations
@@ -147,15 +148,19 @@ def _measure_copies(weights: Weights, times_s: dict[str, list[float]]) -> None:
     """Measure copies of all tensors from and to a GPU, by all ways that there are."""
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     on_gpu = list(weights.values())
-    page_locked = _cut(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), on_gpu)
-    mapping = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    mapped = _cut(mapping, on_gpu)
+    # Not torch's own page-locked memory, which it rounds up to a power of two, and keeps.
+    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    page_locked = _cut(memory, on_gpu)
+    mapped = _cut(torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8), on_gpu)
     copier = Copier()
 
     def measured(way: str, action: Callable[[], object]) -> None:
         for _ in range(2 + _ROUNDS):
             times_s[way].append(timed(lambda: _finished(action)))
 
+    locks: list[PageLock] = []
+    lock_s = timed(lambda: locks.append(PageLock(memory.data_ptr(), num_bytes)))
+    times_s["publish: page-lock a mapping, once"].append(lock_s)
     measured("publish: copy into page-locked memory", lambda: _copy(page_locked, on_gpu))
     measured("publish: into a mapping", lambda: _copy(mapped, on_gpu))
     measured("publish: in page-locked pieces", lambda: copier.copy_tensors(mapped, on_gpu))
@@ -163,11 +168,6 @@ def _measure_copies(weights: Weights, times_s: dict[str, list[float]]) -> None:
     measured("receive: from a mapping", lambda: _copy(on_gpu, mapped))
     measured("receive: in page-locked pieces", lambda: copier.copy_tensors(on_gpu, mapped))
     measured("stage: memcpy", lambda: copier.copy_tensors(mapped, page_locked))
-    locks: list[PageLock] = []
-    lock_s = timed(lambda: locks.append(PageLock(mapping.data_ptr(), num_bytes)))
-    times_s["publish: page-lock a mapping, once"].append(lock_s)
-    measured("publish: into a page-locked mapping", lambda: _copy(mapped, on_gpu))
-    measured("receive: from a page-locked mapping", lambda: _copy(on_gpu, mapped))
     locks.pop().release()
     copier.close()
 

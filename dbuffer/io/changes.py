@@ -210,7 +210,7 @@ def _compare_on_gpu(
     groups: dict[tuple[torch.device, int], list[int]] = {}
     for index, tensor in after.items():
         groups.setdefault((tensor.device, layout.widths[index]), []).append(index)
-    found: dict[int, list[tuple[Integers, Words, Words]]] = {}
+    found: dict[int, list[tuple[Positions, Words, Words]]] = {}
     mostly_changed: set[int] = set()
     num_changed = 0
     for (_, width), tensors in groups.items():
@@ -227,7 +227,7 @@ def _compare_on_gpu(
                 if piece.changed is None:
                     mostly_changed.update(some)
                 elif piece.num_changed:
-                    _add_changed(found, some, piece, WORDS[width])
+                    _add_changed(layout, found, some, piece, WORDS[width])
     changes = []
     for index, parts in found.items():
         num_words = layout.sizes[index] // layout.widths[index]
@@ -235,7 +235,6 @@ def _compare_on_gpu(
             mostly_changed.add(index)
         elif index not in mostly_changed:
             positions, values, replaced = map(join_words, zip(*parts, strict=True))
-            positions = narrowed(positions, layout.sizes[index])
             changes.append(TensorDiff(index, positions, values, replaced))
     return num_changed, changes, sorted(mostly_changed)
 
@@ -245,7 +244,8 @@ def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _add_changed(
-    found: dict[int, list[tuple[Integers, Words, Words]]],
+    layout: Layout,
+    found: dict[int, list[tuple[Positions, Words, Words]]],
     tensors: Sequence[int],
     piece: devices.PieceDiff,
     words: np.dtype[Any],
@@ -254,16 +254,15 @@ def _add_changed(
     assert piece.changed is not None  # noqa: S101 - not only counted
     positions, values, replaced = (each.numpy() for each in piece.changed)
     values, replaced = values.view(words), replaced.view(words)
-    ends = np.cumsum(piece.counts)
-    starts = ends - piece.counts
-    cuts = positions.searchsorted(ends)
+    ends = np.cumsum(piece.counts, dtype=positions.dtype)
     start = 0
-    for number, cut in enumerate(cuts.tolist()):
+    for number, cut in enumerate(positions.searchsorted(ends).tolist()):
         if cut > start:
-            some = slice(start, cut)
-            shift = piece.firsts[number] - starts[number]
-            part = positions[some] + shift, values[some], replaced[some]
-            found.setdefault(tensors[number], []).append(part)
+            some, index = slice(start, cut), tensors[number]
+            at = positions[some] - (ends[number] - piece.counts[number])
+            at = narrowed(at, layout.sizes[index])
+            at += piece.firsts[number]
+            found.setdefault(index, []).append((at, values[some], replaced[some]))
         start = cut
 
 

@@ -101,25 +101,25 @@ class PieceDiff(NamedTuple):
     """Elements of each that were compared."""
     num_changed: int
     changed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Positions of what differs, counted through all tensors; the elements there on the device, and
-    in main memory. None: so many differ that they were only counted."""
+    """Positions of what differs, counted through all tensors, in 32 bits; the elements there on the
+    device, and in main memory. None: so many differ that they were only counted."""
 
 
 def compare(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> Iterator[PieceDiff]:
     """Compare flat tensors of one integer dtype on the device, and return what differs there.
 
     What is in main memory crosses the link, and of the device's elements only those that differ.
+    The next piece crosses it while one is compared.
     """
     with _Transfer(pairs, direct=False) as transfer:
-        for piece in transfer.pieces():
-            piece.upload(copy_in_memory)
+        for piece in transfer.uploaded(copy_in_memory):
             old = torch.cat(piece.device_views())
             new = torch.cat([part.device for part in piece.parts])
             differs = old != new
             num_changed, changed = int(differs.count_nonzero()), None
             if num_changed <= _MOST_CHANGED * len(new):
                 positions = differs.nonzero().reshape(-1)
-                changed = positions.cpu(), new[positions].cpu(), old[positions].cpu()
+                changed = positions.int().cpu(), new[positions].cpu(), old[positions].cpu()
             yield PieceDiff(
                 [part.index for part in piece.parts],
                 [part.first for part in piece.parts],
@@ -159,6 +159,11 @@ class _Slot:
         if self._event is not None:
             self._event.synchronize()
 
+    def wait_on_device(self) -> None:
+        """Have the current stream do what :meth:`wait` does."""
+        if self._event is not None:
+            self._event.wait(torch.cuda.current_stream(self.device.device))
+
 
 class _Piece:
     """Parts of tensors that lie one behind the other in a slot."""
@@ -172,11 +177,15 @@ class _Piece:
         self._starts, self._num_bytes = ends[:-1], ends[-1]
 
     def upload(self, copy_in_memory: CopyInMemory) -> None:
-        """Gather the parts in main memory, and queue their copy to the device."""
+        """Queue the copy of the parts to the device, gathered in main memory where that must be."""
         self.slot.wait()
-        copy_in_memory(self._views(self.slot.host), [part.host for part in self.parts])
-        some = slice(0, self._num_bytes)
-        self.slot.device[some].copy_(self.slot.host[some], non_blocking=True)
+        hosts = [part.host for part in self.parts]
+        if all(host.is_contiguous() and host.is_pinned() for host in hosts):
+            torch._foreach_copy_(self.device_views(), hosts, non_blocking=True)
+        else:
+            copy_in_memory(self._views(self.slot.host), hosts)
+            some = slice(0, self._num_bytes)
+            self.slot.device[some].copy_(self.slot.host[some], non_blocking=True)
         self.slot.record()
 
     def download(self) -> None:
@@ -212,6 +221,7 @@ class _Transfer(Closing):
 
     def __init__(self, pairs: Sequence[Pair], *, direct: bool = True) -> None:
         self._device = pairs[0][1].device
+        self._ahead: torch.cuda.Stream | None = None
         self.direct: list[Pair] = []
         self._others: list[_Part] = []
         for index, (host, on_device) in enumerate(pairs):
@@ -222,7 +232,33 @@ class _Transfer(Closing):
 
     def close(self) -> None:
         if self._device.type == "cuda":
+            # Both use the slots' memory, which the device gives to others from now on.
             torch.cuda.current_stream(self._device).synchronize()
+            if self._ahead is not None:
+                self._ahead.synchronize()
+
+    def uploaded(self, copy_in_memory: CopyInMemory) -> Iterator[_Piece]:
+        """Yield each piece when it is on the device, as the current stream sees it.
+
+        The next one is on its way, on a stream of its own. A piece is done with when the next one
+        is asked for: whatever was queued for it has been waited for.
+        """
+        if self._device.type == "cuda":
+            self._ahead = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        before: _Piece | None = None
+        for piece in self.pieces():
+            if before is None and self._ahead is not None:
+                # What the slots' memory was used for before may still be queued.
+                self._ahead.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._ahead):
+                piece.upload(copy_in_memory)
+            if before is not None:
+                before.slot.wait_on_device()
+                yield before
+            before = piece
+        if before is not None:
+            before.slot.wait_on_device()
+            yield before
 
     def pieces(self) -> Iterator[_Piece]:
         if not self._others:

@@ -37,6 +37,7 @@ from dbuffer.io.changes import (
     write_changes,
 )
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
 from dbuffer.publish.chain_head import ChainHead
@@ -172,9 +173,12 @@ class WholeShare(Share):
         return self._copier.checksums(self.contents)
 
     def compare(self, source: Source) -> int:
-        hashed = self._chain.hashed
+        hashed, contents = self._chain.hashed, self.contents
+        is_in_memory = self._chain.writer.medium.is_in_memory and not hashed  # compared on a GPU
+        if is_in_memory and isinstance(contents, MappedTensors) and any_on_gpu(source.eager):
+            contents.expect_device()
         self._compared = diff = find_changes(
-            self.contents,
+            contents,
             source.eager,
             self._copier,
             hashed=hashed,

@@ -15,6 +15,7 @@ from dbuffer.errors import DBufferError, InvalidWeightsError, StoreCorruptError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
+from dbuffer.io import devices
 from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
@@ -105,11 +106,19 @@ def test_round_trip_of_mixed_tensors_in_small_chunks(
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64", "complex128"])
-def test_tensors_of_several_blocks(copier, dtype):
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["in-place", "in-pieces"])
+def test_tensors_of_several_blocks(copier, monkeypatch, in_pieces, dtype):
+    """Compared where they are, or as those on a GPU, in pieces that it is sent."""
+    if in_pieces:
+        monkeypatch.setattr(devices, "_PIECE_BYTES", (BLOCK_BYTES // 3 * 8,))
+        monkeypatch.setattr(
+            io_changes, "_sorted_by_place", lambda _, after, **__: ({}, dict(enumerate(after)), [])
+        )
     words = BLOCK_BYTES // DTYPES[dtype].itemsize
     sizes = [3 * words + 17, words, words + 1, 5, words // 4 - 1]
     for shares in ([0.01] * 5, [0.3, 0.9, 0.0, 1.0, 1e-9], [0.6] * 5):
-        assert_right(random_step(5, [dtype] * 5, sizes, shares, copier), copier)
+        step = random_step(5, [dtype] * 5, sizes, shares, copier, hashed=not in_pieces)
+        assert_right(step, copier)
 
 
 @pytest.mark.parametrize("absolute", [False, True])
