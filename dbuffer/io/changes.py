@@ -228,15 +228,20 @@ def _compare_on_gpu(
                     mostly_changed.update(some)
                 elif piece.num_changed:
                     _add_changed(layout, found, some, piece, WORDS[width])
-    changes = []
     for index, parts in found.items():
         num_words = layout.sizes[index] // layout.widths[index]
         if sum([len(values) for _, values, _ in parts]) > num_words * _WHOLE_SHARE:
             mostly_changed.add(index)
-        elif index not in mostly_changed:
-            positions, values, replaced = map(join_words, zip(*parts, strict=True))
-            changes.append(TensorDiff(index, positions, values, replaced))
-    return num_changed, changes, sorted(mostly_changed)
+    indices = [index for index in found if index not in mostly_changed]
+    changes: dict[int, TensorDiff] = {}
+
+    def join(first: int, end: int) -> None:
+        for index in indices[first:end]:
+            positions, values, replaced = map(join_words, zip(*found[index], strict=True))
+            changes[index] = TensorDiff(index, positions, values, replaced)
+
+    copier.in_parallel(join, cut_work([layout.sizes[index] for index in indices], copier))
+    return num_changed, list(changes.values()), sorted(mostly_changed)
 
 
 def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
