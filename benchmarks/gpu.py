@@ -158,6 +158,7 @@ def _measure_copies(weights: Weights, times_s: dict[str, list[float]]) -> None:
         for _ in range(1 + _ROUNDS):  # the first writes each page for the first time
             times_s[way].append(timed(lambda: _finished(action)))
 
+    memory.zero_()  # makes the pages
     locks: list[PageLock] = []
     lock_s = timed(lambda: locks.append(PageLock(memory.data_ptr(), num_bytes)))
     times_s["publish: page-lock a mapping, once"].append(lock_s)
