@@ -101,6 +101,7 @@ class Mirror(Closing, ProcessBound):
         on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
+        super().__init__()
         options.flag("allow_shared_store", allow_shared_store)
         options.flag("move_torchrl_aside", move_torchrl_aside)
         poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
@@ -132,7 +133,6 @@ class Mirror(Closing, ProcessBound):
                 progress=progress,
             )
         )
-        self._pid = os.getpid()
         self._stop = threading.Event()
         self._running = threading.Lock()
         """Held while it runs, in whichever thread."""
@@ -211,7 +211,7 @@ class Mirror(Closing, ProcessBound):
 
     def _begin(self) -> None:
         name = self._target.name
-        if self._stop.is_set() or self._pid != os.getpid():
+        if self._stop.is_set() or self._is_inherited:
             raise ClosedError(
                 f"this mirror to {name} is closed, or was made before a fork; make a new one"
             )
@@ -266,7 +266,7 @@ class Mirror(Closing, ProcessBound):
         A bucket gets the last acknowledgements. A request to it that hangs fails after 120 s, and
         is not repeated. In ``on_copied`` it returns at once, and the mirror stops after that call.
         """
-        if self._pid != os.getpid():
+        if self._is_inherited:
             return  # in a fork, what it has is its parent's
         self._stop.set()
         for bucket in self._buckets:

@@ -7,7 +7,6 @@ backward pass do not, an optimizer's step does.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,8 +57,8 @@ class PendingPublication(ProcessBound):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._future: Future[Publication] = Future()
-        self._pid = os.getpid()
         self._is_reported = False
 
     def begin(self, publish: Callable[[], Publication]) -> None:
@@ -126,7 +125,7 @@ class PendingPublication(ProcessBound):
 
     def _check_not_forked(self) -> None:
         # Nobody publishes it here; and a lock that was held during the fork is never released.
-        if self._pid != os.getpid():
+        if self._is_inherited:
             raise ClosedError(
                 "this version is being published by the process that sent it, and this is a forked "
                 "child of that: wait for it there"

@@ -8,7 +8,6 @@ that was held during a fork is never released in the child.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -80,7 +79,7 @@ class Publisher(Closing, ProcessBound, ABC):
         hashed: bool,
         has_deltas: bool,
     ) -> None:
-        self._pid = os.getpid()
+        super().__init__()
         # Reentrant: a progress callback, or a signal handler during a publish, may call close().
         self._lock = threading.RLock()
         self._publishing_thread: int | None = None
@@ -148,7 +147,7 @@ class Publisher(Closing, ProcessBound, ABC):
 
     def close(self) -> None:
         """Give the store up, after the publish under way. The last version stays published."""
-        if self._pid != os.getpid():  # the thread that holds the lock is not in this process
+        if self._is_inherited:  # the thread that holds the lock is not in this process
             self._close()
             return
         with self._lock:
@@ -166,7 +165,7 @@ class Publisher(Closing, ProcessBound, ABC):
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""
-        if self._pid != os.getpid() or not self._world.is_open:
+        if self._is_inherited or not self._world.is_open:
             raise ClosedError(self._closed_message.format(store=self.store))
 
     @contextlib.contextmanager

@@ -322,7 +322,7 @@ class WeightSender(Publisher):
         Not in a forked child, where no thread publishes; nor on top of this thread's own publish,
         for which it may be waiting.
         """
-        if self._pid != os.getpid() or self._publishing_thread == threading.get_ident():
+        if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
         for pending in settled:

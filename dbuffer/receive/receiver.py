@@ -97,6 +97,7 @@ class WeightReceiver(Closing, ProcessBound):
         num_threads: int | None = None,
         allow_shared_store: bool = False,
     ) -> None:
+        super().__init__()
         is_ephemeral = receiver_id is None
         if receiver_id is None:
             receiver_id = f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -109,7 +110,6 @@ class WeightReceiver(Closing, ProcessBound):
         self.poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
         self._copier = Copier(num_threads)
         self._watcher = Watcher(self._store.root / POINTER_FILE)
-        self._pid = os.getpid()
         self._is_closed = False
         self.record = RecordFile(self._store.root, receiver_id)
         self.record.set(is_ephemeral=is_ephemeral)
@@ -411,7 +411,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     def close(self) -> None:
         """Stop watching. Acknowledgements stay in the store."""
-        if self._pid != os.getpid():
+        if self._is_inherited:
             return  # in a fork, what it has is its parent's
         self._is_closed = True
         self._watcher.close()
@@ -420,7 +420,7 @@ class WeightReceiver(Closing, ProcessBound):
         self.reader.close()
 
     def _check_open(self) -> None:
-        if self._is_closed or self._pid != os.getpid():
+        if self._is_closed or self._is_inherited:
             raise errors.ClosedError(
                 f"this receiver of {self.store} is closed, or was made before a fork; "
                 "make a new one"

@@ -79,6 +79,7 @@ class Snapshot(ProcessBound):
     """
 
     def __init__(self, held: Held, contents: FileTensors, copier: Copier, *, verify: bool) -> None:
+        super().__init__()
         self._verify = verify
         self._held = held
         self._contents = contents

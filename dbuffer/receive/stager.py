@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import traceback
@@ -30,6 +29,7 @@ from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.cores import leave_core
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class StagingMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-class Stager:
+class Stager(ProcessBound):
     """Follows a store in a thread of its own, and has its newest version ready.
 
     Beyond the store itself it takes no memory when it maps, and one version's when it copies.
@@ -170,6 +170,7 @@ class Stager:
         applied: int | None = None,
         new_history: NewHistory = "refuse",
     ) -> None:
+        super().__init__()
         options.choice("copy", copy, (True, False, "auto"))
         options.flag("pin_memory", pin_memory)
         if version is not None:
@@ -183,7 +184,6 @@ class Stager:
         self._memory = StagingMemory(pinned=pin_memory)
         self._version = version
         self._loop = FollowLoop(receiver, "staging", logger, new_history=new_history)
-        self._pid = os.getpid()
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
         """Guards all that follows."""
@@ -313,7 +313,7 @@ class Stager:
 
     def close(self) -> None:
         """Stop following, and take the record out of the store."""
-        if self._pid != os.getpid():
+        if self._is_inherited:
             return  # a fork has no thread, and its parent's record is not its to remove
         with self._condition:
             self._is_closed = True
@@ -345,7 +345,7 @@ class Stager:
         return _Request(version, at_least, history, is_whole)
 
     def _require_open(self) -> None:
-        if self._is_closed or self._pid != os.getpid():
+        if self._is_closed or self._is_inherited:
             raise errors.ClosedError(
                 f"this stager of {self.store} is closed, or was made before a fork; make a new one"
             )

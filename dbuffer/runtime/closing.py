@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn, Self
 
 from dbuffer.errors import ClosedError
@@ -21,7 +22,15 @@ class Closing:
 
 
 class ProcessBound:
-    """Something that cannot be pickled, as `multiprocessing` does for a spawned child."""
+    """Object of one process, which cannot be pickled for a child that `multiprocessing` spawns."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether another process made it, and this one is a fork of that."""
+        return self._pid != os.getpid()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ClosedError(

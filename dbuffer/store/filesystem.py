@@ -25,7 +25,7 @@ from dbuffer.errors import (
     StoreFullError,
     StoreNotFoundError,
 )
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
@@ -625,7 +625,7 @@ def path_of(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-class Descriptor(Closing):
+class Descriptor(Closing, ProcessBound):
     """An open file that is closed when dropped, and in every child that is forked.
 
     Hand on the descriptor, and not its number: that may be another file's as soon as this one is
@@ -636,8 +636,8 @@ class Descriptor(Closing):
     """
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self._number = number
-        self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_quietly, number)
         _open_descriptors.add(self)
 
@@ -654,7 +654,7 @@ class Descriptor(Closing):
 
     @property
     def is_open(self) -> bool:
-        return self._finalizer.alive and self._pid == os.getpid()
+        return self._finalizer.alive and not self._is_inherited
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()

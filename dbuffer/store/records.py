@@ -22,6 +22,7 @@ from typing import Any
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
@@ -90,10 +91,11 @@ class PublishedRecord:
         self.close()
 
 
-class OwnRecord:
+class OwnRecord(ProcessBound):
     """The record of a receiver of this process, in memory."""
 
     def __init__(self, receiver_id: str) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._record = ReceiverRecord(
             receiver=receiver_id,
@@ -143,7 +145,6 @@ class RecordFile(OwnRecord):
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._directory = store / RECEIVERS_DIRECTORY
         self._can_write = True
-        self._pid = os.getpid()
         self._is_closed = False
         self._file: PublishedRecord | None = None
         self._heartbeat: threading.Event | None = None
@@ -180,7 +181,7 @@ class RecordFile(OwnRecord):
 
     def close(self) -> None:
         """Say that the receiver has ended; its record stays, and is not written again."""
-        if self._pid != os.getpid():
+        if self._is_inherited:
             return  # the parent's heartbeat may have had the lock when this process was forked
         with self._lock:
             self._is_closed = True

@@ -26,6 +26,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.medium import medium_of
@@ -50,7 +51,7 @@ class _Handler(FileSystemEventHandler):
                 self._changed.set()
 
 
-class Watcher:
+class Watcher(ProcessBound):
     """Watches one file's directory for the file being replaced.
 
     On a network mount, and while inotify or threads are used up, :meth:`wait` sleeps. The directory
@@ -59,13 +60,13 @@ class Watcher:
     """
 
     def __init__(self, file: Path) -> None:
+        super().__init__()
         self._file = file
         self._changed = threading.Event()
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
         self._watch_from = 0.0
         """When watching is tried, by `time.monotonic`; infinite: never."""
-        self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
         """Return when the file may have been replaced since the last call, or False on time-out."""
@@ -130,7 +131,7 @@ class Watcher:
         )
 
     def _stop(self) -> None:
-        if self._pid != os.getpid():
+        if self._is_inherited:
             # The kernel's watch is the parent's as well: removed here, it is removed there.
             self._observer = self._watched = None
         if self._observer is not None:
