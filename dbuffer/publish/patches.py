@@ -119,9 +119,9 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> TensorDiff:
     if patch.values.dtype is not dtype:
         raise WeightsMismatchError(f"{what} holds {patch.values.dtype}, and the tensor {dtype}")
     places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg()
-    # Copies: what changed is written into the other buffer by the next publish.
-    values = values.clone(memory_format=torch.contiguous_format)
+    # Copies, in which values are conjugated and negated that only had the mark of it: what changed
+    # is written into the other buffer by the next publish.
+    values = patch.values.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
     if not (places[1:] > places[:-1]).all():  # sorting takes longer than the check
         places, values = _in_order(what, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
