@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-import signal
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -18,14 +18,15 @@ from tests.lab.lab import scenario
 from tests.lab.scenarios_mirror import local_stores, mirror
 from tests.lab.scenarios_store import read_with_delays, require_no_mix_at_full_speed
 from tests.support.patterns import Sparse, newest
-from tests.support.soak import is_soak
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.waiting import TIMEOUT_S
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80 if is_soak() else 10
-NUM_WITH_DEATHS = 2_000 if is_soak() else 10
-MOST_BETWEEN_DEATHS = 50 if is_soak() else 5
+NUM_PUBLISHES = 80
+NUM_DEATHS = 80 if is_soak() else 2
+MOST_BETWEEN_DEATHS = 50 if is_soak() else 4
+LAST_WITH_DEATHS = 100_000
 LARGE = Sparse(num_tensors=4, numel=MB // 16, one_in=256)
 LARGE_BYTES = 2 * MB
 NUM_VERSIONS = 8 if is_soak() else 5
@@ -33,16 +34,17 @@ LATE = 3
 """The version with which the late reader comes."""
 
 
+@IN_SOAKS_ALONE
 @scenario()
 def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)
 
 
-def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
+def publish_until_killed(connection: Connection, path: Path) -> None:
     """Go on from the version that is there; send whether each is a delta."""
     TIMING.keep_superseded_s = 2.0
     with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
-        for version in range(sender._writer.next_version(None), last + 1):
+        for version in itertools.count(sender._writer.next_version(None)):
             publication = sender.send(SMALL_CHANGES.weights(version))
             assert publication.version == version
             connection.send((version, publication.delta_bytes is not None))
@@ -51,35 +53,35 @@ def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
 @scenario()
 def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
     """Each goes on from the last version; two hosts follow, and one comes late after each death."""
-    rng, version, num_deaths = random.Random(0), 0, 0
+    rng, version = random.Random(0), 0
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         readers = []
         for seed, client in enumerate(("r", "r2")):
-            reader = guest.on(client, read_with_delays, seed, NUM_WITH_DEATHS, SMALL_CHANGES)
+            reader = guest.on(client, read_with_delays, seed, LAST_WITH_DEATHS, SMALL_CHANGES)
             readers.append(stack.enter_context(reader))
             assert readers[-1].receive() == "ready"
-        while version < NUM_WITH_DEATHS:
+        for _ in range(NUM_DEATHS):
             is_first = not version
-            last = min(version + rng.randint(1, MOST_BETWEEN_DEATHS), NUM_WITH_DEATHS)
-            with guest.on("w", publish_to_the_last, NUM_WITH_DEATHS) as writer:
-                while version < last:
+            with guest.on("w", publish_until_killed) as writer:
+                for _ in range(rng.randint(1, MOST_BETWEEN_DEATHS)):
                     version, is_delta = writer.receive()
                     assert is_delta or is_first, "it did not go on from what was there"
                     is_first = False
                 time.sleep(rng.uniform(0, 0.2))
-                writer.signal(signal.SIGKILL)
-                num_deaths += writer.wait() == -signal.SIGKILL
+                writer.kill()
             late = newest(guest.path("r2") / "store", SMALL_CHANGES, verify=True)
             assert late is not None
             assert late >= version
             version = late
+        with dbuffer.WeightSender(guest.path("w") / "store", num_threads=1) as sender:
+            sender.send(SMALL_CHANGES.weights(LAST_WITH_DEATHS), version=LAST_WITH_DEATHS)
         read = [reader.receive(2 * TIMEOUT_S) for reader in readers]
     assert all(versions == sorted(set(versions)) for versions in read), "twice, or backwards"
     guest.figures |= {
-        "versions published with deltas over NFS": NUM_WITH_DEATHS,
+        "versions published with deltas over NFS": version,
         "reads of them on other hosts, none of them a mix": sum(map(len, read)),
-        "kills of their sender, and a late reader after each": num_deaths,
+        "kills of their sender, and a late reader after each": NUM_DEATHS,
     }
     print(f"in {time.monotonic() - started:.1f} s: {guest.figures}")
 

@@ -45,7 +45,7 @@ def be_the_second_host(connection: Connection, path: Path) -> None:
     connection.send(peer.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
 
 
-@scenario(both=True)
+@scenario()
 def test_two_hosts_examine_their_mount(guest: Guest) -> None:
     with guest.on("r", be_the_second_host) as second, guest.on("w", examine) as first:
         found: doctor.Examination = first.receive(2 * TIMEOUT_S)

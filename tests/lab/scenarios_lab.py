@@ -49,7 +49,7 @@ def test_clients_have_names_of_their_own_and_see_each_others_files(guest: Guest)
     assert socket.gethostname() == "server"
 
 
-@scenario(both=True)
+@scenario()
 def test_a_pointer_polled_by_its_name_alone_is_stale(guest: Guest) -> None:
     """Why readers open the directory first; and the clients' caches are real."""
     written, read = guest.path("w"), guest.path("r")

@@ -128,7 +128,7 @@ def stage_each(connection: Connection, path: Path) -> None:
         connection.send(version)
 
 
-@scenario(both=True)
+@scenario()
 def test_ranks_of_engines_read_a_version_once_between_them(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
@@ -187,6 +187,7 @@ def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: St
 IN_MID_COPY = Step("c_call", "preadv", nth=2)
 
 
+@IN_SOAKS_ALONE
 @scenario()
 def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:

@@ -108,6 +108,7 @@ def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
         assert len(files) < NUM_PUBLISHES / 2
 
 
+@IN_SOAKS_ALONE
 @scenario()
 def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
     """Upon an anchor of which each has written a part; so do those who come after them."""

@@ -452,12 +452,13 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
         trio.publish()
 
 
+@IN_SOAKS_ALONE
 @scenario(disruptive=True)
 def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         trio = Trio(guest, stack)
         # Each restart takes the server's grace, 10 s.
-        for step in IN_MID_PUBLISH[1:3] if is_soak() else IN_MID_PUBLISH[2:3]:
+        for step in IN_MID_PUBLISH[1:3]:
             stop_at(trio.writer, step)
             guest.restart_server()
             trio.writer.send()
@@ -530,7 +531,7 @@ def receive_all(child: Child) -> list[int]:
     return received
 
 
-@scenario(disruptive=True, both=True)
+@scenario(disruptive=True)
 def test_the_servers_power_is_cut(guest: Guest) -> None:
     """What was published before is whole after it, and whoever is alive goes on."""
     rng = random.Random(guest.version)
@@ -556,7 +557,7 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                     assert last > newest_sent
 
 
-@scenario(disruptive=True, both=True)
+@scenario(disruptive=True)
 def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
     """What it has done it does not know then, and is asked to do again: a rename cannot be."""
     with contextlib.ExitStack() as stack:
