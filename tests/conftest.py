@@ -49,7 +49,7 @@ from tests.support.later import Later  # noqa: E402
 from tests.support.scopes import scope_of  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
-from tests.support.unchanged import BASE, changed_since, left_out, mark  # noqa: E402
+from tests.support.unchanged import BASE, changed_since, mark, skips_half  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
 children = Later("tests.support.children")
@@ -57,7 +57,7 @@ object_store = Later("tests.support.object_store")
 s3 = Later("tests.support.object_server")
 patterns = Later("tests.support.patterns")
 
-LEFT_OUT = pytest.StashKey[list[str]]()
+SKIPS_HALF_OF_LAB = pytest.StashKey[bool]()
 
 settings.register_profile(
     "dbuffer",
@@ -103,17 +103,17 @@ def timing(request: pytest.FixtureRequest) -> Iterator[Timing]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="run also what is left out while it is unchanged"
+        "--all", action="store_true", help="run all of the NFS lab, also if it is unchanged"
     )
     parser.addoption("--measure", action="store_true", help="write tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        config.stash[LEFT_OUT] = config.workerinput["left_out"]
+        config.stash[SKIPS_HALF_OF_LAB] = config.workerinput["skips_half_of_lab"]
     else:
         changed = None if config.option.all else changed_since(BASE, ROOT)
-        config.stash[LEFT_OUT] = left_out(changed)
+        config.stash[SKIPS_HALF_OF_LAB] = skips_half(changed)
     if config.option.measure:
         config.pluginmanager.register(Measurement())
 
@@ -125,8 +125,8 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Let all processes of a run leave out the same, whatever changes meanwhile."""
-    node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
+    """Let all processes of a run skip the same tests, whatever changes meanwhile."""
+    node.workerinput["skips_half_of_lab"] = node.config.stash[SKIPS_HALF_OF_LAB]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,7 +142,8 @@ def pytest_make_collect_report(
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    mark(item, item.config.stash[LEFT_OUT])
+    if item.config.stash[SKIPS_HALF_OF_LAB]:
+        mark(item)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -782,6 +782,7 @@ def run_sphinx(_: Connection, arguments: list[str]) -> None:
     sys.exit(main(arguments))
 
 
+@IN_SOAKS_ALONE
 def test_the_site_builds_without_a_warning(tmp_path):
     assert build(DOCS, tmp_path / "site") == (0, "")
     assert "Six guarantees" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")

@@ -127,6 +127,8 @@ def test_the_commands_of_the_page_install_dbuffer(environment, clone):
         environment.run("python3 -m pip uninstall --yes dbuffer", clone)
 
 
+@IN_SOAKS_ALONE
+@pytest.mark.slow
 def test_the_commands_of_the_image_add_dbuffer_to_vllm(environment, tmp_path):
     root = tmp_path / "root"
 

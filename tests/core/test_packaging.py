@@ -110,8 +110,10 @@ TOGETHER = ",".join(extra for extra in EXTRAS if extra not in BY_THEMSELVES)
     "extras",
     [
         TOGETHER,
-        *BY_THEMSELVES,
-        *(pytest.param(extra, marks=IN_SOAKS_ALONE) for extra in TOGETHER.split(",")),
+        *(
+            pytest.param(extra, marks=IN_SOAKS_ALONE)
+            for extra in (*BY_THEMSELVES, *TOGETHER.split(","))
+        ),
     ],
 )
 def test_extras_resolve_in_a_new_environment(built, tmp_path, environment_of_uv, extras):
@@ -124,8 +126,9 @@ def test_extras_resolve_in_a_new_environment(built, tmp_path, environment_of_uv,
     assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < names
 
 
+@IN_SOAKS_ALONE
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.10.0", pytest.param("0.15.3", marks=IN_SOAKS_ALONE)])
+@pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
 def test_the_oldest_and_the_newest_tensordict_will_do(version, tmp_path, environment_of_uv):
     """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
     uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The suite itself: what a run leaves out, how it is measured, and the rules of its code."""
+"""The suite itself: what a run skips, how it is measured, and the rules of its code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support import unchanged
+from tests.support import ROOT
 from tests.support.ports import free_port
 from tests.support.scopes import SCOPES, scope_of
-from tests.support.unchanged import RULES, changed_since, left_out, mark
-
-NAMES = {rule.name for rule in RULES}
+from tests.support.unchanged import changed_since, mark, skips_half
 
 
 def git(repository: Path, *arguments: str) -> None:
@@ -47,7 +45,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_changed_is_committed_or_not_and_new_or_gone(clone):
-    assert changed_since("origin/main", clone) == left_out([]) == []
+    assert changed_since("origin/main", clone) == []
     (clone / "README.md").write_text("more\n")
     assert changed_since("origin/main", clone) == ["README.md"]
     git(clone, "commit", "-a", "-m", "two")
@@ -69,60 +67,40 @@ def test_without_a_landing_everything_runs(clone, tmp_path, monkeypatch):
     assert changed_since("origin/main", tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert changed_since("origin/main", clone) is None
-    assert left_out(None) == []
+    assert not skips_half(None)
+    assert not skips_half([])
 
 
 @pytest.mark.parametrize(
-    ("changed", "runs"),
+    ("changed", "skips"),
     [
-        ("README.md", set()),
-        ("dbuffer/store/mounts.py", NAMES),
-        ("dbuffer/publish/sender.py", NAMES),
-        ("dbuffer/receive/receiver.py", NAMES),
-        ("requirements-cpu.txt", NAMES),
-        ("tests/support/children.py", NAMES),
-        ("dbuffer/integrations/vllm/rank.py", {"the oldest vLLM"}),
-        ("dbuffer/integrations/sglang/rank.py", {"SGLang's server"}),
-        ("dbuffer/integrations/engine/rank.py", {"the oldest vLLM", "SGLang's server"}),
-        ("dbuffer/mirror/mirror.py", {"half of the NFS lab"}),
-        ("dbuffer/integrations/trl/sync.py", set()),
+        ("README.md", True),
+        ("dbuffer/store/mounts.py", False),
+        ("requirements-cpu.txt", False),
+        ("tests/support/children.py", False),
+        ("dbuffer/integrations/trl/sync.py", True),
     ],
 )
-def test_a_change_runs_what_depends_on_it(monkeypatch, changed, runs):
+def test_half_of_the_lab_is_skipped_unless_a_change_concerns_it(monkeypatch, changed, skips):
     monkeypatch.delenv("DBUFFER_SOAK", raising=False)
-    assert NAMES - set(left_out(["CHANGELOG.md", changed])) == runs
+    assert skips_half(["CHANGELOG.md", changed]) == skips
     monkeypatch.setenv("DBUFFER_SOAK", "1")
-    assert left_out(["CHANGELOG.md", changed]) == []
+    assert not skips_half(["CHANGELOG.md", changed])
 
 
-def test_each_rule_selects_tests_and_says_why():
-    class Item(SimpleNamespace):
-        def add_marker(self, mark: pytest.MarkDecorator) -> None:
-            self.marks = {**self.marks, mark.name: mark.kwargs.get("reason")}
-
-    def scenario(*, both: bool) -> Item:
-        function = SimpleNamespace(scenario=SimpleNamespace(both=both))
-        return Item(path=unchanged.ROOT / "tests/lab/test_nfs.py", function=function, marks={})
-
-    files = ("vllm/test_oldest.py", "sglang/test_server.py")
-    items = [Item(path=unchanged.ROOT / "tests/integrations" / name, marks={}) for name in files]
-    assert all(item.path.is_file() for item in items)
-    items.append(scenario(both=False))
-    crash = Item(path=unchanged.ROOT / "tests/core/test_crash.py", marks={})
-    for item in (others := [scenario(both=True), crash]):
-        mark(item, list(NAMES))  # type: ignore[arg-type]
-    assert [item.marks for item in others] == [{}, {}]
-    for item, rule in zip(items, RULES, strict=True):
-        mark(item, [])  # type: ignore[arg-type]
-        assert item.marks == {}
-        mark(item, list(NAMES))  # type: ignore[arg-type]
-        assert rule.name in item.marks["skipif"]
-        assert "--all" in item.marks["skipif"]
+def test_what_is_skipped_rests_on_no_version_of_nfs_and_says_why():
+    skipped = []
+    for scenario in (None, SimpleNamespace(both=True), SimpleNamespace(both=False)):
+        item = Mock(function=SimpleNamespace(scenario=scenario))
+        mark(item)
+        skipped += [call.args[0].kwargs["reason"] for call in item.add_marker.call_args_list]
+    [reason] = skipped
+    assert "--all" in reason
 
 
 @pytest.mark.parametrize("framework", ["sglang", "verl"])
 def test_what_stands_for_a_gpu_is_where_dev_py_says(framework):
-    stubs: Path = runpy.run_path(str(unchanged.ROOT / "dev.py"))["stubs_for"](framework)
+    stubs: Path = runpy.run_path(str(ROOT / "dev.py"))["stubs_for"](framework)
     assert (stubs / f"{framework}_without_gpu.py").is_file()
 
 
@@ -134,7 +112,7 @@ VLLM_PROGRAMS = {
 
 @functools.cache
 def modules() -> dict[Path, ast.Module]:
-    paths = sorted((unchanged.ROOT / "tests").rglob("*.py"))
+    paths = sorted((ROOT / "tests").rglob("*.py"))
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
@@ -160,11 +138,11 @@ def test_a_free_port_is_for_one_test_and_for_no_connection(monkeypatch):
 
 def test_files_that_run_vllm_are_in_scopes():
     for path, module in modules().items():
-        name = path.relative_to(unchanged.ROOT).as_posix()
+        name = path.relative_to(ROOT).as_posix()
         if path.name.startswith("test_") and VLLM_PROGRAMS & set(names_imported(module)):
             assert scope_of(name) != name, f"tests/support/scopes.py does not name {name}"
     for name, beginnings in SCOPES.items():
-        assert all((unchanged.ROOT / beginning).exists() for beginning in beginnings)
+        assert all((ROOT / beginning).exists() for beginning in beginnings)
         assert {scope_of(beginning) for beginning in beginnings} == {name}
 
 
@@ -185,7 +163,7 @@ def test_imports_of_tests():
             for name in names_imported(module)
             if name.startswith("tests.") and re.search(r"\.test_\w+(\.|$)", name)
         ]
-        wrong += [f"{path.relative_to(unchanged.ROOT)}: {name}" for name in at_once + of_tests]
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in at_once + of_tests]
     assert not wrong, "\n".join(wrong)
 
 
@@ -195,7 +173,7 @@ def test_only_until_waits_in_a_loop():
     Programs in the lab's guests and forks of zygotes have loops of their own.
     """
     waiting = [
-        f"{path.relative_to(unchanged.ROOT)}:{call.lineno}"
+        f"{path.relative_to(ROOT)}:{call.lineno}"
         for path, module in modules().items()
         if path.parent.name != "lab" and path.name not in ("waiting.py", "zygote.py")
         for loop in ast.walk(module)

@@ -9,12 +9,14 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.engines.vllm_engines import run_tests_with
+from tests.support.soak import IN_SOAKS_ALONE
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 [OLDEST] = re.findall(r"^vllm>=([\d.]+)$", "\n".join(EXTRAS["vllm"]), re.MULTILINE)
 TIMEOUT_S = 900
 
 
+@IN_SOAKS_ALONE
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_oldest_vllm_switches_and_answers_as_fresh_engines():
