@@ -38,17 +38,23 @@ from tests.support.engines.vllm_engines import (
     start_llm,
     vllm_release,
 )
+from tests.support.soak import is_soak
 from tests.support.waiting import error_of
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
-BACKEND = ("qwen3-moe packed", "olmo2 packed", "starcoder2 packed", "qwen3 live", "phi packed")
-FAMILIES = (*BACKEND, "gpt-j packed", "bloom live")
+BACKEND = ("qwen3-moe packed", "qwen3 live", "phi packed")
+OTHERS = ("bloom live",)
 MIXERS = "mamba2 packed"
 """Negate an exponential, as they are loaded."""
-if not () < vllm_release() < (0, 32):
-    # Before, the backend takes no GPT-NeoX as transformers 5 saves it, and float32 no convolution.
-    BACKEND += ("gpt-neox packed",)
-    FAMILIES = (*BACKEND, "gpt-j packed", "bloom live", MIXERS)
+IS_OLD = () < vllm_release() < (0, 32)
+if not IS_OLD:  # else float32 has no convolution
+    OTHERS += (MIXERS,)
+if is_soak():
+    BACKEND += ("olmo2 packed", "starcoder2 packed")
+    OTHERS += ("gpt-j packed",)
+    if not IS_OLD:  # else the backend takes no GPT-NeoX as transformers 5 saves it
+        BACKEND += ("gpt-neox packed",)
+FAMILIES = BACKEND + OTHERS
 HEARS = "whisper"
 """Of an encoder and a decoder."""
 JUDGES = "qwen3 that judges"
@@ -168,7 +174,7 @@ def save_biased(directory: Path, seed: int) -> Path:
 def seeing_amx() -> Iterator[None]:
     """Let vLLM see what `hide_amx` hides; 0.28 dies of it."""
     hidden = torch.cpu._is_amx_tile_supported
-    if not () < vllm_release() < (0, 32):
+    if not IS_OLD:
         has_amx = torch.cpu.get_capabilities().get("amx_tile", False)
         torch.cpu._is_amx_tile_supported = lambda: has_amx
     try:
