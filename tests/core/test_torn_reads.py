@@ -45,7 +45,7 @@ NUM_PUBLISHES = 20_000 if is_soak() else 150
 NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 80
 """Each takes longer: three files are flushed, and three directories."""
 NUM_READERS = 4
-IDLE_S = 0.001
+IDLE_S = 0.005
 """Pause of a reader that finds nothing new."""
 NUM_THREADS = 3
 """In each process, at once."""
@@ -191,7 +191,7 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
         connection.send("published")
         connection.recv()
         # So often that readers on a slow machine come to an end several times.
-        between_pauses = min(50, layers.num_publishes // 15)
+        between_pauses = min(50, layers.num_publishes // 8)
         for version in range(2, layers.num_publishes + 1):
             sent_s = sender.send(layers.pattern.weights(version)).duration_s
             if version % between_pauses == 0:

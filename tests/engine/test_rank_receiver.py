@@ -25,9 +25,10 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import preload
 from tests.support.light_engines import Rank
+from tests.support.soak import in_turn
 from tests.support.worlds import Coordinator, World, world_of
 
-preload("dbuffer.integrations.engine.rank_receiver")
+preload("dbuffer.integrations.engine.rank_receiver", "tests.support.light_engines")
 
 SIZE = 4
 NUM_LAYERS = 3
@@ -36,7 +37,8 @@ TIMEOUT_S = 20.0
 DTYPE = torch.bfloat16
 
 
-both_stagings = pytest.mark.parametrize("staging", ["map", "copy"])
+STAGINGS = ["map", "copy"]
+both_stagings = pytest.mark.parametrize("staging", STAGINGS)
 
 
 def rows(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
@@ -186,8 +188,7 @@ def staged_bytes(store: Path) -> int:
     return sum(int(record.stats["staged_bytes"]) for record in records if record is not None)
 
 
-@both_stagings
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@in_turn(("staging", "dtype"), STAGINGS, [DTYPE, torch.float32])
 def test_a_rank_stages_its_part_when_that_is_proven_to_do(staging, dtype, world, store):
     model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
     with dbuffer.WeightSender(store) as sender:

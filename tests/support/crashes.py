@@ -16,9 +16,11 @@ SITUATIONS = (
     "in place",
     "first ever",
     "new layout",
-    "in place, durable",
     "a delta",
 )
+
+DURABLE_SITUATIONS = ("in place, durable", "first ever, durable")
+"""For soaks: outside of them `test_power_cut.py` looks at the disk before each flush."""
 
 MIN_MOMENTS = 8
 """Far fewer than a publish has: with fewer, a test has watched something else."""

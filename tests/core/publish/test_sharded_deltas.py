@@ -39,7 +39,7 @@ from tests.support.sharded import (
     two_dimensions,
     whole,
 )
-from tests.support.soak import in_turn
+from tests.support.soak import IN_SOAKS_ALONE, in_turn
 from tests.support.worlds import World
 
 MOUNTS = ["local", "network"]
@@ -153,7 +153,12 @@ def follow(
     return Went(has_delta, log)
 
 
-CASES = [fsdp, replicated, two_dimensions, sums, few, hsdp, partly_fsdp, tied, placements, STRIDED]
+CASES = [
+    *(fsdp, replicated, two_dimensions, sums, few),
+    # Cut in other ways: `test_sharded.py` publishes these whole.
+    *(pytest.param(case, marks=IN_SOAKS_ALONE) for case in (hsdp, partly_fsdp, tied, placements)),
+    pytest.param(*STRIDED.values, marks=(*STRIDED.marks, IN_SOAKS_ALONE)),
+]
 STORES: list[tuple[str, dict[str, Any]]] = [
     ("local", {}),
     ("local", {"checksum": True, "durable": True}),
@@ -187,7 +192,7 @@ def go_on(
 
 
 def fail_to_read(*_: Any) -> None:
-    raise dbuffer.StoreAccessError("it went up in smoke")
+    raise dbuffer.StoreAccessError(SMOKE)
 
 
 def hold_the_one_before(buffers: DoubleBuffer, version: int, history: str | None) -> Held | None:
@@ -222,6 +227,10 @@ def damage(store: Path, mount: str, what: str) -> None:
         flip_bit(path, bit)
 
 
+SMOKE = "it went up in smoke"
+LATE = "it does not see version 3 as rank 0 does"
+
+
 @in_turn(("what", "mount"), ["flipped base", "lost base", "flipped delta", "lost delta"], MOUNTS)
 def test_ranks_build_upon_nothing_that_is_damaged(world, store, what, mount):
     publish_three(world, store, mount)
@@ -233,14 +242,22 @@ def test_ranks_build_upon_nothing_that_is_damaged(world, store, what, mount):
     assert sum("not upon its last" in message for message in first.log) == 1, first.log
 
 
-@in_turn(("failing", "mount"), [0, 3], MOUNTS)
-@pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
+@in_turn(
+    ("why", "failing", "mount"),
+    [
+        pytest.param(SMOKE, 0),
+        pytest.param(LATE, 3),
+        pytest.param(SMOKE, 3, marks=IN_SOAKS_ALONE),
+        pytest.param(LATE, 0, marks=IN_SOAKS_ALONE),
+    ],
+    MOUNTS,
+)
 def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world, store, failing, mount, why
 ):
     publish_three(world, store, mount)
     hindrance = (failing, "dbuffer.publish.publisher.hold_version", hold_the_one_before)
-    if "smoke" in why:
+    if why == SMOKE:
         output = SharedFileWriter if mount == "local" else PartFileWriter
         hindrance = (failing, output, "read_back", fail_to_read)
     first, *others = go_on(world, fsdp, store, mount, *hindrance)

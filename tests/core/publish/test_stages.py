@@ -23,7 +23,7 @@ from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
 from tests.support.patterns import assert_same, received
 from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
-from tests.support.soak import is_soak
+from tests.support.soak import in_turn
 
 WIDTH = 64
 
@@ -230,23 +230,15 @@ def publish(
     return went
 
 
-MOUNTS = ["local", "network"]
+WAYS = [("local", False), ("network", True), ("network", False), ("local", True)]
+"""Mounts, and whether versions are published as deltas."""
 CASES = [pipeline, replicas, experts, first_and_last, one_has_nothing, columns]
 
 
-# Outside of soaks, each case has one kind of mount without deltas, and the other one with them.
-WAYS = [
-    pytest.param(case, mount, delta, id=f"{case.__name__}-{mount}{'-delta' * delta}")
-    for index, case in enumerate(CASES)
-    for other, mount in enumerate(MOUNTS)
-    for delta in (False, True)
-    if is_soak() or delta == (index + other) % 2
-]
-
-
-@pytest.mark.parametrize(("case", "mount", "delta"), WAYS)
-def test_ranks_that_hold_different_tensors_publish_all(four, store, case, mount, delta):
+@in_turn(("case", "way"), CASES, WAYS)
+def test_ranks_that_hold_different_tensors_publish_all(four, store, case, way):
     """Each byte is written once; columns alone are gathered, in their stage, across a network."""
+    mount, delta = way
     by_rank = four.run(publish, case, store, mount, delta)
     are_gathered = case is columns and mount == "network"
     for of_rank in zip(*by_rank, strict=True):
