@@ -36,7 +36,7 @@ class WeightsFiles(ABC):
     def reuse(
         self,
         buffer: str,  # noqa: ARG002
-        old: Manifest | None,  # noqa: ARG002
+        old: Manifest,  # noqa: ARG002
         layout_xxh3: str | None,  # noqa: ARG002
         file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
@@ -141,11 +141,10 @@ class LocalFiles(WeightsFiles):
     access = os.O_RDWR
 
     def reuse(
-        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+        self, buffer: str, old: Manifest, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        if old is None or (file := self._lock_existing(buffer, old)) is None:
-            return None
-        if self._is_fit(file, old, layout_xxh3, file_bytes):
+        file = self._lock_existing(buffer, old)
+        if file is None or self._is_fit(file, old, layout_xxh3, file_bytes):
             return file
         self.forget(file)
         return None

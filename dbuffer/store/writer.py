@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class BufferWriter:
         self._files = FILES[self.medium.name](self.store, reader_timeout_s)
         self._generation = 0
         self._spared: str | None = None
-        """Buffer of the kept version to publish again, which is not dropped before a commit."""
+        """Buffer of the kept version that is being published again."""
         self._has_deltas = False
         self._forgot_at = time.monotonic()
         # Between hosts epochs show a second writer; on a local disk readers need locks as well.
@@ -181,20 +181,14 @@ class BufferWriter:
             return Contents(self.store).next_version(version)
 
     def claim(
-        self,
-        version: int,
-        *,
-        layout_xxh3: str | None,
-        file_bytes: int,
-        with_file: bool = True,
-        link_to: Held | None = None,
+        self, version: int, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
         The buffer's file is rewritten if the medium can do that, it has this layout already, no
         process reads it and no other version stands on it. Otherwise a new one for ``file_bytes``
         is made (0: not known yet), or none for a version that builds upon the file of an earlier
-        one. With ``link_to``, a held version's file gets a second name in the buffer.
+        one.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -207,41 +201,23 @@ class BufferWriter:
             self._make_directories()
             contents = Contents(self.store)
             buffer = contents.idle_buffer
-            old = contents.manifests[buffer]
+            old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
             if self._keep and old is not None and contents.has_published(old):
-                try:
-                    kept.keep(self.store, buffer, old, durable=self._sync)
-                except StoreNotFoundError as error:
-                    logger.warning("version %d is not kept: %s", old.version, error)
+                self._keep_version(buffer, old)
             needed = self._files_of(contents, other_buffer(buffer))
-            file = None
-            # The newest version may be a chain of deltas from the file of this buffer.
-            in_use = old is not None and self.root / buffer / old.file in needed
-            if with_file and not in_use and not self._keep:
-                file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+            file, name, held_before = None, None, None
+            if with_file and not self._keep and old is not None:
+                # The newest version may be a chain of deltas from the file of this buffer.
+                if self.root / buffer / old.file not in needed:
+                    file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.forget, file)
-                # A successor may have come while readers were waited for.
-                self.store.require_writer(self.record)
-            # Counted on from our own last one too: the record that held it may be damaged by now.
-            # The commit's is one higher, whether it comes about or not.
-            self._generation = generation = max(self._generation, contents.last_generation) + 2
-            name, held_before = f"weights-{self.record.run}-{generation}.td", None
-            if file is not None and old is not None:
-                name, held_before = old.file, old.identity
-            marked = Manifest(
-                state="writing",
-                version=version,
-                generation=generation,
-                run=self.record.run,
-                history=self.record.history,
-                file=name,
-            )
-            self._put(self.root / buffer / places.MANIFEST_FILE, marked)
-            path = self.root / buffer / name
-            linked = set() if link_to is None else _link_parts(link_to.path, path)
-            newest = contents.manifests[other_buffer(buffer)]
-            keep = needed | {path} | linked | self._drop_kept(needed, newest)
+                    name, held_before = old.file, old.identity
+            # A successor may have come while readers were waited for.
+            self.store.require_writer(self.record)
+            marked = self._mark(buffer, version, contents.last_generation, name)
+            path = self.root / buffer / marked.file
+            keep = needed | self._drop_kept(needed, newest)
             if file is None:
                 self._files.retire(buffer, old, keep=keep)
             if self._has_deltas:
@@ -251,6 +227,28 @@ class BufferWriter:
                 self._files.note_version(path, version)
             undo.pop_all()
             return Claim(buffer, path, file, marked, held_before)
+
+    def _keep_version(self, buffer: str, manifest: Manifest) -> None:
+        try:
+            kept.keep(self.store, buffer, manifest, durable=self._sync)
+        except StoreNotFoundError as error:
+            logger.warning("version %d is not kept: %s", manifest.version, error)
+
+    def _mark(self, buffer: str, version: int, last_generation: int, file: str | None) -> Manifest:
+        """Mark a buffer as being written, into this file or (None) a new one."""
+        # Counted on from our own last one too: the record that held it may be damaged by now.
+        # The commit's is one higher, whether it comes about or not.
+        self._generation = generation = max(self._generation, last_generation) + 2
+        marked = Manifest(
+            state="writing",
+            version=version,
+            generation=generation,
+            run=self.record.run,
+            history=self.record.history,
+            file=file or f"weights-{self.record.run}-{generation}.td",
+        )
+        self._put(self.root / buffer / places.MANIFEST_FILE, marked)
+        return marked
 
     def _files_of(self, contents: Contents, *buffers: str) -> set[Path]:
         manifests = [(buffer, contents.manifests[buffer]) for buffer in buffers]
@@ -390,7 +388,6 @@ class BufferWriter:
                 sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                 sizes |= claim.deltas
                 self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
-        self._spared = None
         self._forget_now_and_then()
         return complete
 
@@ -413,8 +410,11 @@ class BufferWriter:
 
         return TranslatedErrors(translate)
 
-    def hold_kept(self, version: int) -> Held:
+    @contextlib.contextmanager
+    def hold_kept(self, version: int) -> Iterator[Held]:
         """Keep a version that the store holds, unless it is kept, and hold it as such.
+
+        While it is held, no claim drops it: a publish that fails must not lose it.
 
         Raises:
             VersionError: the store does not hold it.
@@ -422,8 +422,12 @@ class BufferWriter:
         self._check_open()
         with os_errors("publish", self.root):
             held = kept.hold(self.store, version, self.record.history, durable=self._sync)
-        self._spared = held.buffer
-        return held
+        with held:
+            self._spared = held.buffer
+            try:
+                yield held
+            finally:
+                self._spared = None
 
     def republish(self, held: Held, version: int, metadata: dict[str, Any]) -> Manifest:
         """Publish the weights file of a held version again, by a further name.
@@ -436,12 +440,16 @@ class BufferWriter:
         Raises:
             StoreAccessError, WriterSupersededError, ClosedError: as `commit`.
         """
-        if self._sync:  # the sender that wrote it may not have flushed it
-            for path in parts_of(held.path):
-                with filesystem.open_regular(path, os.O_RDONLY, owner_only=False) as file:
-                    filesystem.sync_file(file.number, path)
-        claim = self.claim(version, layout_xxh3=None, file_bytes=0, with_file=False, link_to=held)
+        claim = self.claim(version, layout_xxh3=None, file_bytes=0, with_file=False)
         try:
+            for part in parts_of(held.path):
+                if self._sync:  # the sender that wrote it may not have flushed it
+                    with os_errors("flush", part):
+                        file = filesystem.open_regular(part, os.O_RDONLY, owner_only=False)
+                    with file:
+                        filesystem.sync_file(file.number, part)
+                suffix = part.name[len(held.path.stem) :]
+                filesystem.link(part, claim.path.with_name(claim.path.stem + suffix))
             described = held.manifest.of_file | {"is_final": True, "metadata": metadata}
             return self.commit(claim, **described)
         except BaseException:
@@ -550,13 +558,3 @@ class BufferWriter:
             # What is published is published, and tidiness is not worth a publish that fails.
             logger.warning("cannot remove records of dead receivers: %s", error)
             self._forgot_at = time.monotonic()
-
-
-def _link_parts(path: Path, name: Path) -> set[Path]:
-    """Give a weights file, and its parts, second names like ``name``; return these."""
-    names = {
-        part: name.with_name(name.stem + part.name[len(path.stem) :]) for part in parts_of(path)
-    }
-    for part, second in names.items():
-        filesystem.link(part, second)
-    return set(names.values())
