@@ -84,16 +84,20 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 RankAnswer = errors.DBufferError | None
 """Answer of one rank: its error, or None where the request was done."""
 
-_ANSWERS: tuple[type[errors.DBufferError], ...] = (
+_SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.WeightsMismatchError,
     errors.OptionError,
     errors.UnsupportedError,
     errors.EngineBusyError,
     errors.EngineUpdateError,
+    errors.DBufferError,  # any other: the engine does not answer, or has ended
     errors.EngineBrokenError,
 )
-"""Errors that a rank answers with, from least to worst. After any but the last one the weights are
-as they were."""
+"""Kinds of errors, from least to worst."""
+
+_ANSWERS = tuple(kind for kind in _SEVERITIES if kind is not errors.DBufferError)
+"""Kinds of errors that a rank answers with. After any but the last one the weights are as they
+were."""
 
 
 def as_answer(error: Exception) -> errors.DBufferError:
@@ -112,7 +116,7 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
-    return max(answers, key=lambda answer: -1 if answer is None else _severity(answer))
+    return max(filter(None, answers), key=_severity, default=None)
 
 
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
@@ -125,12 +129,8 @@ def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
     raise type(worst)("; ".join(dict.fromkeys(map(str, failures)))) from worst
 
 
-def _severity(error: errors.DBufferError) -> float:
-    for severity, kind in enumerate(_ANSWERS):
-        if isinstance(error, kind):
-            return severity
-    # An engine that does not answer, or has ended; only half loaded weights are worse.
-    return len(_ANSWERS) - 1.5
+def _severity(error: errors.DBufferError) -> int:
+    return next(_SEVERITIES.index(kind) for kind in type(error).__mro__ if kind in _SEVERITIES)
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, str]:
