@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.format.manifest import Lag, Manifest, decode, encode
@@ -30,8 +30,11 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
 
-EARLIER_SENDER = 0
+EARLIER_SENDER: Final = "earlier sender"
 """Base of a sender that has published nothing: it resumes from the last version in the store."""
+
+Base: TypeAlias = int | Literal["earlier sender"] | None
+"""Version that a delta may lead from, by its number or as `EARLIER_SENDER`; None: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +50,8 @@ class PublishRequest:
     """Number of the version, above the last one; on rank 0."""
     metadata: dict[str, Any]
     """Checked metadata; on rank 0."""
-    base: int | None = None
-    """Version that a delta may lead from, the same on all ranks; None: none."""
+    base: Base = None
+    """Version that a delta may lead from, the same on all ranks."""
     progress: Progress | None = None
     check: Callable[[], None] = lambda: None
     """Called when the weights have been read, before the commit; an error prevents that."""
@@ -92,8 +95,8 @@ class Publisher(Closing, ProcessBound, ABC):
         self._chain = chain
         self._hashed = hashed
         self._has_deltas = has_deltas
-        self._base = EARLIER_SENDER if has_deltas else None
-        """Version that the next delta may lead from, as far as this rank knows; None: none."""
+        self._base: Base = EARLIER_SENDER if has_deltas else None
+        """Version that the next delta may lead from, as far as this rank knows."""
         self._share: Share | None = None
         """This rank's part of that version."""
         self._footer: Footer | None = None
