@@ -10,7 +10,7 @@ from typing import Any
 
 from dbuffer import errors
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.shape_check import no_places
@@ -107,11 +107,11 @@ class RankEndpoint:
                 self.begin(make_rank, request.options, if_idle=request.if_idle)
             case "update":
                 assert request.update is not None  # noqa: S101 - parsed
-                self.update(request.update)
+                self.following().update(request.update)
             case "check":
                 _check(make_rank(), request)
             case "forget":
-                self._following()
+                self.following()
                 self.note_foreign_load("a request to load it again")
             case "awake":
                 self.state.require_awake()
@@ -170,10 +170,12 @@ class RankEndpoint:
         assert receiver is not None  # noqa: S101 - or this rank had a problem
         return receiver
 
-    def update(self, request: UpdateRequest | errors.OptionError) -> None:
-        self._following().update(request)
+    def following(self) -> RankReceiver:
+        """Return the receiver that follows a store.
 
-    def _following(self) -> RankReceiver:
+        Raises:
+            UnsupportedError: there is none.
+        """
         if self.receiver is None:
             raise errors.UnsupportedError(NO_STORE_YET)
         return self.receiver

@@ -138,16 +138,17 @@ class EngineOptions:
             allow_shared_store=self.allow_shared_store,
         )
 
-    def admit(self, request: UpdateRequest) -> UpdateRequest | OptionError:
-        """Return a request as it is to be served; an error if the engine stays on another version.
+    def admit(self, request: UpdateRequest) -> UpdateRequest:
+        """Return a request as it is to be served.
 
-        The error is returned, because all ranks must know of it.
+        Raises:
+            OptionError: the engine stays on another version.
         """
         if self.version is None:
             return request
         if request.version in (None, self.version) and (request.at_least or 0) <= self.version:
             return replace(request, version=self.version, at_least=None)
-        return OptionError(
+        raise OptionError(
             f"this engine stays on version {self.version} of {self.store}, and was asked to load "
             f"version {request.version or request.at_least}: let it follow again without version"
         )
@@ -209,14 +210,6 @@ class UpdateRequest:
                 f"{', '.join(known)}"
             )
         return cls(**values)
-
-    @classmethod
-    def parse_or_error(cls, values: Mapping[str, Any]) -> Self | OptionError:
-        """Make one from ``update_info``, or return the error: all ranks must know of it."""
-        try:
-            return cls.parse(values)
-        except OptionError as error:
-            return error
 
 
 def _require(options: Any, name: str, is_right: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dbuffer.errors import (
@@ -172,26 +172,38 @@ class RankReceiver:
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
 
-    def update(self, request: UpdateRequest | OptionError) -> None:
+    def update(self, request: UpdateRequest) -> None:
         """Switch the engine to a version. Nothing may be generating.
 
-        A version that the engine already has is no error, and nothing is loaded. A rank that got an
-        invalid request takes part with its error: the others wait for it.
+        A version that the engine already has is no error, and nothing is loaded.
 
         Raises:
-            OptionError: (a ``ValueError``) the request was invalid on all ranks.
+            OptionError: (a ``ValueError``) the engine stays on another version, on all ranks.
             EngineBusyError: its weights are asleep.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
-        self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
-        if isinstance(request, UpdateRequest):
-            request = self.options.admit(request)
+        with self._updating(request.attempt):
+            staged = self._take_on_all_ranks(request)
+            self._write_record({} if staged is None else self._load_on_all_ranks(staged))
+
+    def refuse(self, error: OptionError) -> None:
+        """Let an update fail on all ranks, which wait for this one: its request is invalid.
+
+        Raises:
+            OptionError: (a ``ValueError``) the request was invalid on all ranks.
+            EngineUpdateError, EngineBrokenError: see :meth:`update`.
+        """
+        with self._updating(None):
+            self._gather_offers(None, error, begins=True)
+
+    @contextlib.contextmanager
+    def _updating(self, attempt: str | None) -> Iterator[None]:
+        """Write the outcome of an update into the engine's record."""
+        self._attempt = attempt
         self._state.is_updating = True
         try:
-            staged = self._take_on_all_ranks(request)
-            stats = {} if staged is None else self._load_on_all_ranks(staged)
-            self._write_record(stats)
+            yield
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
@@ -217,42 +229,60 @@ class RankReceiver:
         timeout_s = self.options.timeout_s
         return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
 
-    def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
+    def _take_on_all_ranks(self, request: UpdateRequest) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
-            staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
-            mine = _Offer(self._version, "", problem, {})
-            if staged is not None:
-                unread = self._model.unread(staged)
-                mine = _Offer(staged.version, staged.identity, problem, unread)
-            offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=round_ == 0)]
-            self._require_no_problem(request, [offer.problem for offer in offers])
+            staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
+            offers = self._gather_offers(staged, error, begins=round_ == 0)
             versions = {offer.version or 0 for offer in offers}
             identities = {offer.identity for offer in offers}
-            if len(versions) == len(identities) == 1:
-                self._check_pipeline(staged, offers)
-                return staged
-            if len(versions) == 1:
+            if len(versions) > 1:
+                must_load, highest = False, max(versions)
+                request = UpdateRequest(version=highest, history=request.history)
+                # Some rank holds the highest, so it stays in the store until all do.
+                if staged is None or staged.version != highest:
+                    self._stager.release()
+            elif len(identities) > 1:
                 # A store that was replaced has two of one number. Or others have it already, and
                 # a rank that was half loaded takes it again: then all of them must.
                 must_load = "" in identities
                 self._stager.release()
-                continue
-            # Some rank holds the highest, so it stays in the store until all do.
-            must_load, highest = False, max(versions)
-            if mine.version != highest:
-                self._stager.release()
-            history = None if isinstance(request, OptionError) else request.history
-            request = UpdateRequest(version=highest, history=history)
+            else:
+                if staged is not None:
+                    self._check_pipeline(staged, offers)
+                return staged
         raise EngineUpdateError(
             f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
             f"{self._serves_on}"
         )
 
-    def _check_pipeline(self, staged: Staged | None, offers: Sequence[_Offer]) -> None:
-        if staged is None:
-            return
+    def _gather_offers(
+        self, staged: Staged | None, error: Exception | None, *, begins: bool
+    ) -> list[_Offer]:
+        """Tell all ranks what this one has taken, and return all offers; raise if one could not.
+
+        An error of the same kind on all ranks is raised as it is: vLLM's contract has a
+        ``ValueError`` for an invalid request.
+        """
+        mine = _Offer(self._version, "", None, {})
+        if staged is not None:
+            mine = _Offer(staged.version, staged.identity, None, self._model.unread(staged))
+        elif error is not None:
+            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
+            mine = mine._replace(problem=described(error))
+        offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=begins)]
+        problems = [offer.problem for offer in offers]
+        if not any(problems):
+            return offers
+        if all(problems) and isinstance(error, OptionError | EngineBusyError):
+            raise error
+        what = f"{self._describe('prepare', problems)}; no rank was touched"
+        if self._state.broken is not None:
+            raise EngineBrokenError(f"{what}; {self._state.broken}")
+        raise EngineUpdateError(f"{what}, and {self._serves_on}")
+
+    def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
         try:
             self._model.check_pipeline(staged, [offer.unread for offer in offers])
         except WeightsMismatchError as error:
@@ -262,11 +292,10 @@ class RankReceiver:
             ) from None
 
     def _take(
-        self, request: UpdateRequest | OptionError, *, must_load: bool, is_first: bool
-    ) -> tuple[Staged | None, str | None]:
+        self, request: UpdateRequest, *, must_load: bool, is_first: bool
+    ) -> tuple[Staged | None, Exception | None]:
         try:
-            if isinstance(request, OptionError):
-                raise request
+            request = self.options.admit(request)
             self._state.require_awake()
             if is_first and request.version is not None:
                 self._require_published(request.version)
@@ -290,8 +319,7 @@ class RankReceiver:
             self._model.require_no_mix(staged.layout, staged.version)
         # All ranks must learn of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
-            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
-            return None, described(error)
+            return None, error
         return staged, None
 
     def _require_published(self, version: int) -> None:
@@ -422,20 +450,6 @@ class RankReceiver:
             logger.warning("rank %d failed", self.ranks.rank, exc_info=True)
             problem = described(error)
         return self.ranks.gather(problem)
-
-    def _require_no_problem(
-        self, request: UpdateRequest | OptionError, problems: list[str | None]
-    ) -> None:
-        if not any(problems):
-            return
-        if isinstance(request, OptionError) and all(problems):
-            raise request  # invalid on all ranks: a ValueError, as vLLM's contract has it
-        if all(problems):
-            self._state.require_awake()
-        what = f"{self._describe('prepare', problems)}; no rank was touched"
-        if self._state.broken is not None:
-            raise EngineBrokenError(f"{what}; {self._state.broken}")
-        raise EngineUpdateError(f"{what}, and {self._serves_on}")
 
     @property
     def _serves_on(self) -> str:

@@ -181,7 +181,14 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         A rank that was given an invalid request takes part with the error: the others wait for it.
         """
-        self._update(DBufferUpdateInfo.parse_or_error(update_info))
+        with raising_once(self.vllm_config):
+            receiver = self._endpoint.following()
+            try:
+                request = DBufferUpdateInfo.parse(update_info)
+            except OptionError as error:
+                receiver.refuse(error)
+            else:
+                receiver.update(request)
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: LoadWeights | None = None
@@ -220,6 +227,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         self._endpoint.begin(rank, options)
 
-    def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
+    def _update(self, request: DBufferUpdateInfo) -> None:
         with raising_once(self.vllm_config):
-            self._endpoint.update(request)
+            self._endpoint.following().update(request)

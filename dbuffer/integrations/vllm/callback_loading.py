@@ -16,7 +16,6 @@ import torch
 
 from dbuffer.errors import (
     EngineUpdateError,
-    OptionError,
     UnsupportedError,
     VersionError,
     VersionRegressedError,
@@ -151,10 +150,7 @@ class CallbackLoader:
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
         if self._receiver is None or self._options is None:
             raise UnsupportedError(NO_STORE_YET)
-        admitted = self._options.admit(request)
-        if isinstance(admitted, OptionError):
-            raise admitted
-        request = admitted
+        request = self._options.admit(request)
         least = request.version or request.at_least or 0
         wait_s = self._options.timeout_s if least else 0.0
         if self._wait(self._receiver, least, wait_s) is None:
