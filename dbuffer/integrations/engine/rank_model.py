@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -17,7 +17,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.unused_tensors import UnusedTensors
+from dbuffer.integrations.engine.unused_tensors import Unread, UnusedTensors
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged
@@ -153,12 +153,12 @@ class RankModel:
         if self._partial:
             self._state.loaded_names.require_all(layout.all_names, version)
 
-    def unread(self, staged: Staged) -> dict[str, Any]:
-        """Return what this rank does not read of a version; see :meth:`UnusedTensors.unread`."""
+    def unread(self, staged: Staged) -> Unread:
+        """Return what this rank does not read of a version."""
         trace = self._trace_of(staged.layout)
         return self._unused.unread(staged.layout, staged.identity, trace)
 
-    def check_pipeline(self, staged: Staged, unread: Sequence[Mapping[str, Any]]) -> None:
+    def check_pipeline(self, staged: Staged, unread: Sequence[Unread]) -> None:
         """Refuse a version by what all ranks do not read; on all ranks alike."""
         self._unused.check_pipeline(staged.layout, unread)
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dbuffer.errors import (
     DBufferError,
@@ -35,6 +35,7 @@ from dbuffer.integrations.engine.engine_options import (
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
+from dbuffer.integrations.engine.unused_tensors import NOTHING_UNREAD, Unread
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
@@ -58,8 +59,7 @@ class _Offer(NamedTuple):
     identity: str
     """Identity of the version that it has taken; empty: it has taken none."""
     problem: str | None
-    unread: dict[str, Any]
-    """Tensors that it does not read; see :meth:`UnusedTensors.unread`."""
+    unread: Unread
 
 
 class RankReceiver:
@@ -265,7 +265,7 @@ class RankReceiver:
         An error of the same kind on all ranks is raised as it is: vLLM's contract has a
         ``ValueError`` for an invalid request.
         """
-        mine = _Offer(self._version, "", None, {})
+        mine = _Offer(self._version, "", None, NOTHING_UNREAD)
         if staged is not None:
             mine = _Offer(staged.version, staged.identity, None, self._model.unread(staged))
         elif error is not None:
@@ -284,7 +284,7 @@ class RankReceiver:
 
     def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
         try:
-            self._model.check_pipeline(staged, [offer.unread for offer in offers])
+            self._model.check_pipeline(staged, [Unread(*offer.unread) for offer in offers])
         except WeightsMismatchError as error:
             raise EngineUpdateError(
                 f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "

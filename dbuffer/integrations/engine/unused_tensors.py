@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout
@@ -15,6 +15,20 @@ from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
+
+
+class Unread(NamedTuple):
+    """Tensors of a version that one rank of a pipeline does not read; it travels as JSON."""
+
+    unused: dict[str, str]
+    """Tensors that it has no place for, and why."""
+    twins: list[str]
+    """Tensors that it has another one for, to which they are tied."""
+    differing: dict[str, str]
+    """Tensors that differ from the ones to which they are tied, and how."""
+
+
+NOTHING_UNREAD = Unread({}, [], {})
 
 
 class UnusedTensors:
@@ -60,30 +74,29 @@ class UnusedTensors:
         else:
             self._refuse_or_warn([*differing.values()])
 
-    def unread(self, layout: Layout, identity: str, trace: LoadTrace | None) -> dict[str, Any]:
-        """Return what this rank of a pipeline does not read, for the other ranks; as JSON."""
+    def unread(self, layout: Layout, identity: str, trace: LoadTrace | None) -> Unread:
+        """Return what this rank of a pipeline does not read, for the other ranks."""
         if not self._is_pipeline:
-            return {}
+            return NOTHING_UNREAD
         differing = self._differing[1] if self._differing[0] == identity else {}
         if layout == self._agreed or trace is None:
-            return {"differing": differing, "unread": {}}
+            return Unread({}, [], differing)
         unused = {text.partition(" ")[0]: text for text in trace.unused}
-        return {"differing": differing, "unread": unused | dict.fromkeys(trace.twins)}
+        return Unread(unused, [*trace.twins], differing)
 
-    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
         """Refuse a version by what all ranks of a pipeline do not read; on all ranks alike."""
         if not self._is_pipeline:
             return
         nowhere: list[str] = []
         if layout != self._agreed:
-            by_rank = [of_rank["unread"] for of_rank in of_ranks]
-            unread = set.intersection(*map(set, by_rank))
-            self._redundant = {name for name in unread if None in (one[name] for one in by_rank)}
-            nowhere = [by_rank[0][name] for name in sorted(unread - self._redundant)]
+            unread = set.intersection(*({*each.unused, *each.twins} for each in of_ranks))
+            self._redundant = unread & {name for each in of_ranks for name in each.twins}
+            nowhere = [of_ranks[0].unused[name] for name in sorted(unread - self._redundant)]
         differing = {
             name: why
-            for of_rank in of_ranks
-            for name, why in of_rank["differing"].items()
+            for each in of_ranks
+            for name, why in each.differing.items()
             if name in self._redundant
         }
         self._refuse_or_warn([*nowhere, *differing.values()])
