@@ -80,29 +80,25 @@ class _Response:
         self._exchange = exchange
         self._send = send
         self._start: Message | None = None
+        """The start, while it is kept back."""
         self._held: list[Message] = []
         """Messages about choices that the engine has refused, while it may refuse the others."""
-        self._has_started = False
         self._rewrite: _Rewrite | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
-        elif self._exchange.is_refused and not self._has_started:
-            self._held.append(message)
-        else:
-            held, self._held = self._held, []
-            for one in (*held, message):
-                await self._pass_on(one)
+            return
+        self._held.append(message)
+        if self._start is not None and self._exchange.is_refused:
+            return
+        held, self._held = self._held, []
+        for one in held:
+            await self._pass_on(one)
 
     async def _pass_on(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and self._start is not None:
-            await self._send_body(self._start, message)
-        else:
-            await self._send(message)
-
-    async def _send_body(self, start: Message, message: Message) -> None:
-        if self._rewrite is None and not self._has_started and self._exchange.tells_spans:
+        start = self._start
+        if start is not None and self._rewrite is None and self._exchange.tells_spans:
             self._rewrite = _rewrite_of(start)
         if self._rewrite is not None:
             is_last = not message.get("more_body", False)
@@ -110,8 +106,8 @@ class _Response:
             if body is None:
                 return
             message = {**message, "body": body}
-        if not self._has_started:
-            self._has_started = True
+        if start is not None:
+            self._start = None
             headers = MutableHeaders(raw=list(start.get("headers", ())))
             if self._rewrite is not None:
                 del headers["content-length"]
