@@ -113,15 +113,12 @@ class PendingPublication(ProcessBound):
         self._is_reported = True
         return self._future.result()
 
-    def finish(self) -> None:
-        """Wait until it is over, well or not."""
-        with contextlib.suppress(CancelledError):
-            self._future.exception()
-
     def unreported_error(self) -> BaseException | None:
-        """Return the error of a publish that is over, unless it was raised or returned before."""
-        is_reported, self._is_reported = self._is_reported, True
-        return None if is_reported or self._future.cancelled() else self._future.exception()
+        """Wait until it is over; return its error, unless :meth:`wait` has raised that."""
+        with contextlib.suppress(CancelledError):
+            error = self._future.exception()
+            return None if self._is_reported else error
+        return None
 
     def _check_not_forked(self) -> None:
         # Nobody publishes it here; and a lock that was held during the fork is never released.

@@ -325,8 +325,6 @@ class WeightSender(Publisher):
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
-        for pending in settled:
-            pending.finish()
         errors = [error for each in settled if (error := each.unreported_error()) is not None]
         for pending in settled:
             with contextlib.suppress(ValueError):  # another thread has done so
