@@ -563,6 +563,7 @@ def test_no_room_for_the_next_is_no_failure_of_this_one(
     model.step(3)
     assert newest(store) == 2
     assert resident.publish().version == 3 == newest(store)
+    assert not any("moved out of the store" in each for each in warnings()), "it moved them itself"
     assert_tidy(store)
 
 
