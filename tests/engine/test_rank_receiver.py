@@ -323,6 +323,25 @@ def test_a_delta_is_not_patched_upon_a_checkpoint(tmp_path, monkeypatch):
         world.run(close)
 
 
+def refuse(rank: int, invalid: set[int]) -> None:
+    """Update, or refuse where the request is invalid."""
+    if rank in invalid:
+        _engine[-1][1].refuse(dbuffer.OptionError("no request"))
+    update(rank, 1)
+
+
+def test_a_request_that_is_invalid_on_some_ranks_is_refused_on_all(world, store):
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, "auto")
+        sender.send(weights(1))
+        for invalid, kind in (({1}, "EngineUpdateError"), ({*range(SIZE)}, "OptionError")):
+            for outcome in world.outcomes(refuse, invalid):
+                assert outcome.kind == kind
+                assert "no request" in outcome.message
+        world.run(update, 1)
+        world.run(close)
+
+
 def listen(level: int) -> list[str]:
     """Collect what this process logs from now on."""
     messages: list[str] = []
