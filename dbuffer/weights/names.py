@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,9 @@ WRAPPER_PREFIX = "module."
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
+_Indices: TypeAlias = int | dict[str, int]
+"""Index of one rule, or of each rule of a table by the name that it fits."""
+
 
 class NameMap:
     r"""Rules that rename tensors, and cut, join or transpose them; names that none fits stay.
@@ -60,24 +64,21 @@ class NameMap:
         return type(self), (self.rules,)  # without functions, which do not pickle
 
     @functools.cached_property
-    def _steps(self) -> list[tuple[range, Change | Rule]]:
-        """Indices of the rules that apply at once, and the function that renames, or the rule."""
-        steps: list[tuple[range, Change | Rule]] = []
-        index = 0
-        while index < len(self.rules):
-            # There may be 100,000 rules for one name: they are looked up.
-            table: dict[str, str] = {}
-            first = index
-            while index < len(self.rules) and (rule := self.rules[index]).kind == "name":
-                table.setdefault(str(rule.text), str(rule.to))
-                index += 1
-            if table:
-                steps.append((range(first, index), table.get))
+    def _steps(self) -> list[tuple[Change | Rule, _Indices]]:
+        """Functions that rename, or rules that change tensors, and the indices of their rules."""
+        steps: list[tuple[Change | Rule, _Indices]] = []
+        rules = enumerate(self.rules)
+        for is_name, group in itertools.groupby(rules, lambda pair: pair[1].kind == "name"):
+            if is_name:  # there may be 100,000: they are looked up
+                indices: dict[str, int] = {}
+                for index, rule in group:
+                    indices.setdefault(str(rule.text), index)
+                table = {name: str(self.rules[index].to) for name, index in indices.items()}
+                steps.append((table.get, indices))
             else:
-                rule = self.rules[index]
-                index += 1
-                change = rule if rule.kind in TENSOR_KINDS else change_of(rule)
-                steps.append((range(first, index), change))
+                for index, rule in group:
+                    change = rule if rule.kind in TENSOR_KINDS else change_of(rule)
+                    steps.append((change, index))
         return steps
 
     def exact(self, name: str, to: str) -> Self:
@@ -205,7 +206,7 @@ class NameMap:
         Raises:
             UnsupportedError: (a ``NotImplementedError``) rules change tensors, not names alone.
         """
-        for _, change in self._steps:
+        for change, _ in self._steps:
             if isinstance(change, Rule):
                 raise UnsupportedError(
                     f"the rule {change} changes tensors, and names alone are mapped here: use it "
@@ -234,27 +235,27 @@ class NameMap:
         return [rule for index, rule in enumerate(self.rules) if index not in used]
 
     def _use(self, name: str, used: set[int]) -> None:
-        for indices, change in self._steps:
+        for change, indices in self._steps:
             new = None if isinstance(change, Rule) else change(name)
             if new is not None:
-                used.add(self._rule_for(name, indices))
+                used.add(_index_in(indices, name))
                 name = new
 
     def _convert(
         self, tensors: Mapping[str, torch.Tensor], used: set[int]
     ) -> dict[str, torch.Tensor]:
         converted = dict(tensors)
-        for indices, change in self._steps:
+        for change, indices in self._steps:
             if isinstance(change, Rule):
                 pairs, does_fit = change_tensors(change, converted)
                 if does_fit:
-                    used.add(indices.start)
+                    used.add(_index_in(indices, ""))
             else:
                 pairs = []
                 for name, tensor in converted.items():
                     new = change(name)
                     if new is not None:
-                        used.add(self._rule_for(name, indices))
+                        used.add(_index_in(indices, name))
                     pairs.append((name if new is None else new, tensor))
             converted = dict(pairs)
             if len(converted) < len(pairs):
@@ -263,23 +264,12 @@ class NameMap:
                 raise InvalidWeightsError(f"rename gives several tensors one name: {twice[:5]}")
         return converted
 
-    def _rule_for(self, name: str, indices: range) -> int:
-        """Return the index of the rule, of those that apply at once, that fits a name."""
-        if len(indices) == 1:
-            return indices.start
-        return self._exact_rules[indices.start][name]
-
-    @functools.cached_property
-    def _exact_rules(self) -> dict[int, dict[str, int]]:
-        tables: dict[int, dict[str, int]] = {}
-        for indices, _ in self._steps:
-            table = tables.setdefault(indices.start, {})
-            for index in indices:
-                table.setdefault(str(self.rules[index].text), index)
-        return tables
-
     def __repr__(self) -> str:
         return f"NameMap(){''.join(rule.call for rule in self.rules)}"
+
+
+def _index_in(indices: _Indices, name: str) -> int:
+    return indices if isinstance(indices, int) else indices[name]
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
