@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -149,7 +149,7 @@ def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTens
     return list(tensors), list(tensors.values())
 
 
-def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
+def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
     """The files of a checkpoint, and which tensors to take from each (None: all)."""
     if path.is_file():
         return {path: None}
@@ -167,13 +167,11 @@ def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
         )
     try:
         shards = json.loads(index.read_bytes())["weight_map"]
-        files_of: dict[Path, list[str] | None] = {}
+        files_of: dict[Path, list[str]] = {}
         for name, file in shards.items():
             if Path(file).name != file:
                 raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
-            names_in_file = files_of.setdefault(path / file, [])
-            if names_in_file is not None:
-                names_in_file.append(name)
+            files_of.setdefault(path / file, []).append(name)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
     return files_of
