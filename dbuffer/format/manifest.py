@@ -8,6 +8,7 @@ shared disk, and decide which bytes a model is made of.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -469,10 +470,17 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
     return made_of(kind, parse_object(data, kind.NAME))
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.40} is no number")
+    return number
+
+
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object of this format, and return it without its ``format``."""
     try:
-        values = json.loads(data)
+        # Python reads numbers that are no JSON, and would write them.
+        values = json.loads(data, parse_float=_finite, parse_constant=_finite)
     # ValueError covers bad UTF-8 and huge integers too; RecursionError, a tower of brackets.
     except (ValueError, RecursionError) as error:
         raise StoreCorruptError(f"{name}: not JSON ({error!s:.80})") from None

@@ -38,14 +38,16 @@ def run_for_each(
     """Run a shell command for each new version, then acknowledge the version.
 
     Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_WEIGHTS (a file, safe to read
-    until the command ends; on a network mount a copy in TMPDIR), DBUFFER_METADATA_FILE (JSON), and
+    until the command ends, and once open also if `exec` is killed; on a network mount a copy in
+    TMPDIR), DBUFFER_METADATA_FILE (JSON), and
     the same JSON in DBUFFER_METADATA if it is below 128 KB. A command that fails ends `exec` with
     exit code 1, and its version is not acknowledged.
     """
     if not command.strip():
         raise typer.BadParameter("an empty command; is a variable not set?", param_hint="COMMAND")
     run = functools.partial(_run, command, store)
-    follow_versions(store, newer_than, follow_options, run, acknowledge=True)
+    with shared.exit_on_sigterm():
+        follow_versions(store, newer_than, follow_options, run, acknowledge=True)
 
 
 def _run(command: str, store: Path, snapshot: Snapshot) -> None:
@@ -68,9 +70,22 @@ def _run(command: str, store: Path, snapshot: Snapshot) -> None:
                 "that DBUFFER_METADATA_FILE names",
                 len(metadata),
             )
-        # The argument is a shell command by contract.
-        done = subprocess.run(command, shell=True, env=environment, check=False)  # noqa: S602
-    if done.returncode:
+        code = _exit_code(command, environment, locked=int(weights.name))
+    if code:
         raise DBufferError(
-            f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
+            f"the command for version {snapshot.version} ended with {code}: {command}"
         )
+
+
+def _exit_code(command: str, environment: dict[str, str], *, locked: int) -> int:
+    """Run a shell command and return its exit code; what ends `exec` ends the command first.
+
+    It gets the descriptor that ``locked`` the weights, and so keeps the lock if `exec` is killed.
+    """
+    # The argument is a shell command by contract.
+    with subprocess.Popen(command, shell=True, env=environment, pass_fds=[locked]) as shell:  # noqa: S602
+        try:
+            return shell.wait()
+        except BaseException:
+            shell.terminate()
+            raise

@@ -166,6 +166,15 @@ def test_what_is_not_a_json_object_is_refused(data):
             decode(type(record), data)
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize("place", [b"1700000000.0", b'"step":7'])
+def test_numbers_that_are_no_json_are_refused(place, number):
+    """Python would read them, and write them again for others that do not."""
+    value = place[: place.rfind(b":") + 1] + number
+    with pytest.raises(StoreCorruptError, match="not JSON"):
+        decode(Manifest, encode(MANIFEST).replace(place, value))
+
+
 @given(st.sampled_from(RECORDS), st.data())
 def test_swapped_bytes_are_refused_or_another_good_record(record, data):
     text = bytearray(encode(record))

@@ -563,6 +563,29 @@ def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path
         sender.wait_applied(4, receivers="me", timeout_s=0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path, number):
+    """What ignores a signal goes on, here. Its version is not overwritten meanwhile."""
+    store, begun, go, out = (tmp_path / name for name in ("store", "begun", "go", "out"))
+    command = (
+        f"trap '' TERM; exec 3< $DBUFFER_WEIGHTS; touch {begun}; {until_there(go)}; "
+        f"cat <&3 > {out}.part; mv {out}.part {out}"
+    )
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        sender.send({"a": torch.full((8,), 1.0)})
+        with Command(tmp_path, "exec", store, command) as follower:
+            until("the command runs", begun.exists, TIMEOUT_S)
+            follower.signal(number)
+            if number == signal.SIGKILL:
+                follower.wait(30)
+            for version in (2, 3, 4):
+                sender.send({"a": torch.full((8,), float(version))})
+            go.touch()
+            until("it has read all", out.exists, TIMEOUT_S)
+            assert follower.wait(30) == -number
+    assert values_in(out) == {"a": [1.0]}
+
+
 def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(store, checkpoint):
     with dbuffer.WeightSender(store, checksum=True) as sender:
         later = iter([lambda: sender.send(checkpoint)])
