@@ -303,8 +303,15 @@ def _is_at(home: MappedTensors, source: Source) -> bool:
 
 def _require_wholes(source: Source, own: Iterable[torch.Tensor]) -> None:
     """Refuse tensors that are not the module's own, in main memory, and whole."""
-    wholes = {one.untyped_storage().data_ptr(): one for one in own if one.device.type == "cpu"}
+    wholes: dict[int, torch.Tensor] = {}
     places: set[int] = set()
+    seen_otherwise: set[int] = set()
+    """Storages of which the module has several views, that are published or not."""
+    for one in own:
+        if one.device.type == "cpu":
+            address = one.untyped_storage().data_ptr()
+            if not is_same_memory(wholes.setdefault(address, one), one):
+                seen_otherwise.add(address)
     parts: dict[int, list[int]] = {}
     for index, (spec, tensor) in enumerate(zip(source.specs, source.eager, strict=True)):
         if tensor.device.type != "cpu":
@@ -321,7 +328,11 @@ def _require_wholes(source: Source, own: Iterable[torch.Tensor]) -> None:
                 "made by its state_dict(): publish with a WeightSender, which copies it"
             )
         # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
-        if storage.nbytes() != whole.nbytes or tensor.data_ptr() in places:
+        if (
+            storage.nbytes() != whole.nbytes
+            or tensor.data_ptr() in places
+            or storage.data_ptr() in seen_otherwise
+        ):
             raise UnsupportedError(
                 f"tensor {spec.name!r} is a part of something larger, or another view of it, "
                 "from which moving it would cut it off: publish with a WeightSender"

@@ -32,6 +32,7 @@ from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
@@ -270,6 +271,7 @@ class ShardedWeightSender(Publisher):
         on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
 
         def describe() -> dict[str, Any]:
+            require_version(version)
             source = self._describer.describe(weights)
             if source.stream is not None:
                 raise InvalidWeightsError(

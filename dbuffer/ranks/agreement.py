@@ -128,18 +128,18 @@ class Agreement(World):
             if not self.is_open:
                 raise ClosedError("this sender is closed, or has lost a rank; make a new one")
             cause: Exception | None = None
-            outcome = _Outcome(self._number, what, None)
+            begun = _Outcome(self._number, what, None)
             try:
-                outcome = outcome._replace(value=action())
+                mine = json.dumps(begun._replace(value=action()))
             except DBufferError as error:
                 cause = error
                 names = [one.__name__ for one in type(error).__mro__]  # or that of a base class
                 kind = next(name for name in names if hasattr(errors, name))
-                outcome = outcome._replace(error=str(error), kind=kind)
+                mine = json.dumps(begun._replace(error=str(error), kind=kind))
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
                 cause = error
-                outcome = outcome._replace(error=described(error))
-            outcomes = self._exchange(outcome, cause)
+                mine = json.dumps(begun._replace(error=described(error)))
+            outcomes = self._exchange(what, mine, cause)
             for rank, one in enumerate(outcomes):
                 if one.error is not None:
                     self._fails_together = True
@@ -186,10 +186,9 @@ class Agreement(World):
         if not self._fails_together:
             self.close()
 
-    def _exchange(self, mine: _Outcome, cause: Exception | None) -> list[_Outcome]:
-        data = json.dumps(mine).encode()
-        with self._in_step(mine.step, cause):
-            outcomes = [_Outcome(*json.loads(frame)) for frame in self._gather(data)]
+    def _exchange(self, what: str, mine: str, cause: Exception | None) -> list[_Outcome]:
+        with self._in_step(what, cause):
+            outcomes = [_Outcome(*json.loads(frame)) for frame in self._gather(mine.encode())]
         first = outcomes[0]
         for rank, one in enumerate(outcomes):
             if one[:2] != first[:2]:

@@ -15,6 +15,13 @@ from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, WriterRecord
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
+def require_version(version: object) -> None:
+    """Raise a `VersionError` for what is neither a version's number nor None."""
+    if version is None or (type(version) is int and version <= MAX_INTEGER):
+        return
+    raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
+
+
 class Contents:
     """Pointer and manifests of a store at one moment, each read when it is first used."""
 
@@ -74,10 +81,9 @@ class Contents:
             VersionError: it is no version, or does not go up.
         """
         last = self.last_version
+        require_version(version)
         if version is None:
             version = last + 1
-        if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
-            raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
         if version <= last:
             raise VersionError(
                 f"version {version} is not above version {last}, the last one in "

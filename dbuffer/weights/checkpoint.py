@@ -174,6 +174,12 @@ def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
             files_of.setdefault(path / file, []).append(name)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
+    alone = path / "model.safetensors"
+    if alone.is_file() and alone not in files_of:
+        raise InvalidWeightsError(
+            f"{path} holds two checkpoints: {alone.name}, which transformers would load, and the "
+            f"shards of {index.name}. Give {alone}, or a directory without it"
+        )
     return files_of
 
 

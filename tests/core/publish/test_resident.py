@@ -390,6 +390,12 @@ def two_views() -> nn.Module:
     return model
 
 
+def transposed_beside_it() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turned", model.weight.detach().t(), persistent=False)
+    return model
+
+
 def made_by_state_dict() -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(
@@ -403,6 +409,7 @@ def made_by_state_dict() -> nn.Module:
     [
         (flat_buffer, "a part of something larger.* WeightSender", "local"),
         (two_views, "another view of it.* WeightSender", "local"),
+        (transposed_beside_it, "another view of it.* WeightSender", "local"),
         (made_by_state_dict, "'bias' .* WeightSender", "local"),
         (lambda: nn.Linear(2, 2, device="meta"), "meta", "local"),
         (lambda: nn.Linear(2, 2), "WeightSender", "network"),

@@ -514,6 +514,10 @@ class TestCheckpoints:
             (lambda path: write_index(path, {"none": FIRST}), "none"),  # which its shard lacks
             (lambda path: (path / LAST).unlink(), LAST),
             (lambda path: os.truncate(path / LAST, (path / LAST).stat().st_size - 4), LAST),
+            (  # of a later save; transformers would load it
+                lambda path: shutil.copy(path / FIRST, path / "model.safetensors"),
+                "two checkpoints: model.safetensors",
+            ),
             (
                 lambda path: shutil.copy(path / FIRST, (path / INDEX).rename(path / LAST)),
                 f"{FIRST} and {LAST} both hold model.norm.weight, model.scale",
