@@ -67,8 +67,12 @@ class Source(Protocol):
 class Copy(Protocol):
     """Target of a mirror while it copies one history."""
 
-    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
-        """Publish a held version once more; None if it was overwritten meanwhile."""
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
+        """Publish a held version once more.
+
+        Raises:
+            OvertakenError: it was overwritten meanwhile.
+        """
 
     def close(self) -> None: ...
 

@@ -70,8 +70,8 @@ class LocalCopy(Closing):
     def close(self) -> None:
         self._ending.close()
 
-    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
-        """Publish a held version once more; None if it was overwritten meanwhile."""
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
+        """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         started = time.monotonic()
         layouts, manifest = self._layouts_of(held), held.manifest
         footer = layouts.footer
@@ -83,10 +83,9 @@ class LocalCopy(Closing):
             try:
                 checksums = self._fill(draft, held, receiver, layouts.remote)
             except StoreNotFoundError as error:
-                held.require_overtaken(error)
-                return None
-            if not self._is_whole(checksums, held, receiver, footer.layout):
-                return None
+                held.raise_for_loss(error)
+            receiver.reader.verify(held, footer.layout, checksums)
+            held.require_unchanged()
             chain = self._copy_deltas(held, draft, layouts)
             before, self._chain = self._chain, {}
             draft.commit(
@@ -151,15 +150,6 @@ class LocalCopy(Closing):
         with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
             return filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
         return None
-
-    @staticmethod
-    def _is_whole(
-        checksums: list[int] | None, held: HeldVersion, receiver: SourceReceiver, layout: Layout
-    ) -> bool:
-        """Whether what was read is the held version, which no writer has overwritten meanwhile."""
-        if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
-            return False
-        return held.is_unchanged()
 
     def _copy_deltas(self, held: HeldVersion, draft: Draft, layouts: _Layouts) -> dict[str, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""

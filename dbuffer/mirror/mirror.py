@@ -46,6 +46,7 @@ from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import OvertakenError
 
 logger = logging.getLogger(__name__)
 
@@ -357,16 +358,20 @@ class Mirror(Closing, ProcessBound):
                 self._published = self._announced = published
                 receiver.record.write(staged_version=published, history=receiver.history)
         with receiver.hold_seen(self._published) as held:
-            copied = None if held is None else self._copy.copy(held, receiver)
-        if copied is not None:
-            self._published = copied.version
-            receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-            receiver.record.write(
-                staged_version=copied.version,
-                history=receiver.history,
-                problem=None,
-                problem_version=None,
-            )
+            if held is None:
+                return None
+            try:
+                copied = self._copy.copy(held, receiver)
+            except OvertakenError:
+                return None
+        self._published = copied.version
+        receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
+        receiver.record.write(
+            staged_version=copied.version,
+            history=receiver.history,
+            problem=None,
+            problem_version=None,
+        )
         return copied
 
     def _has_published_more(self, receiver: SourceReceiver) -> bool:

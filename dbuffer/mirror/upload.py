@@ -231,20 +231,18 @@ class Upload(Closing):
     def close(self) -> None:
         self._relay.close()
 
-    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication | None:
-        """Publish a held version in the bucket; None if it was overwritten meanwhile."""
+    def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
+        """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten."""
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
             try:
                 footer = self._footer_of(held)
                 deltas, weights = self._open_deltas(held, opened), None
-                if needs_weights := self._needs_weights(manifest, deltas, footer.layout):
+                if self._needs_weights(manifest, deltas, footer.layout):
                     weights = self._read_weights(held, receiver, footer)
             except StoreNotFoundError as error:
-                held.require_overtaken(error)
-                return None
-            if not held.is_unchanged() or (needs_weights and weights is None):
-                return None
+                held.raise_for_loss(error)
+            held.require_unchanged()
             # It is in memory, or in open files, and no sender need wait for the network.
             held.release()
             receiver.record.write(held_version=None)
@@ -299,8 +297,8 @@ class Upload(Closing):
 
     def _read_weights(
         self, held: HeldVersion, receiver: SourceReceiver, footer: Footer
-    ) -> _Content | None:
-        """Read a version into memory, whole, as a weights file; None if it was overwritten.
+    ) -> _Content:
+        """Read a version into memory, whole, as a weights file.
 
         Not while it is put: a buffer that is held for so long would hold up the sender.
         """
@@ -309,8 +307,7 @@ class Upload(Closing):
         data = memory[: layout.checksums_offset]
         hashed = held.manifest.checksums_xxh3 is not None
         _, checksums = read_whole(held, self._copier, data, hashed=hashed)
-        if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
-            return None
+        receiver.reader.verify(held, layout, checksums)
         table = pack_checksums(checksums or [])
         raw = as_bytes(memory)
         starts = [*layout.offsets[1:], layout.checksums_offset]

@@ -20,7 +20,7 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.receive.shared_copy import SharedCopy, SharedTensors
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.hold import Held, HeldVersion, Patience
+from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience
 from dbuffer.store.records import OwnRecord
 
 logger = logging.getLogger(__name__)
@@ -41,22 +41,25 @@ class VersionVerifier:
         self._copier = copier
         self._known_checksums: dict[str, list[int]] = {}
 
-    def checksums_match(self, held: HeldVersion, layout: Layout, checksums: list[int]) -> bool:
-        """Compare checksums with the published ones; False if a writer has moved on since.
+    def verify(self, held: HeldVersion, layout: Layout, checksums: list[int] | None) -> None:
+        """Compare checksums with the published ones; None: there are none to compare.
 
         Raises:
-            StoreCorruptError: they differ, or there are none, and it was no writer.
+            OvertakenError: they differ, as a writer has moved on since.
+            StoreCorruptError: they differ, or none were published, and it was no writer.
         """
+        if checksums is None:
+            return
         wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
         if not wrong:
-            return True
+            return
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if held.is_still_named():
             raise StoreCorruptError(
                 f"{held.name}: version {held.manifest.version} was damaged after it was "
                 f"published: {listed(wrong)}; publish again to replace it"
             )
-        return False
+        raise OvertakenError
 
     @contextlib.contextmanager
     def reporting_unreadable(self, held: HeldVersion) -> Iterator[None]:
@@ -111,7 +114,8 @@ class VersionVerifier:
 class VersionReader(VersionVerifier):
     """Reader of held versions, which are mapped on a local mount, and else read into memory.
 
-    A mapping, or memory, is kept for the next version where that saves work.
+    A mapping, or memory, is kept for the next version where that saves work. Methods that read
+    raise `OvertakenError` if a writer was faster.
 
     Args:
         store: the store that versions are held in.
@@ -165,16 +169,15 @@ class VersionReader(VersionVerifier):
         if self._shared is not None:
             self._shared.close()
 
-    def layout(self, held: Held) -> Layout | None:
-        """Return a version's layout; None if a writer was faster."""
+    def layout(self, held: Held) -> Layout:
+        """Return a version's layout."""
         try:
             return self._map_kept(held).layout if self.maps_files else held.read_layout()
         except StoreNotFoundError as error:
             held.wait_after_loss(error, self._patience)
-            return None
 
-    def read(self, held: Held, *, keep: bool = False) -> FileTensors | None:
-        """Return a version in memory, whole; None if a writer was faster.
+    def read(self, held: Held, *, keep: bool = False) -> FileTensors:
+        """Return a version in memory, whole.
 
         ``keep``: its memory or mapping is kept for the next version, as the caller only copies
         from it before then.
@@ -184,11 +187,10 @@ class VersionReader(VersionVerifier):
             keep = keep or (self._keeps_snapshots and not held.manifest.is_final)
             mapped = self._map_kept(held) if keep else map_privately(held)
             if self._must_verify(held):
-                checksums = self._copier.checksums(mapped)
-                return mapped if self.checksums_match(held, mapped.layout, checksums) else None
+                self.verify(held, mapped.layout, self._copier.checksums(mapped))
             return mapped
         tensors = self._read_into_memory(held)
-        if keep and tensors is not None:
+        if keep:
             self._keep(held, tensors)
         return tensors
 
@@ -225,18 +227,15 @@ class VersionReader(VersionVerifier):
         access = mmap.ACCESS_COPY if self._keeps_snapshots else mmap.ACCESS_READ
         return self._mappings.of(held.path, held.file.number, lambda: _map(held, access))
 
-    def _read_into_memory(self, held: Held) -> FileTensors | None:
-        """Read a version over the network; None if its file was removed, or its bytes changed."""
+    def _read_into_memory(self, held: Held) -> FileTensors:
+        """Read a version over the network."""
         before, self._in_memory = self._in_memory, None
         try:
             with self.reporting_unreadable(held):
                 tensors = self._read_shared(held) or self._read_alone(before, held)
-            if tensors is None:
-                return None
         except StoreNotFoundError as error:
             with self.reporting_unreadable(held):
                 held.wait_after_loss(error, self._patience)
-            return None
         self._patience = Patience()
         # It is in memory, and the sender need not keep the file.
         self._record.write(held_version=None)
@@ -256,13 +255,11 @@ class VersionReader(VersionVerifier):
                 return None
             tensors, since = begun
             is_there = hashed and self.apply_changes(tensors, since, held, turn.on_bytes)
-            if not is_there and self._read_whole(held, tensors.data, turn.on_bytes) is None:
-                return None
+            if not is_there:
+                self._read_whole(held, tensors.data, turn.on_bytes)
             return turn.finish(tensors, verified=hashed)
 
-    def _read_alone(
-        self, before: tuple[Manifest, FileTensors] | None, held: Held
-    ) -> FileTensors | None:
+    def _read_alone(self, before: tuple[Manifest, FileTensors] | None, held: Held) -> FileTensors:
         tensors = None if before is None else self._apply_deltas(*before, held)
         return tensors or self._read_whole(held, None if before is None else before[1].data)
 
@@ -277,14 +274,13 @@ class VersionReader(VersionVerifier):
 
     def _read_whole(
         self, held: Held, memory: torch.Tensor | None, on_bytes: OnBytes | None = None
-    ) -> FileTensors | None:
-        """Read a version from its file, and verify it; None if its bytes changed."""
+    ) -> FileTensors:
+        """Read a version from its file, and verify it."""
         hashed = self._must_verify(held)
         tensors, checksums = read_whole(
             held, self._copier, memory, hashed=hashed, on_bytes=on_bytes
         )
-        if checksums is not None and not self.checksums_match(held, tensors.layout, checksums):
-            return None
+        self.verify(held, tensors.layout, checksums)
         return tensors
 
 

@@ -35,7 +35,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
-from dbuffer.store.hold import Held, hold_newest, hold_version
+from dbuffer.store.hold import Held, OvertakenError, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
@@ -207,8 +207,9 @@ class WeightReceiver(Closing, ProcessBound):
                 continue
             reporting = self.reporting(held.manifest.version)
             with self._released(held), reporting if acknowledge else contextlib.nullcontext():
-                tensors = self.reader.read(held)
-                if tensors is None:  # a writer was faster
+                try:
+                    tensors = self.reader.read(held)
+                except OvertakenError:
                     continue
                 verify = self.reader.must_verify_copy(held)
                 try:
@@ -310,15 +311,19 @@ class WeightReceiver(Closing, ProcessBound):
                 return None
             with self._released(held), self.reporting(held.manifest.version):
                 check(held.manifest.metadata)
-                if self._load(held, target, partial) and held.is_unchanged():
-                    self._loaded = held.manifest.version
-                    self._set_applied(held.manifest.version, held.manifest.history)
-                    return self._loaded
-                logger.warning(
-                    "version %d of %s was overwritten while it was loaded; loading the newest",
-                    held.manifest.version,
-                    self.store,
-                )
+                try:
+                    self._load(held, target, partial)
+                    held.require_unchanged()
+                except OvertakenError:
+                    logger.warning(
+                        "version %d of %s was overwritten while it was loaded; loading the newest",
+                        held.manifest.version,
+                        self.store,
+                    )
+                    continue
+                self._loaded = held.manifest.version
+                self._set_applied(held.manifest.version, held.manifest.history)
+                return self._loaded
 
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
@@ -515,35 +520,27 @@ class WeightReceiver(Closing, ProcessBound):
             held.release()
             self.record.write(held_version=None)
 
-    def _load(self, held: Held, target: Target, partial: bool) -> bool:
-        """Fill the target; False if a writer was faster."""
+    def _load(self, held: Held, target: Target, partial: bool) -> None:
+        """Fill the target; raise `OvertakenError` if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(held)
-            if tensors is None:
-                return False
             self._remember_names(held, tensors.layout.names, partial)
             target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
-            return True
-        layout = self.reader.layout(held)
-        if layout is None:
-            return False
-        match = self._matcher.match(target, layout, partial=partial)
+            return
+        match = self._matcher.match(target, self.reader.layout(held), partial=partial)
         tensors = self.reader.read(held, keep=True)  # damage shows before the target is touched
-        if tensors is None:
-            return False
         try:
             match.require_ties(tensors.tensor)
         except errors.WeightsMismatchError:
-            if held.is_unchanged():
-                raise
-            return False
+            held.require_unchanged()
+            raise
         self._remember_names(held, tensors.layout.all_names, partial)
         if any_on_gpu(match.targets):
             self.reader.expect_device(tensors)
         # A writer that locks do not hold back may come in between: a second look shows it.
         hashed = self.reader.must_verify_copy(held)
         checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
-        return checksums is None or self.reader.checksums_match(held, tensors.layout, checksums)
+        self.reader.verify(held, tensors.layout, checksums)
 
     def _remember_names(self, held: Held, names: Set[str], partial: bool) -> None:
         """Remember the names that are about to be loaded; refuse names that would leave a mix."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, NoReturn, Self
 
 from dbuffer import errors
 from dbuffer.format import places
@@ -42,6 +42,10 @@ Announce = Callable[[int], None]
 
 OpenCopy = Callable[[str], Descriptor | None]
 """Function that opens a copy of the delta that leads to the version of an identity."""
+
+
+class OvertakenError(Exception):
+    """Signal that a writer has replaced a version while it was read. It does not leave dbuffer."""
 
 
 class HeldVersion(abc.ABC):
@@ -67,6 +71,11 @@ class HeldVersion(abc.ABC):
     @abc.abstractmethod
     def is_unchanged(self) -> bool:
         """Whether no writer has begun to rewrite the bytes that were held."""
+
+    def require_unchanged(self) -> None:
+        """Raise `OvertakenError` if a writer has begun to rewrite the bytes that were held."""
+        if not self.is_unchanged():
+            raise OvertakenError
 
     @abc.abstractmethod
     def is_still_named(self) -> bool:
@@ -104,14 +113,16 @@ class HeldVersion(abc.ABC):
     def __exit__(self, *exception: object) -> None:
         self.release()
 
-    def require_overtaken(self, error: errors.StoreNotFoundError) -> None:
-        """Return if a file of it went because there are newer versions.
+    def raise_for_loss(self, error: errors.StoreNotFoundError) -> NoReturn:
+        """Raise the error for a file of it that was removed.
 
         Raises:
-            StoreCorruptError: its manifest still names that file.
+            OvertakenError: its manifest no longer names that file.
+            StoreCorruptError: it still does.
         """
         if self.is_still_named():
             raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
+        raise OvertakenError from error
 
     def read_layout(self) -> Layout:
         """The layout at the end of the file, whose bytes are read and checked each time."""
@@ -176,15 +187,17 @@ class Held(HeldVersion):
             (manifest.run, manifest.generation) == (self.manifest.run, self.manifest.generation)
         )
 
-    def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
+    def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
         """Wait a moment after a file of this version was removed while it was read.
 
         Raises:
+            OvertakenError: what is there now is to be read.
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
         logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
-        if not patience.wait(self.manifest.identity):
-            self.require_overtaken(error)
+        if patience.wait(self.manifest.identity):
+            raise OvertakenError from error
+        self.raise_for_loss(error)
 
     def open_delta(self, identity: str) -> tuple[Path, Descriptor]:
         path = self.store.delta_path(identity)

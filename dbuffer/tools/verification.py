@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
-from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
+from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +158,20 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
     """Check a buffer; ``newest`` is the version that it must hold, None for the other buffer."""
     patience = Patience()
-    while (check := _verify_once(store, buffer, newest, patience)) is None:
+    while True:
+        with contextlib.suppress(OvertakenError):
+            return _verify_once(store, buffer, newest, patience)
         store.check()
-    return check
 
 
 def _verify_once(
     store: DoubleBuffer, buffer: str, newest: int | None, patience: Patience
-) -> BufferCheck | None:
-    """Check a buffer; None if its file was removed meanwhile, for a newer version on a network."""
+) -> BufferCheck:
+    """Check a buffer.
+
+    Raises:
+        OvertakenError: its file was removed meanwhile, for a newer version on a network.
+    """
     version, has_checksums, problems = newest, False, []  # the newest may be newer by now
     try:
         held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
@@ -177,7 +183,6 @@ def _verify_once(
                     problems = _find_damage(held)
             except StoreNotFoundError as error:
                 held.wait_after_loss(error, patience)
-                return None
     except UNDECODABLE as error:
         problems = [str(error)]
     return BufferCheck(
