@@ -372,6 +372,26 @@ class WeightReceiver(Closing, ProcessBound):
             self._newest, wait, poll_interval_s, newer_than, timeout_s, stop_event
         )
 
+    def wait_or_start_over(
+        self,
+        newer_than: int | None,
+        timeout_s: float | None,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        """Wait as :meth:`wait_for_version` does, but start over where the store has a new history.
+
+        The newest version of that is returned at once, whatever its number.
+        """
+        try:
+            return self.wait_for_version(newer_than, timeout_s, stop_event)
+        except errors.VersionRegressedError as error:
+            if error.history is None:
+                raise
+            newest = self.newest()  # an error from this leaves the receiver as it is
+            self.start_over()
+            self._seen = newest
+            return None if newest is None else newest.version
+
     def acknowledge(self, version: int) -> None:
         """Record in the store that this receiver has applied ``version``.
 

@@ -185,13 +185,7 @@ class StoreView:
                 stop_event.wait(timeout_s)
                 return None
             newer_than = only - 1
-        try:
-            return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
-        except errors.VersionRegressedError as error:
-            if error.history is None:
-                raise
-            self._receiver.start_over()
-            return self._receiver.wait_for_version(None, 0.0)
+        return self._receiver.wait_or_start_over(newer_than, timeout_s, stop_event)
 
     # Whether the ranks are ready, and the engine has switched
 

@@ -23,7 +23,6 @@ from dbuffer.errors import (
     DBufferError,
     NotReadyError,
     OptionError,
-    VersionRegressedError,
     WeightsMismatchError,
 )
 from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -346,17 +345,13 @@ class VLLMDoubleBufferWeightReceiver:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             receiver = self._follow_newest()
-            try:
-                # No longer than this: weights may come to the other address.
-                wait_s = min(left_s, self._options.poll_interval_s)
-                version = receiver.wait_for_version(self._applied or self._skipped, wait_s)
-            except VersionRegressedError as error:
-                if error.history is None:
-                    raise
+            history = receiver.history
+            # No longer than this: weights may come to the other address.
+            wait_s = min(left_s, self._options.poll_interval_s)
+            version = receiver.wait_or_start_over(self._applied or self._skipped, wait_s)
+            if receiver.history != history:
                 # The next experiment: the engine's follower logs it, and switches to it.
-                receiver.start_over()
                 self._applied = self._skipped = None
-                continue
             if version is not None or left_s == 0:
                 return version
 

@@ -18,7 +18,6 @@ from dbuffer.errors import (
     EngineUpdateError,
     UnsupportedError,
     VersionError,
-    VersionRegressedError,
 )
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.version_id import VersionId
@@ -162,6 +161,8 @@ class CallbackLoader:
         with self._receiver.open(version=request.version) as snapshot:
             found = VersionId(snapshot.version, snapshot.history)
             self._require_loadable(found, request.history)
+            if self._loaded is not None and self._loaded.history != found.history:
+                logger.warning("%s has a new history, which is followed", self._options.store)
             try:
                 yield snapshot
             except BaseException:
@@ -172,16 +173,12 @@ class CallbackLoader:
 
     def _wait(self, receiver: WeightReceiver, least: int, wait_s: float) -> int | None:
         after = least - 1 if least else None
-        try:
+        assert self._options is not None  # noqa: S101 - it has begun
+        if self._options.new_history == "refuse":
             return receiver.wait_for_version(after, wait_s)
-        except VersionRegressedError as error:
-            assert self._options is not None  # noqa: S101 - it has begun
-            if self._options.new_history == "refuse" or error.history is None:
-                raise
-            logger.warning("%s: the new history is followed", error)
-            receiver.start_over()
-            self._identity = self._loaded = None
-            return receiver.wait_for_version(after, wait_s)
+        version = receiver.wait_or_start_over(after, wait_s)
+        # The newest version of a new history may be an earlier one.
+        return None if version is None else receiver.wait_for_version(after, wait_s)
 
     def _require_loadable(self, version: VersionId, history: str | None) -> None:
         if history not in (None, version.history):

@@ -590,10 +590,13 @@ class TestStore:
             message = rf"version 10, .* version {version}"
             require_refused(receiver, dbuffer.VersionRegressedError, message)
             assert not is_applied(again, version)
-            receiver.start_over()
+            assert receiver.wait_or_start_over(20, timeout_s=0) == version
             assert receiver.load_into(target) == version
             assert values_in(target) == {2.0}
             assert is_applied(again, version)
+            (store / "CURRENT").unlink()
+            with pytest.raises(dbuffer.VersionRegressedError, match="to 0"):
+                receiver.wait_or_start_over(None, timeout_s=0)  # there is no new history
 
     def test_that_a_sender_took_over_goes_on(self, sender, receiver, store):
         """A trainer that is started again is no new run of versions; nor one without its record."""
