@@ -275,13 +275,6 @@ class BucketReceiver:
         with hold_version(self._bucket, seen, self._layouts) as held:
             yield held
 
-    def note_problem(self, error: Exception | None, version: int | None) -> None:
-        if error is None:
-            self.record.write(problem=None, problem_version=None)
-            return
-        self.record.count(failures=1)
-        self.record.write_problem(error, version, history=self.history)
-
     def start_over(self) -> None:
         self._seen = self._tag = None
         self.record.set(history=None, problem=None, problem_version=None)

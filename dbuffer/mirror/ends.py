@@ -12,23 +12,14 @@ from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store.hold import HeldVersion
-from dbuffer.store.records import OwnRecord
 
 
 class SourceReceiver(Followed, Protocol):
     """Receiver that a mirror follows its source with."""
 
     @property
-    def record(self) -> OwnRecord:
-        """Its record, with counts and problems."""
-
-    @property
     def reader(self) -> VersionVerifier:
         """Verifies the versions that are held."""
-
-    @property
-    def history(self) -> str | None:
-        """History that it follows; None before it has seen a version."""
 
     def hold_seen(
         self, newer_than: int | None = None

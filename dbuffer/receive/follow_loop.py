@@ -35,6 +35,7 @@ from dbuffer import errors
 from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, message_of
+from dbuffer.store.records import OwnRecord
 
 NewHistory = Literal["follow", "refuse"]
 """Policy for a store that is emptied or replaced, and started over, while it is followed."""
@@ -50,6 +51,14 @@ class Followed(Protocol):
         """The store, for messages."""
 
     @property
+    def record(self) -> OwnRecord:
+        """The receiver's record, with counts and problems."""
+
+    @property
+    def history(self) -> str | None:
+        """History that it follows; None before it has seen a version."""
+
+    @property
     def seen_version(self) -> int:
         """Newest version that was seen; 0: none."""
 
@@ -60,9 +69,6 @@ class Followed(Protocol):
         stop_event: threading.Event | None = None,
     ) -> int | None:
         """Wait until a version above ``newer_than`` is published; return its number."""
-
-    def note_problem(self, error: Exception | None, version: int | None) -> None:
-        """Record why a version, or with None the store, cannot be used; no error: it is over."""
 
     def start_over(self) -> None:
         """Follow the history that is there now."""
@@ -179,7 +185,7 @@ class FollowLoop(RetryLoop):
     def used(self) -> None:
         """Note that the version was used, which ends any failure."""
         if self.succeeded(f"{self._doing} {self._receiver.store}"):
-            self._receiver.note_problem(None, None)
+            self._receiver.record.write(problem=None, problem_version=None)
         self.failure = None
 
     def retry_now(self) -> None:
@@ -215,7 +221,8 @@ class FollowLoop(RetryLoop):
         traceback.clear_frames(error.__traceback__)
         retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self.failure = Failure(error, version, retry_at)
-        self._receiver.note_problem(error, version)
+        self._receiver.record.count(failures=1)
+        self._receiver.record.write_problem(error, version, self._receiver.history)
 
     def _wait(
         self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event

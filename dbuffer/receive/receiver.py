@@ -238,23 +238,11 @@ class WeightReceiver(Closing, ProcessBound):
         except _NO_FAILURES:
             raise
         except Exception as error:
-            self._write_problem(error, version)
+            self.record.write_problem(error, version, self.history)
             raise
         record = self.record.current
         if version is None and record.problem is not None and record.problem_version is None:
             self.record.write(problem=None)
-
-    def note_problem(self, error: Exception | None, version: int | None) -> None:
-        """Record why a version, or with None the store, cannot be used; no error: it is over."""
-        if error is None:
-            self.record.write(problem=None, problem_version=None)
-            return
-        self.record.count(failures=1)
-        self._write_problem(error, version)
-
-    def _write_problem(self, error: Exception, version: int | None) -> None:
-        of_this_run = {} if self.history is None else {"history": self.history}
-        self.record.write_problem(error, version, **of_this_run)
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:

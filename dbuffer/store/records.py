@@ -127,10 +127,14 @@ class OwnRecord(ProcessBound):
         """Change fields, to be seen from now on."""
         self.set(updated_at=time.time(), **changes)
 
-    def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
-        """Say why a version cannot be applied; None: the store itself is the problem."""
+    def write_problem(self, error: Exception, version: int | None, history: str | None) -> None:
+        """Say why a version cannot be applied; None: the store itself is the problem.
+
+        ``history`` is that of the version. None: unknown, and the record's stays.
+        """
         text = described(error)[:MAX_PROBLEM_CHARACTERS]
-        self.write(problem=text, problem_version=version, **changes)
+        of_history = {} if history is None else {"history": history}
+        self.write(problem=text, problem_version=version, **of_history)
 
 
 class RecordFile(OwnRecord):

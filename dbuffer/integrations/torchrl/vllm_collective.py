@@ -317,9 +317,11 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def _report_problem(self, error: Exception, version: int | None) -> None:
         """Record in the store why the engine cannot have a version."""
         if self._receiver is not None:
+            record = self._receiver.record
             if self._applied is None:
-                self._receiver.record.set(**_NOTHING_APPLIED)
-            self._receiver.note_problem(error, version)
+                record.set(**_NOTHING_APPLIED)
+            record.count(failures=1)
+            record.write_problem(error, version, self._receiver.history)
 
     def _switch_in_turn(self, version: int) -> bool:
         """Switch the engine; False: it generates, and is switched when the generation ends."""

@@ -91,7 +91,7 @@ def receivers_of(store: Path):
         ]
         for receiver in receivers[:-1]:
             receiver.load_into(lambda _: None)
-        receivers[-1].note_problem(MemoryError("on rank 3"), 2)
+        receivers[-1].record.write_problem(MemoryError("on rank 3"), 2, None)
         ended = dbuffer.WeightReceiver(store, receiver_id="ended")
         ended.load_into(lambda _: None)
         ended.close()
