@@ -135,6 +135,11 @@ class Pointer(Record):
         if self.buffer not in BUFFERS:
             raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
 
+    @property
+    def commit(self) -> str:
+        """Identity of the commit that published the version that it names."""
+        return f"{self.run}-{self.generation}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Record):

@@ -16,7 +16,6 @@ from dbuffer.errors import (
     SnapshotEvictedError,
     StoreCorruptError,
     StoreNotFoundError,
-    VersionRegressedError,
     WaitTimeoutError,
 )
 from dbuffer.format.layout import KeptLayouts, digest
@@ -35,6 +34,7 @@ from dbuffer.mirror.ends import SourceReceiver
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.hold import HeldVersion, OpenCopy
 from dbuffer.store.records import OwnRecord
@@ -295,22 +295,9 @@ class BucketReceiver:
             raise
         if read is not None:
             if self._seen is not None:
-                self._require_successor(self._seen, read[0])
+                require_successor(self.store, self._seen, read[0])
             self._seen, self._tag = read
         return self.seen_version
-
-    def _require_successor(self, seen: BucketPointer, now: BucketPointer) -> None:
-        is_other = seen.version == now.version and seen.identity != now.identity
-        if seen.history != now.history or is_other:
-            raise VersionRegressedError(
-                f"{self.store} was emptied or replaced: it held version {seen.version}, and what "
-                f"it holds now, version {now.version}, is of another run",
-                now.history,
-            )
-        if now.version < seen.version:
-            raise VersionRegressedError(
-                f"{self.store} went back from version {seen.version} to {now.version}"
-            )
 
 
 class BucketSource:

@@ -20,6 +20,7 @@ from dbuffer.format.manifest import (
     RecordT,
     WriterRecord,
 )
+from dbuffer.format.objects import BucketPointer
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
@@ -111,7 +112,7 @@ class DoubleBuffer:
         if pointer is None and self.medium.reaches_other_hosts:
             pointer = self._pointer_by_manifests(seen)
         if seen is not None:
-            self._require_successor(seen, pointer)
+            require_successor(self.root, seen, pointer)
         elif pointer is None and (other := other_weights(self.root)) is not None:
             message = "%s holds %s, which dbuffer does not read: it needs a sender of dbuffer's own"
             log_once(logger, message, self.root, other)
@@ -123,21 +124,6 @@ class DoubleBuffer:
             return ", which is not there"
         other = other_weights(self.root)
         return "" if other is None else f", which holds {other}"
-
-    def _require_successor(self, seen: Pointer, now: Pointer | None) -> None:
-        if now is not None and different_history(seen, now):
-            raise errors.VersionRegressedError(
-                f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
-                f"holds now, version {now.version}, is of another run, which new receivers "
-                "follow",
-                now.history,
-            )
-        if now is None or now.version < seen.version:
-            raise errors.VersionRegressedError(
-                f"{self.root} went back from version {seen.version} to "
-                f"{0 if now is None else now.version}: it was emptied or replaced; new "
-                "receivers follow what is there now"
-            )
 
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
         """Find the pointer from the manifests, while ``CURRENT`` is missing.
@@ -334,16 +320,29 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     )
 
 
-def different_history(seen: Pointer, now: Pointer) -> bool:
-    """Whether a store was started over between two looks at its pointer.
+def require_successor(
+    store: Path | str, seen: Pointer | BucketPointer, now: Pointer | BucketPointer | None
+) -> None:
+    """Raise unless a store, or a bucket, still has the history that it had when it was ``seen``.
 
     Version numbers do not show it: every history begins at version 1. A copy of the store that was
     put back and written to has the same history; but no version is published twice.
+
+    Raises:
+        VersionRegressedError: it was started over, or went back.
     """
-    if seen.history != now.history:
-        return True
-    is_same = (seen.run, seen.generation) == (now.run, now.generation)
-    return seen.version == now.version and not is_same
+    if now is None or (now.version < seen.version and now.history == seen.history):
+        raise errors.VersionRegressedError(
+            f"{store} went back from version {seen.version} to {0 if now is None else now.version}"
+            ": it was emptied or replaced; new receivers follow what is there now"
+        )
+    is_again = now.version == seen.version and now.commit != seen.commit
+    if is_again or now.history != seen.history:
+        raise errors.VersionRegressedError(
+            f"{store} was emptied or replaced: it held version {seen.version}, and what it holds "
+            f"now, version {now.version}, is of another run, which new receivers follow",
+            now.history,
+        )
 
 
 def other_buffer(buffer: str) -> str:
