@@ -13,7 +13,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
 FROM ${VLLM_IMAGE}
 COPY --from=built /wheels /wheels
 # The image's torch stays as it is; if dbuffer needs another one, the build fails.
-RUN python3 -c "import torch; print('torch==' + torch.__version__)" > /tmp/installed.txt
+RUN python3 -c "from importlib.metadata import version; print('torch==' + version('torch'))" > /tmp/installed.txt
 RUN python3 -m pip install --no-cache-dir --constraint /tmp/installed.txt \
     "$(echo /wheels/dbuffer-*.whl)[cli,delta]"
 RUN python3 -c "from dbuffer.integrations.vllm import FollowStore"

@@ -127,6 +127,21 @@ def test_the_commands_of_the_page_install_dbuffer(environment, clone):
         environment.run("python3 -m pip uninstall --yes dbuffer", clone)
 
 
+@pytest.mark.parametrize("document", [PAGE, IMAGE], ids=lambda path: path.name)
+def test_the_constraint_is_the_version_of_torch_that_pip_knows(document, tmp_path):
+    """The build on PyPI calls itself by another one, to which its CUDA's is added."""
+    (tmp_path / "torch.py").write_text('__version__ = "2.14.1+cu130"\n')
+    packaged = tmp_path / "torch-2.14.1.dist-info"
+    packaged.mkdir()
+    (packaged / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
+    [(command, _)] = re.findall(r"(python3 -c .*) > (\S*installed.txt)", document.read_text())
+    variables = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    assert subprocess.check_output(command, shell=True, env=variables) == b"torch==2.14.1\n"
+
+
 @IN_SOAKS_ALONE
 @pytest.mark.slow
 def test_the_commands_of_the_image_add_dbuffer_to_vllm(environment, tmp_path):

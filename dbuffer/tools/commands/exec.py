@@ -39,9 +39,8 @@ def run_for_each(
 
     Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_WEIGHTS (a file, safe to read
     until the command ends, and once open also if `exec` is killed; on a network mount a copy in
-    TMPDIR), DBUFFER_METADATA_FILE (JSON), and
-    the same JSON in DBUFFER_METADATA if it is below 128 KB. A command that fails ends `exec` with
-    exit code 1, and its version is not acknowledged.
+    TMPDIR), DBUFFER_METADATA_FILE (JSON), and the same JSON in DBUFFER_METADATA if it is below
+    128 KB. A command that fails ends `exec` with exit code 1, and its version is not acknowledged.
     """
     if not command.strip():
         raise typer.BadParameter("an empty command; is a variable not set?", param_hint="COMMAND")
