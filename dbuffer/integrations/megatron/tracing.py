@@ -14,11 +14,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed, nn
 
-from dbuffer.errors import UnsupportedError
+from dbuffer.errors import RankFailedError, UnsupportedError
 from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, Strided
+from dbuffer.runtime.messages import described
 
 Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns numbers in place of a parameter's elements."""
+
+Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+"""Names and values that a bridge exports, one after the other."""
 
 
 def held_by(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -54,27 +58,64 @@ class Tracer:
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
         self._names = dict(enumerate(self._held, self._first))
         """Names of this rank's parameters by their numbers as owners."""
+        self._error: Exception | None = None
+        """Error that ended this rank's search."""
         self.refused: dict[str, None] = {}
         """Exported tensors that are not made of one part per rank."""
 
     @torch.no_grad()
     def find_parts(self) -> dict[str, Part]:
-        """Return this rank's parts by exported name."""
+        """Return this rank's parts by exported name.
+
+        Raises:
+            RankFailedError: a rank could not find its own; on all ranks.
+        """
         at_place = self._find_parts(self._find_cuts())
         parts = {part.name: part for part in at_place.values()}
         names: dict[str, None] = {}
-        for place, (name, tensor) in enumerate(self._bridge.export_weights(self._models)):
-            names[name] = None
+
+        def compare(place: int, name: str, tensor: torch.Tensor) -> None:
             part = at_place.get(place)
             if part is not None and not part.is_in(tensor, self._held[part.parameter]):
                 self.refused[name] = None
+
+        def noted() -> Exported:
+            for name, tensor in self._bridge.export_weights(self._models):
+                names[name] = None
+                yield name, tensor
+
+        self._for_each(noted(), compare)
         # What a bridge computes may seem to be held by another rank, on every rank.
         num_ranks = torch.tensor([name in parts for name in names], dtype=torch.int32)
-        num_ranks = num_ranks.to(tensor.device)
+        num_ranks = num_ranks.to(next(iter(self._held.values())).device)
         distributed.all_reduce(num_ranks)
+        self._raise_together()
         held_nowhere = (num_ranks == 0).tolist()
         self.refused |= dict.fromkeys(itertools.compress(names, held_nowhere))
         return parts
+
+    def _for_each(self, export: Exported, work: Callable[[int, str, torch.Tensor], None]) -> None:
+        """Do ``work`` with the place, name and value of each exported tensor, until it fails.
+
+        Then the export goes on without, as the other ranks wait in the next gather.
+        """
+        for place, (name, tensor) in enumerate(export):
+            if self._error is None:
+                try:
+                    work(place, name, tensor)
+                except Exception as error:  # noqa: BLE001 - raised when all are through
+                    self._error = error
+
+    def _raise_together(self) -> None:
+        """Raise the first rank's error on all: those that succeeded would not trace again."""
+        mine = None if self._error is None else described(self._error)
+        problems = [mine] * distributed.get_world_size()
+        distributed.all_gather_object(problems, mine)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise RankFailedError(
+                    f"rank {rank} could not trace the export: {problem}"
+                ) from self._error
 
     def _find_cuts(self) -> dict[int, tuple[Cut, int]]:
         """Return the cuts of tensors, each with this rank's owner, by their places in an export.
@@ -87,23 +128,26 @@ class Tracer:
         def owners_in(tensor: torch.Tensor) -> torch.Tensor:
             return torch.full_like(tensor, owner_of[id(tensor)], dtype=torch.int32)
 
-        for place, (name, owners) in enumerate(self._export(owners_in)):
+        def find(place: int, name: str, owners: torch.Tensor) -> None:
             if not bool(((owners >= self._first) & (owners < end)).any()):
-                continue
+                return
             cut = Cut.find(owners)
             mine = [] if cut is None else [one for one in cut.owners if one in self._names]
             if cut is None or len(mine) != 1 or not cut.is_published(self._groups):
                 self.refused[name] = None
             else:
                 cuts[place] = cut, mine[0]
+
+        self._for_each(self._export(owners_in), find)
         return cuts
 
     def _find_parts(self, cuts: Mapping[int, tuple[Cut, int]]) -> dict[int, Part]:
         """Return this rank's parts of the tensors that are cut, by their places in an export."""
-        parts = {}
-        for place, (name, positions) in enumerate(self._export(_positions_in)):
+        parts: dict[int, Part] = {}
+
+        def find(place: int, name: str, positions: torch.Tensor) -> None:
             if place not in cuts:
-                continue
+                return
             cut, owner = cuts[place]
             parameter = self._names[owner]
             mine = cut.part_of(positions, owner)
@@ -113,9 +157,11 @@ class Tracer:
             else:
                 shapes = tuple(mine.shape), tuple(positions.shape)
                 parts[place] = Part(name, *shapes, cut, owner, parameter, elements)
+
+        self._for_each(self._export(_positions_in), find)
         return parts
 
-    def _export(self, numbers: Numbers) -> Iterator[tuple[str, torch.Tensor]]:
+    def _export(self, numbers: Numbers) -> Exported:
         models = [_NumberedModel(model, numbers) for model in self._models]
         yield from self._bridge.export_weights(models)
 

@@ -36,6 +36,7 @@ class MegatronWeights:
     Raises:
         InvalidWeightsError: while it is sent: parameters have other names, shapes or dtypes than
             the first time.
+        RankFailedError: while it is sent: a rank failed while the export was traced.
         UnsupportedError: while it is sent: the bridge computes a tensor, or a rank has several
             boxes of it.
     """
@@ -53,7 +54,7 @@ class MegatronWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
         held = held_by(self._models)
-        # Never again, even if in vain: it is collective, and other ranks may have succeeded.
+        # It is collective: done on all ranks, even if in vain, or, after an error, on none.
         if self._parts is None:
             self._parts = self._trace()
             self._shapes = shapes_of(

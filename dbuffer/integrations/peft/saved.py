@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from dbuffer.store import filesystem
 from dbuffer.weights.targets import ADAPTER_KEY
 
 _NAME = re.compile(r"v[0-9]+-[0-9a-f]{16}-[0-9]{1,19}")
+_SCRATCH = ".saving-"
+_ABANDONED_NS = 3600 * 10**9
+"""Age at which what a process has begun to save is taken for that of one that was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ def save_adapter(
     """
     directory = Path(directory).absolute()
     filesystem.make_directory(directory, parents=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
         made = Path(scratch, "adapter")
         with (
             receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot,
@@ -110,10 +114,15 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove all versions but the newest and the one before, which requests may still name."""
+    """Remove all versions but the newest and the one before, which requests may still name.
+
+    And what processes began that were killed.
+    """
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     others = sorted((path for path in saved if path != newest), key=_made_at)
-    for path in others[:-1]:
+    begun_before = time.time_ns() - _ABANDONED_NS
+    scratch = newest.parent.glob(f"{_SCRATCH}*")
+    for path in (*others[:-1], *(path for path in scratch if _made_at(path) < begun_before)):
         shutil.rmtree(path, ignore_errors=True)
 
 

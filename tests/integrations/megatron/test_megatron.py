@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +191,7 @@ def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_pat
         for name, _ in ALTERATIONS
         for _ in range(2)
     ]
+    expected.append("rank 1 could not trace the export: MemoryError: no room")
     expected.append(
         "the model's parameters have other names, shapes or dtypes than when they were first "
         "published: make new MegatronWeights on all ranks"
@@ -205,6 +207,7 @@ def test_an_export_that_is_not_made_of_parts_is_refused(world, tmp_path, shm_pat
 def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
     """Return the messages of what `send` raises."""
     from dbuffer.integrations.megatron import MegatronWeights
+    from dbuffer.integrations.megatron.parts import Cut
     from tests.support.megatron_parts import load_models, start_megatron
 
     start_megatron(tensor=2, pipeline=2)
@@ -224,6 +227,14 @@ def send_refused(rank: int, checkpoint: Path, store: Path) -> list[str]:
                 messages.append(str(unsupported.value))
         bridge.export_weights = export
         weights = MegatronWeights(bridge, models)
+        with (
+            mock.patch.object(Cut, "find", side_effect=MemoryError("no room"))
+            if rank == 1
+            else contextlib.nullcontext(),
+            pytest.raises(dbuffer.RankFailedError) as failed,
+        ):
+            sender.send(weights)
+        messages.append(str(failed.value))
         sender.send(weights)
         if rank == 3:
             norm: Any = models[0].get_submodule("module.decoder.final_layernorm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,14 @@ class TestNeitherForTheOther:
 
 class TestSaving:
     def test_peft_reads_it(self, sender, receiver, tmp_path):
-        """Each version has a directory, and two stay; one that is there is not written again."""
+        """Each version has a directory, and two stay; one that is there is not written again.
+
+        What a process that was killed had begun goes, and not what another one writes.
+        """
+        killed, begun = tmp_path / ".saving-killed", tmp_path / ".saving-begun"
+        for path in (killed, begun):
+            path.mkdir()
+        os.utime(killed, (0, 0))
         with pytest.raises(dbuffer.WaitTimeoutError):
             integration.save_adapter(receiver, tmp_path, timeout_s=0.01)
         model, saved = model_of(1), []
@@ -216,7 +224,7 @@ class TestSaving:
             sender.wait_applied(step + 1, timeout_s=10)
         assert [one.version for one in saved] == [1, 2, 3, 4]
         assert len({one.path for one in saved} | {one.number for one in saved}) == 8
-        assert sorted(tmp_path.iterdir()) == sorted(one.path for one in saved[-2:])
+        assert sorted(tmp_path.iterdir()) == sorted([begun, *(one.path for one in saved[-2:])])
         found = peft.PeftModel.from_pretrained(make_model("qwen3", 0), saved[-1].path)
         assert bits(reference(found)) == bits(reference(model))
         files = {path: path.stat().st_ino for path in saved[-1].path.iterdir()}
