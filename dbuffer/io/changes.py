@@ -24,7 +24,7 @@ from dbuffer.format.delta import Integers
 from dbuffer.format.layout import BLOCK_BYTES, Layout
 from dbuffer.io import devices
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import DTYPES, FileTensors, is_plain, join_digests, split_evenly
+from dbuffer.io.tensors import DTYPES, FileTensors, flat_view, is_plain, join_digests, split_evenly
 
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
@@ -245,7 +245,7 @@ def _compare_on_gpu(
 
 
 def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(INTEGERS[width])
+    return flat_view(tensor, INTEGERS[width])
 
 
 def _add_changed(
@@ -551,7 +551,7 @@ def _gathered(layout: Layout, run: Sequence[int], diff: _RunDiff) -> _RunDiff:
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the memory of a plain tensor."""
-    data: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    data: npt.NDArray[np.uint8] = flat_view(tensor).numpy()
     return data
 
 

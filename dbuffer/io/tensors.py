@@ -223,6 +223,16 @@ def as_bytes(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def flat_view(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """View a contiguous tensor's memory as a flat tensor of another dtype.
+
+    A single element is contiguous whatever its stride is, and torch views it only with a stride of
+    1.
+    """
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(dtype)
+
+
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
     """View one of a layout's tensors in the bytes that the layout describes."""
     spec = layout.specs[index]

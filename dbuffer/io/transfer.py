@@ -25,7 +25,15 @@ from dbuffer.errors import StoreAccessError, StoreCorruptError
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
 from dbuffer.format.places import part_name
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import DTYPES, FileTensors, as_bytes, is_plain, join_blocks, split_evenly
+from dbuffer.io.tensors import (
+    DTYPES,
+    FileTensors,
+    as_bytes,
+    flat_view,
+    is_plain,
+    join_blocks,
+    split_evenly,
+)
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 
@@ -134,14 +142,13 @@ def _bytes_of(source: torch.Tensor, dtype: torch.dtype) -> Iterable[memoryview]:
     if source.numel() * dtype.itemsize > SPAN_BYTES:
         return _spans_of(source, dtype)
     plain = source.detach().resolve_conj().resolve_neg()
-    flat = plain.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return (as_bytes(flat.view(torch.uint8)),)
+    return (as_bytes(flat_view(plain.to(device="cpu", dtype=dtype).contiguous())),)
 
 
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     elements = source.detach().reshape(-1)
     if is_plain(elements, dtype):
-        flat = elements.view(torch.uint8)
+        flat = flat_view(elements)
         for first in range(0, flat.numel(), SPAN_BYTES):
             yield as_bytes(flat[first : first + SPAN_BYTES])
         return

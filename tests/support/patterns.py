@@ -159,6 +159,7 @@ def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
         "negated": (complex_numbers.conj().imag, torch.float32),
         "parameter": (torch.nn.Parameter(square.T), torch.float32),
         "inside": (square.view(-1)[1:-1], torch.float32),
+        "one of a column": (square[:1, 0], torch.float32),
         "none": (square[:0].T, torch.bfloat16),
         "flags": (square > 3, torch.bool),
         "scalar": (torch.tensor(2.5), torch.float32),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dbuffer.errors import UnsupportedError
+from dbuffer.io.tensors import flat_view
 from dbuffer.weights.checkpoint import HeldRows, LazyTensor
 
 OWNERS_PER_RANK = 1 << 16
@@ -158,4 +159,4 @@ def _first_line(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return flat_view(tensor.contiguous())

@@ -26,6 +26,7 @@ from dbuffer.integrations.engine.plan.patching import (
 from dbuffer.integrations.engine.plan.samples import Sample
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import as_bytes, flat_view
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.trouble import log_once
 
@@ -276,5 +277,4 @@ def log_copied_whole(error: Exception) -> None:
 
 def digest_of(tensor: torch.Tensor) -> int:
     """Return the XXH3 of a tensor's bytes."""
-    flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64(flat_bytes.numpy().data).intdigest()
+    return xxhash.xxh3_64(as_bytes(flat_view(tensor.detach().cpu().contiguous()))).intdigest()
