@@ -116,8 +116,8 @@ class ShardedWeightSender(Publisher):
         keep_bytes: int | None = None,
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
-            patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
-            self._world = ranks = Agreement(group, timeout_s=patience_s)
+            self._patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
+            self._world = ranks = Agreement(group, timeout_s=self._patience_s)
             opened.callback(ranks.close)
 
             def take_options() -> None:
@@ -216,14 +216,22 @@ class ShardedWeightSender(Publisher):
         Args:
             version: a version that `send` returned.
             receivers: their number, or the id or ids of those to wait for.
-            timeout_s: below ``rank_timeout_s``.
+            timeout_s: below ``rank_timeout_s + reader_timeout_s``.
 
         Raises:
             OptionError, WaitTimeoutError, ReceiverFailedError, StoreNotFoundError,
                 WriterSupersededError: on all ranks.
             RankFailedError: a rank was lost.
         """
+
+        def check() -> None:
+            if options.seconds("timeout_s", timeout_s) >= self._patience_s:
+                rule = f"less than the {self._patience_s:g} s that the ranks wait for each other"
+                options.refuse("timeout_s", timeout_s, rule)
+
         with self._closing_if_interrupted():
+            self._check_open()
+            self._world.first("wait for receivers", check)
             super().wait_applied(version, receivers=receivers, timeout_s=timeout_s)
 
     def _closing_if_interrupted(self) -> TranslatedErrors:

@@ -84,6 +84,11 @@ class Contents:
         require_version(version)
         if version is None:
             version = last + 1
+            if version > MAX_INTEGER:
+                raise VersionError(
+                    f"{self._store.root} has version {last}, above which there is none: publish "
+                    "into a new store"
+                )
         if version <= last:
             raise VersionError(
                 f"version {version} is not above version {last}, the last one in "

@@ -76,7 +76,7 @@ def test_versions_go_up_and_others_are_refused(sender, store):
     with dbuffer.WeightSender(store) as another:
         assert another.send(WEIGHTS).version == 122
         assert another.send(WEIGHTS, version=2**63 - 1).version == 2**63 - 1
-        with pytest.raises(dbuffer.VersionError):
+        with pytest.raises(dbuffer.VersionError, match="new store"):
             another.send(WEIGHTS)
 
 

@@ -549,8 +549,11 @@ def send_and_wait(rank: int, store: Path, timeout_s: float) -> None:
 def test_all_ranks_wait_for_a_receiver(world, store):
     for outcome in world.outcomes(send_and_wait, store, 0.2):
         assert outcome.kind == "WaitTimeoutError"
+    for outcome in world.outcomes(send_and_wait, store, 660.0):  # ranks would be given up
+        assert outcome.kind == "OptionError"
+        assert "timeout_s" in outcome.message
     with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
-        receiver.acknowledge(2)
+        receiver.acknowledge(3)
     assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)
 
 
