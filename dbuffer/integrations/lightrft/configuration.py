@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,6 @@ A language model's names stay, also where ``text_only`` is not set for it.
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
 """LightRFT's defaults, for settings that a strategy does not have."""
-
-_LORA_PART = ".lora_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +83,12 @@ class Configuration:
             InvalidWeightsError: its adapters cannot be merged.
         """
         module = self._module(actor)
-        adapted = [name for name, _ in module.named_parameters() if _LORA_PART in name]
-        if not adapted:
+        if not _has_adapters(module):
             return module
         if self.is_sharded:
             raise UnsupportedError(
-                f"the actor has adapters ({adapted[0]!r}, ...), which can be merged only where "
-                "each rank holds whole weights: use a ZeRO stage below 3"
+                "the actor has adapters (peft), which can be merged only where each rank holds "
+                "whole weights: use a ZeRO stage below 3"
             )
         from dbuffer.integrations.peft import merged_weights
 
@@ -114,6 +112,16 @@ class Configuration:
                 "actor.model is a DeepSpeed pipeline, which is not supported: use ZeRO"
             )
         return module
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether a module has adapters of peft, of any method."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(part, PeftModel | BaseTunerLayer) for part in module.modules())
 
 
 def _setting(strategy: Any, name: str) -> Any:

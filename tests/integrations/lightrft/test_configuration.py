@@ -21,9 +21,12 @@ from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configurat
 from dbuffer.integrations.lightrft.engines import engines_of_rank
 from dbuffer.receive.stager import Stager
 from tests.support.engines import preforked
+from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
+
+peft = Later("peft")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +169,13 @@ def pipeline() -> nn.Module:
     return model
 
 
-def adapted() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+IA3 = {"feedforward_modules": []}
 
-    return get_peft_model(nn.Sequential(plain()), LoraConfig(target_modules=["0"]))
+
+def adapted(method: str, **options: Any) -> nn.Module:
+    config = peft.get_peft_config({"peft_type": method, "target_modules": ["0"], **options})
+    model: nn.Module = peft.get_peft_model(nn.Sequential(plain()), config)
+    return model
 
 
 MODELS = {
@@ -178,8 +184,8 @@ MODELS = {
     "flattened": flattened,
     "wrapped": wrapped,
     "pipeline": pipeline,
-    "adapted": lambda: wrapped(adapted()),
-    "adapted, sharded": lambda: sharded(adapted()),
+    "adapted": lambda: wrapped(adapted("LORA")),
+    "adapted, sharded": lambda: sharded(adapted("IA3", **IA3)),
 }
 
 
@@ -192,8 +198,8 @@ MODELS = {
         ("fsdp2", "vllm", "flattened", "fully_shard"),
         ("zero-1", "vllm", "plain", "not a DeepSpeed engine"),
         ("zero-1", "vllm", "pipeline", "pipeline"),
-        ("zero-3", "vllm", "adapted", "lora_A"),
-        ("fsdp2", "sglang", "adapted, sharded", "lora_A"),
+        ("zero-3", "vllm", "adapted", "has adapters"),
+        ("fsdp2", "sglang", "adapted, sharded", "has adapters"),
     ],
 )
 def test_what_is_not_known_is_refused_on_all_ranks(
@@ -202,6 +208,16 @@ def test_what_is_not_known_is_refused_on_all_ranks(
     for message in world.run(refuse, tmp_path, trainer, engine_type, model):
         assert why in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("LORA", {}), ("LOHA", {}), ("OFT", {"r": 2, "oft_block_size": 0}), ("IA3", IA3)],
+)
+def test_adapters_of_any_method_are_merged(method, options):
+    actor = Actor(SimpleNamespace(module=adapted(method, **options)))
+    weights = Configuration.of(strategy_for("zero-2")).weights(actor)
+    assert list(weights) == ["0.weight", "0.bias"]
 
 
 def fail(rank: int, place: Path, engines: list[Any]) -> str:
