@@ -350,9 +350,11 @@ class VLLMWeightBridge:
                 self._sender = ResidentModel(
                     model, self.store, delta=self._delta, rename=self._mapping.names
                 )
-            except UnsupportedError as error:
-                reason = str(error)
+            except BaseException as error:
                 self._sender = self._make_sender()
+                if not isinstance(error, UnsupportedError):
+                    raise
+                reason = str(error)
         if reason is not None:
             logger.info("an ordinary model, copied at each update: %s", reason)
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -334,6 +335,19 @@ def test_what_is_attached_must_be_the_model(store, checkpoint, change, problem):
         bridge.attach_to_vllm_weights(given)
         with pytest.raises(dbuffer.OptionError, match=problem):
             bridge.get_trainable_model()
+
+
+def test_model_for_which_there_was_no_room_moves_in_when_there_is(store, checkpoint, monkeypatch):
+    config = config_for(model_name=str(checkpoint))
+    with VLLMWeightBridge(config, store=store) as bridge, monkeypatch.context() as patch:
+        full = mock.Mock(side_effect=dbuffer.StoreFullError("no room"))
+        patch.setattr("dbuffer.integrations.atropos.bridge.ResidentModel", full)
+        with pytest.raises(dbuffer.StoreFullError):
+            bridge.get_trainable_model()
+        patch.undo()
+        model = bridge.get_trainable_model()
+        bridge.broadcast_weights_to_inference()
+        assert_published(store, model)
 
 
 def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
