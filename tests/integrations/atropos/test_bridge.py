@@ -337,17 +337,18 @@ def test_what_is_attached_must_be_the_model(store, checkpoint, change, problem):
             bridge.get_trainable_model()
 
 
-def test_model_for_which_there_was_no_room_moves_in_when_there_is(store, checkpoint, monkeypatch):
-    config = config_for(model_name=str(checkpoint))
-    with VLLMWeightBridge(config, store=store) as bridge, monkeypatch.context() as patch:
-        full = mock.Mock(side_effect=dbuffer.StoreFullError("no room"))
-        patch.setattr("dbuffer.integrations.atropos.bridge.ResidentModel", full)
+def test_where_there_is_no_room_for_the_model_to_move_in_others_are_published(
+    store, checkpoint, monkeypatch
+):
+    full = mock.Mock(side_effect=dbuffer.StoreFullError("no room"))
+    monkeypatch.setattr("dbuffer.integrations.atropos.bridge.ResidentModel", full)
+    trained = nn.ParameterDict({"a": torch.zeros(3)})
+    with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
         with pytest.raises(dbuffer.StoreFullError):
             bridge.get_trainable_model()
-        patch.undo()
-        model = bridge.get_trainable_model()
+        attached(bridge, trained)
         bridge.broadcast_weights_to_inference()
-        assert_published(store, model)
+        assert_published(store, trained)
 
 
 def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
