@@ -341,7 +341,7 @@ def test_where_there_is_no_room_for_the_model_to_move_in_others_are_published(
     store, checkpoint, monkeypatch
 ):
     full = mock.Mock(side_effect=dbuffer.StoreFullError("no room"))
-    monkeypatch.setattr("dbuffer.integrations.atropos.bridge.ResidentModel", full)
+    monkeypatch.setattr(dbuffer.ResidentModel, "__init__", full)
     trained = nn.ParameterDict({"a": torch.zeros(3)})
     with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
         with pytest.raises(dbuffer.StoreFullError):
