@@ -50,7 +50,7 @@ from tests.support.documents import (
     blocks,
     relative,
 )
-from tests.support.soak import IN_SOAKS_ALONE
+from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.waiting import until
 from tests.support.worlds import World
 
@@ -119,12 +119,12 @@ def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sorted({b.page for b in blocks("python") + blocks("console")} - {TUTORIAL}),
     ids=relative,
 )
-def test_a_page_is_followed_and_followed_again(page, home, request):
-    """In one directory, as by a reader who goes through it a second time."""
+def test_a_page_is_followed(page, home, request):
+    """In one directory; in soaks again, as by a reader who goes through it a second time."""
     needs_bucket = BUCKET in page.read_text(encoding="utf-8")
     bucket = request.getfixturevalue("bucket_url") if needs_bucket else BUCKET
     with dbuffer.WeightSender(home / "shared" / "policy") as sender:  # on another host
-        for _ in range(2):
+        for _ in range(2 if is_soak() else 1):
             sender.send({"weight": torch.ones(8)})
             follow(page, home, bucket)
 

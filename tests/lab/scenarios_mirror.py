@@ -97,6 +97,7 @@ def require_each_version_read_once(guest: Guest, stores: dict[str, Path]) -> Non
             assert read <= NUM_VERSIONS * file_bytes + MANY_POLLS_BYTES
 
 
+@IN_SOAKS_ALONE
 @scenario()
 def test_a_version_is_read_once_a_node(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
@@ -128,6 +129,7 @@ def stage_each(connection: Connection, path: Path) -> None:
         connection.send(version)
 
 
+@IN_SOAKS_ALONE
 @scenario()
 def test_ranks_of_engines_read_a_version_once_between_them(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ from dbuffer.integrations.lightrft import BroadcastManager
 from tests.support.engines import tiny_models
 from tests.support.engines.vllm_engines import NUM_TOKENS, PROMPTS, engine_arguments, greedy
 from tests.support.lightrft_parts import TRAINERS, Trainer, by_rank, expected_dtype, run_ranks
+from tests.support.soak import is_soak
 from tests.support.stores import SHARED_MEMORY, receiver_records
 from tests.support.waiting import error_of
 
@@ -265,7 +266,8 @@ def answers_of(model: Any) -> list[list[int]]:
 def main(directory: Path) -> None:
     keep_apart(directory)
     program = Program(directory)
-    for seed, kind in enumerate(TRAINERS, start=10):
+    kinds = TRAINERS if is_soak() else ("fsdp2 bf16", "zero-1 lora", "zero-3")
+    for seed, kind in enumerate(kinds, start=10):
         program.train(kind, seed)
     program.fail()
     default_store = program.manage_twice()
