@@ -109,11 +109,21 @@ class Contents:
         # With no pointer to go by, spare the buffer that may hold the newest version.
         return other_buffer(max(places.BUFFERS, key=self._version_in))
 
-    def history(self, before: WriterRecord | None) -> str | None:
-        """History of the store's versions; None where there are none, or it is lost.
+    @property
+    def is_copy(self) -> bool:
+        """Whether a mirror wrote the newest version."""
+        whole = [each for each in self.manifests.values() if each and each.state == "complete"]
+        newest = max(whole, key=lambda manifest: manifest.generation, default=None)
+        return newest is not None and newest.origin is not None
 
-        A store that was emptied begins another one, even if the writer ``before`` left its record.
+    def history(self, before: WriterRecord | None) -> str | None:
+        """History that the next sender goes on with; None: it begins another one.
+
+        As in a store that was emptied, even if the writer ``before`` left its record; and in a
+        mirror's copy, whose numbers the original goes on with, for other weights.
         """
+        if self.is_copy:
+            return None
         if self._records:
             return max(self._records, key=lambda record: record.generation).history
         is_empty = not (self._has_pointer_file or any(self._has_manifest_file))

@@ -493,6 +493,8 @@ class BufferWriter:
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._generation = contents.last_generation
         run = secrets.token_hex(8)
+        if history is None and contents.is_copy:
+            logger.warning("%s was a mirror's copy: what is published is a new history", self.root)
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
             run=run,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import dbuffer
+from dbuffer.errors import OptionError
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
@@ -77,6 +78,8 @@ def rollback(
     if held is None:
         raise kept.missing(view, version)
     with held:
+        if held.manifest.origin is not None:
+            raise OptionError(f"{store} is a mirror's copy: roll back where it is published")
         has_checksums = held.manifest.checksums_xxh3 is not None
     status_line.show(f"publishing version {version} of {store} again")
     sender = dbuffer.WeightSender(

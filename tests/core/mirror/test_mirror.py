@@ -35,6 +35,7 @@ from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, Command
+from tests.support.commands import call
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest
@@ -124,6 +125,23 @@ def another(shm_path: Path) -> Path:
 
 
 # What is copied
+
+
+def test_a_copy_that_gets_a_sender_is_another_history(capsys, remote, local):
+    """Its numbers are the original's, which goes on with them for other weights."""
+    with dbuffer.WeightSender(remote) as sender, quick(remote, local).start() as mirror:
+        for version in (1, 2):
+            sender.send(SMALL.weights(version))
+            mirror.wait_until_current(30)
+    code, _, err = call(capsys, "rollback", local, 1)
+    assert code == 2
+    assert "roll back where it is published" in err
+    with dbuffer.WeightSender(local) as sender:
+        assert sender.send(SMALL.weights(3)).version == 3
+    with dbuffer.WeightSender(local) as sender:  # and goes on with that
+        sender.send(SMALL.weights(4))
+    [ours] = {DoubleBuffer(local).manifest(buffer).history for buffer in "AB"}
+    assert ours != DoubleBuffer(remote).pointer().history
 
 
 @pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
