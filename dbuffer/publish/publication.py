@@ -1,7 +1,7 @@
 """`Publication`, and `PendingPublication`: a version that is published while the trainer goes on.
 
-The tensors of a pending one are read meanwhile and must not be written to: a forward and a
-backward pass do not, an optimizer's step does.
+The tensors of a pending one are read meanwhile and must not be written to: a backward pass does
+not, an optimizer's step does. What a forward pass writes, a batch norm's statistics say, is copied.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
+
+_COPIED_BYTES = 1 << 16
+"""Longest buffer that is copied before a publish goes on in another thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,14 @@ class PendingPublication(ProcessBound):
             )
 
 
+def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors, with copies in place of those that a forward pass may write."""
+    return [
+        tensor if tensor.requires_grad or tensor.nbytes > _COPIED_BYTES else tensor.detach().clone()
+        for tensor in tensors
+    ]
+
+
 def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a function that raises an `InvalidWeightsError` if a tensor was written to since now.
 
@@ -148,7 +159,7 @@ def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Calla
             raise InvalidWeightsError(
                 f"{listed(changed)} changed while they were being published, so nothing was: call "
                 "wait() on what send(wait=False) returned before optimizer.step(), or "
-                "sender.guard(optimizer) once"
+                "sender.guard(optimizer) once; before the next forward pass, if that writes them"
             )
 
     return require_unchanged

@@ -29,6 +29,7 @@ from dbuffer.publish.publication import (
     Publication,
     fork_streams,
     watch_writes,
+    with_short_copied,
 )
 from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shares import WholeShare
@@ -198,6 +199,7 @@ class WeightSender(Publisher):
             options.refuse("wait", wait, "True with an iterator, which only its owner may run")
         if source.is_lazy:
             options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
+        source = replace(source, tensors=with_short_copied(source.eager))
         require_unchanged = watch_writes([spec.name for spec in source.specs], source.eager)
         on_own_streams = fork_streams(source.eager)
 
@@ -311,10 +313,20 @@ class WeightSender(Publisher):
 
         If that failed, the step raises its error, and changes nothing.
 
+        Args:
+            optimizer: torch's, or one that wraps such a one, as those of accelerate and DeepSpeed.
+
         Returns:
             A handle whose ``remove()`` takes the guard off again.
+
+        Raises:
+            OptionError: it is neither.
         """
-        return optimizer.register_step_pre_hook(lambda *_: self._settle())
+        steps = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(steps, torch.optim.Optimizer):
+            rule = "a torch.optim.Optimizer, or call wait() of what send returned before each step"
+            options.refuse("optimizer", type(optimizer), rule)
+        return steps.register_step_pre_hook(lambda *_: self._settle())
 
     def _settle(self) -> None:
         """Wait for pending publications, and raise an error that was not raised before.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 from tests.support.children import Child, in_a_fork
-from tests.support.patterns import received
+from tests.support.patterns import assert_same, received
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
@@ -108,19 +109,23 @@ def test_weights_that_are_changed_meanwhile_are_not_published(gate, sender, stor
 
 
 def test_a_guarded_optimizer_waits_with_its_step(gate, sender, store):
+    """Also where another one wraps it; a forward pass goes on, and may write its buffers."""
     model = nn.Linear(4, 3)
+    model.norm = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    guard = sender.guard(optimizer)
-    sent = model.weight.detach().clone()
+    guard = sender.guard(SimpleNamespace(optimizer=optimizer))
+    sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pending = sender.send(model, wait=False)
-    model(torch.ones(2, 4)).sum().backward()  # goes on meanwhile
+    model.norm(model(torch.rand(2, 4))).square().sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(model.norm.running_mean, sent["norm.running_mean"])
     assert not pending.is_done
     gate.open_in(0.2)
     optimizer.step()
     assert pending.is_done
-    assert torch.equal(received(store)["weight"], sent)
+    assert_same(received(store), sent)
     changed = model.weight.detach().clone()
-    assert not torch.equal(changed, sent)
+    assert not torch.equal(changed, sent["weight"])
     gate.error = dbuffer.StoreFullError("no room")
     sender.send(model, wait=False)
     with pytest.raises(dbuffer.StoreFullError, match="no room"):
@@ -324,6 +329,8 @@ def test_what_is_wrong_is_said_at_once(sender, store):
     ):
         with pytest.raises(error, match=message):
             sender.send(**{"weights": WEIGHTS, "wait": False} | call)
+    with pytest.raises(dbuffer.OptionError, match="optimizer"):
+        sender.guard(nn.Linear(1, 1))
     assert newest(store) == 5
 
 
