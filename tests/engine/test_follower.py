@@ -720,9 +720,11 @@ def test_what_no_waiting_mends_is_raised_at_once(scene):
     [
         (404, dbuffer.UnsupportedError, "/server_info.* /v1"),
         (401, dbuffer.OptionError, "/server_info.*401"),
+        (503, dbuffer.EngineUnreachableError, "/server_info.*503"),
     ],
 )
-def test_server_that_waiting_does_not_change_is_refused_at_once(store, kind, status, error, names):
+def test_server_that_refuses_is_told_from_one_that_is_away(store, kind, status, error, names):
+    """And what waiting does not change is refused at once."""
     pytest.importorskip("httpx")
 
     class Refusing(BaseHTTPRequestHandler):
@@ -738,7 +740,9 @@ def test_server_that_waiting_does_not_change_is_refused_at_once(store, kind, sta
         thread.start()
         try:
             with pytest.raises(error, match=names) as caught:
-                follow(f"http://me:secret@127.0.0.1:{server.server_port}/v1", store)
+                with follow(f"http://me:secret@127.0.0.1:{server.server_port}/v1", store) as away:
+                    until("it has tried", lambda: away.error is not None)
+                    raise away.error
             assert "secret" not in str(caught.value)
         finally:
             server.shutdown()

@@ -23,6 +23,7 @@ from dbuffer.errors import (
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.server import UNAVAILABLE
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.runtime.extras import needed_for
@@ -67,7 +68,7 @@ class BridgeServer:
     def bring_to(self, version: int, notification: dict[str, Any], timeout_s: float) -> None:
         """Return when the server answers with ``version``, which is published, or a later one."""
         deadline = time.monotonic() + timeout_s
-        has_routes = self._notify(notification, deadline)
+        has_routes = self._has_route("POST", NOTIFY_ROUTE, deadline, json=notification)
         if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
             self._wait_followed(version, deadline, timeout_s)
             return
@@ -87,7 +88,7 @@ class BridgeServer:
             ) from None
 
     def warn_unless_healthy(self) -> None:
-        """Log it if the server does not answer, or not that it is healthy; updates wait for it."""
+        """Log it if the server does not answer, or not that it is healthy."""
         try:
             status = self._client.get(_HEALTH_ROUTE, timeout=_HEALTH_S).status_code
         except self._httpx.HTTPError as error:
@@ -95,7 +96,7 @@ class BridgeServer:
         else:
             problem = "" if status == _OK else f"answers {_HEALTH_ROUTE} with {status}"
         if problem:
-            logger.warning("the server at %s %s; each update waits for it", self.url, problem)
+            logger.warning("the server at %s %s; updates wait while it starts", self.url, problem)
 
     def resume_if_left_paused(self) -> None:
         """End the pause of a trainer that was killed in a switch.
@@ -132,31 +133,31 @@ class BridgeServer:
             self._follower = None
         self._client.close()
 
-    def _notify(self, notification: dict[str, Any], deadline: float) -> bool:
-        """Whether the server has bridge routes."""
-        response = self._request("POST", NOTIFY_ROUTE, deadline, json=notification)
+    def _is_drivable(self, deadline: float) -> bool:
+        query = {"config_format": "json"}
+        return self._has_route("GET", DEVELOPMENT_ROUTE, deadline, params=query)
+
+    def _has_route(self, method: str, path: str, deadline: float, **more: Any) -> bool:
+        """Call a route, and return whether there is one; wait while the server starts."""
+        while True:
+            cause = None
+            try:
+                response = self._client.request(method, path, **more)
+            except self._httpx.HTTPError as error:
+                problem, cause = f"does not answer: {type(error).__name__} {error}", error
+            else:
+                answer = f"{response.status_code} {response.text:.500}"
+                if response.status_code not in UNAVAILABLE:
+                    break
+                problem = f"answers {path} with {answer}"
+            if time.monotonic() + _RETRY_S > deadline:
+                raise EngineUnreachableError(f"{self.url} {problem}") from cause
+            time.sleep(_RETRY_S)
         if response.status_code in (404, 405):
             return False
         if response.is_error:
-            reason = f"{response.status_code} {response.text:.500}"
-            raise EngineUpdateError(f"POST {self.url}{NOTIFY_ROUTE}: {reason}")
+            raise EngineUpdateError(f"{method} {self.url}{path}: {answer}")
         return True
-
-    def _is_drivable(self, deadline: float) -> bool:
-        query = {"config_format": "json"}
-        return not self._request("GET", DEVELOPMENT_ROUTE, deadline, params=query).is_error
-
-    def _request(self, method: str, path: str, deadline: float, **more: Any) -> Any:
-        """The server's response; retried while it starts or restarts."""
-        while True:
-            try:
-                return self._client.request(method, path, **more)
-            except self._httpx.HTTPError as error:
-                if time.monotonic() + _RETRY_S > deadline:
-                    raise EngineUnreachableError(
-                        f"{self.url} does not answer: {type(error).__name__} {error}"
-                    ) from error
-            time.sleep(_RETRY_S)
 
     def _wait_followed(self, version: int, deadline: float, timeout_s: float) -> None:
         before = None

@@ -20,6 +20,9 @@ from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
 
+UNAVAILABLE = (502, 503, 504)
+"""Status codes of a proxy whose server is away, and of a server that starts."""
+
 _CONNECT_S = 5.0
 _CALL_S = 30.0
 _LONG_S = 600.0
@@ -36,7 +39,8 @@ class EngineServer(Engine):
 
     Raises:
         OptionError: ``url`` is no address of a server; from any call: it refuses the API key.
-        EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
+        EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer, or is
+            not available (502, 503, 504).
         UnsupportedError: from any call: it has no such route, and was started without it.
         EngineUpdateError: from any call: the server answered with an error.
     """
@@ -84,6 +88,10 @@ class EngineServer(Engine):
             raise EngineUnreachableError(
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
+        if response.status_code in UNAVAILABLE:
+            raise EngineUnreachableError(
+                f"{self.url} answers {path} with {response.status_code}: {response.text:.200}"
+            )
         if response.status_code in (401, 403):
             raise OptionError(
                 f"{self.url} refuses {path} with this API key ({response.status_code}): give the "

@@ -475,10 +475,21 @@ def test_server_that_is_paused_and_cannot_be_driven_is_logged(store, caplog):
     assert f"the server at {server.url} is paused, and stays so" in caplog.text
 
 
-def test_error_of_the_server_is_raised(store):
-    routes = {"POST /bridge/notify_update": 500}
-    with running(store, routes) as server, opened(store, server.url) as bridge:
-        with pytest.raises(dbuffer.EngineUpdateError, match=r"/bridge/notify_update: 500"):
+@pytest.mark.parametrize("route", ["POST /bridge/notify_update", "GET /server_info"])
+def test_error_of_the_server_is_raised(store, route):
+    with running(store, {route: 500}) as server, opened(store, server.url) as bridge:
+        with pytest.raises(dbuffer.EngineUpdateError, match=f"{route.partition(' ')[2]}: 500"):
+            bridge.notify_update()
+
+
+@pytest.mark.parametrize("route", ["POST /bridge/notify_update", "GET /server_info"])
+def test_server_that_is_not_available_yet_is_waited_for(store, route):
+    routes = {route: 503}
+    with running(store, routes) as server:
+        with opened(store, server.url, timeout_seconds=SOON_S) as bridge:
+            with pytest.raises(dbuffer.EngineUnreachableError, match="with 503"):
+                bridge.notify_update()
+        with opened(store, server.url) as bridge, meanwhile(routes.clear, after_s=SOON_S):
             bridge.notify_update()
 
 
