@@ -16,6 +16,7 @@ from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
+from dbuffer.runtime import options
 
 Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
 Source: TypeAlias = Sender | Mirror
@@ -35,9 +36,22 @@ _OF_MIRRORS = {
 }
 
 
-def register(source: Source, registry: CollectorRegistry = REGISTRY) -> None:
-    """Show a sender, with its receivers' lags, or a mirror; of a sharded sender, on rank 0."""
-    registry.register(_Collector(source))
+def register(source: Source, registry: CollectorRegistry = REGISTRY) -> Collector:
+    """Show a sender, with its receivers' lags, or a mirror; of a sharded sender, on rank 0.
+
+    Returns:
+        What ``registry.unregister`` takes out again, for a new sender after this one say.
+
+    Raises:
+        OptionError: the registry shows another one of the kind.
+    """
+    collector = _Collector(source)
+    try:
+        registry.register(collector)
+    except ValueError:  # names that are there
+        rule = "another one for each sender or mirror, or unregister what register returned before"
+        options.refuse("registry", registry, rule)
+    return collector
 
 
 class _Collector(Collector):
@@ -45,6 +59,10 @@ class _Collector(Collector):
 
     def __init__(self, source: Source) -> None:
         self._source = source
+
+    def describe(self) -> Iterator[Metric]:
+        """Tell a registry the names, of which it has each once."""
+        return self.collect()
 
     def collect(self) -> Iterator[Metric]:
         source, kind, counters = self._source, "sender", _OF_SENDERS

@@ -362,6 +362,10 @@ def test_metrics_count_versions_and_deltas(store):
     registry = CollectorRegistry()
     weights = {"weight": torch.zeros(1000)}
     with dbuffer.WeightSender(store, delta=True) as sender:
+        collector = metrics.register(sender, registry)
+        with pytest.raises(dbuffer.OptionError, match="unregister"):
+            metrics.register(sender, registry)
+        registry.unregister(collector)
         metrics.register(sender, registry)
         sender.send(weights)
         weights["weight"][7] = 1
