@@ -16,6 +16,7 @@ from dbuffer.io.tensors import DTYPES
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.messages import listed
 
+_INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -149,6 +150,37 @@ def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTens
     return list(tensors), list(tensors.values())
 
 
+def watch_checkpoint(path: Path) -> Callable[[], None]:
+    """Return a function that raises an `InvalidWeightsError` if a file was written, or replaced.
+
+    Since now: call this before the files are opened, and that when their tensors were copied.
+    """
+    files = [*_checkpoint_files(path), path / _INDEX]
+
+    def states() -> list[tuple[int, ...] | None]:
+        return [_state_of(file) for file in files]
+
+    before = states()
+
+    def require_unchanged() -> None:
+        for file, old, new in zip(files, before, states(), strict=True):
+            if old != new:
+                raise InvalidWeightsError(
+                    f"{file} was written while it was being published, so nothing was: publish a "
+                    "checkpoint when all of it is saved"
+                )
+
+    return require_unchanged
+
+
+def _state_of(file: Path) -> tuple[int, ...] | None:
+    try:
+        found = file.stat()
+    except OSError:  # which those who read it raise
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
     """The files of a checkpoint, and which tensors to take from each (None: all)."""
     if path.is_file():
@@ -157,7 +189,7 @@ def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
         raise InvalidWeightsError(
             f"there is no checkpoint at {path}: give a local directory or .safetensors file"
         )
-    index = path / "model.safetensors.index.json"
+    index = path / _INDEX
     if not index.is_file():
         if files := sorted(path.glob("*.safetensors")):
             return dict.fromkeys(files)

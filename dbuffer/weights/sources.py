@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
@@ -27,7 +27,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
+from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint, watch_checkpoint
 from dbuffer.weights.conversion import Conversion, shapes_of
 from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
@@ -107,6 +107,8 @@ class Source:
     """Tensors that come one by one, in place of all others."""
     reader: SourceReader | None = None
     """Reader that the lazy tensors come from, each in its turn."""
+    check: Callable[[], None] = lambda: None
+    """Called when all tensors were copied; an error prevents that they are published."""
 
     def fetched(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, one at a time; each may be gone when the next has come."""
@@ -117,6 +119,7 @@ class Source:
         """Finish a pass over lazy tensors, of which some may not have been fetched."""
         if self.reader is not None:
             self.reader.finish()
+        self.check()
 
     @property
     def eager(self) -> list[torch.Tensor]:
@@ -164,6 +167,9 @@ class Describer:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
         if is_stream(weights):
             return Source((), [], {}, stream=self._stream(weights))
+        if isinstance(weights, str | os.PathLike):
+            check = watch_checkpoint(Path(weights))
+            return replace(self._describe_pairs(*read_checkpoint(Path(weights))), check=check)
         named: Mapping[str, Any] | None = _as_mapping(weights)
         if named is None and self.sharded:
             named = parameters_of(weights)
@@ -251,8 +257,6 @@ class Describer:
         return list(converted), list(converted.values())
 
     def _collect(self, weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-        if isinstance(weights, str | os.PathLike):
-            return read_checkpoint(Path(weights))
         if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
             return self._checked_pairs(weights)
         raise InvalidWeightsError(

@@ -530,6 +530,28 @@ class TestCheckpoints:
         with pytest.raises(InvalidWeightsError, match=message):
             publish(sharded)
 
+    @pytest.mark.parametrize("save", [shutil.copyfile, os.replace])
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_what_is_saved_anew_meanwhile_is_not_published(
+        self, store, directory, tmp_path, save, delta
+    ):
+        """Written over, half of its tensors would be those of the next checkpoint."""
+        path, later = directory / "model.safetensors", tmp_path / "later.safetensors"
+        safetensors.torch.save_file({name: torch.zeros(1 << 20) for name in "abcd"}, path)
+        safetensors.torch.save_file({name: torch.ones(1 << 20) for name in "abcd"}, later)
+
+        def progress(done: int, total: int) -> None:
+            if done >= total // 2 and later.exists():
+                save(later, path)
+                later.unlink(missing_ok=True)
+
+        with WeightSender(store, delta=delta) as sender:
+            with pytest.raises(InvalidWeightsError, match="while it was being published"):
+                sender.send(directory, progress=progress)
+            assert sender.send(directory).version == 1
+        with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+            assert all(tensor.eq(1).all() for tensor in snapshot.tensors.values())
+
 
 class TestLazyTensors:
     def lazy(self, tensor: torch.Tensor, **more) -> LazyTensor:
