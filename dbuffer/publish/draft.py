@@ -266,7 +266,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"
         )
     checked: dict[str, Any] = json.loads(text)
-    level: list[Any] = [checked]
+    level: list[Any] = [metadata]
     for _ in range(MAX_METADATA_DEPTH):
         level = [child for value in level for child in _children(value)]
     if level:
@@ -275,9 +275,12 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
+        # JSON would make strings of others, and lose one of two that are alike then.
+        if others := [key for key in value if not isinstance(key, str)]:
+            raise InvalidWeightsError(f"metadata has a key that is no string: {others[0]!r:.80}")
         return value.values()
-    return value if isinstance(value, list) else ()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:

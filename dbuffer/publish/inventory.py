@@ -317,9 +317,16 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
             names.append(source.specs[index].name)
     if not samples:
         return {}
-    # One copy out of a device, and not one for each tensor.
-    parts = torch.split(torch.cat(samples).cpu(), [len(sample) for sample in samples])
-    return {name: digest(as_bytes(part)) for name, part in zip(names, parts, strict=True)}
+    # One copy out of each device, and not one for each tensor.
+    digests: dict[str, str] = {}
+    for device in {sample.device for sample in samples}:
+        there = [(n, s) for n, s in zip(names, samples, strict=True) if s.device == device]
+        of_device, its = zip(*there, strict=True)
+        parts = torch.split(torch.cat(its).cpu(), list(map(len, its)))
+        digests |= {
+            name: digest(as_bytes(part)) for name, part in zip(of_device, parts, strict=True)
+        }
+    return digests
 
 
 def _require_alike(samples: Sequence[Mapping[str, str]]) -> None:

@@ -245,7 +245,12 @@ def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bo
                 if key not in groups:
                     pairs.append((key, None))
                 index = int(match["index"]) if isinstance(rule.text, str) else number
-                groups.setdefault(key, {})[index] = tensor
+                if index in groups.setdefault(key, {}):
+                    raise InvalidWeightsError(
+                        f"the rule {rule} makes {key!r} of several tensors, and {name!r} is part "
+                        f"{index} as another one is"
+                    )
+                groups[key][index] = tensor
                 break
         else:
             pairs.append((name, tensor))

@@ -111,6 +111,11 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True)
         (path / "adapter_config.json").write_text(text, encoding="utf-8")
+        # Else a power cut may leave the name of the directory, and not the bytes in it.
+        for file in path.iterdir():
+            with file.open("rb") as written:
+                filesystem.sync_file(written.fileno(), file)
+        filesystem.sync_directory(path)
 
 
 def _remove_old(newest: Path) -> None:

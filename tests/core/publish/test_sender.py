@@ -103,7 +103,16 @@ HOLDS_ITSELF["self"] = HOLDS_ITSELF
 def test_metadata_that_json_cannot_hold_is_refused(sender, store):
     sender.send(WEIGHTS)
     bad = (object(), {1, 2}, b"bytes", torch.ones(1), 1j, float("nan"), "x" * MB, 10**5_000)
-    for metadata in (*({"bad": one} for one in bad), {("a", "b"): 1}, HOLDS_ITSELF, [1], "text", 3):
+    for metadata in (
+        *({"bad": one} for one in bad),
+        {("a", "b"): 1},
+        {1: "one"},
+        {"a": [{2: 3}]},
+        HOLDS_ITSELF,
+        [1],
+        "text",
+        3,
+    ):
         with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send(WEIGHTS, metadata=metadata)
     assert newest(store)[1]["version"] == 1

@@ -235,6 +235,14 @@ def test_what_does_not_fit_the_tensors_is_refused(tmp_path, names, message):
             sender.send(WEIGHTS)
 
 
+def test_two_tensors_that_are_one_part_are_refused(tmp_path):
+    weights = {name: torch.ones(2) for name in ("e.0.w", "e.1.w", "e.00.w")}
+    names = NameMap().stack("e.#.w", "e.w")
+    with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
+        with pytest.raises(dbuffer.InvalidWeightsError, match=r"'e\.00\.w' is part 0"):
+            sender.send(weights)
+
+
 def test_presets():
     examples = {
         "_orig_mod.": ("_orig_mod.layers.0._orig_mod.weight", "layers.0.weight"),

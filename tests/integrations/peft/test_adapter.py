@@ -13,6 +13,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations import peft as integration
+from dbuffer.store import filesystem
 from tests.support.children import Child
 from tests.support.engines.tiny_models import make_model
 from tests.support.later import Later
@@ -230,6 +231,17 @@ class TestSaving:
         files = {path: path.stat().st_ino for path in saved[-1].path.iterdir()}
         assert integration.save_adapter(receiver, tmp_path) == saved[-1]
         assert {path: path.stat().st_ino for path in saved[-1].path.iterdir()} == files
+
+    def test_what_has_its_name_outlives_a_power_cut(self, sender, receiver, tmp_path, monkeypatch):
+        flushed, sync_file = [], filesystem.sync_file
+        monkeypatch.setattr(
+            filesystem,
+            "sync_file",
+            lambda number, path: (flushed.append(path.name), sync_file(number, path)),
+        )
+        integration.send_adapter(sender, model_of(1))
+        saved = integration.save_adapter(receiver, tmp_path)
+        assert sorted(flushed) == sorted(path.name for path in saved.path.iterdir())
 
     def test_a_store_that_took_the_place_of_another(self, store, tmp_path, receiver):
         """Version 1 of the new store is not taken for version 1 of the old one, nor for older."""
