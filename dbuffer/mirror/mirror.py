@@ -147,7 +147,7 @@ class Mirror(Closing, ProcessBound):
         """Newest version in the target, of the history that is followed."""
         self._announced: int | None = None
         """Newest version for which ``on_copied`` has returned."""
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         """Error that ended the mirror's thread."""
 
     @property
@@ -300,7 +300,7 @@ class Mirror(Closing, ProcessBound):
         except OneStoreError as error:
             logger.info("%s", error)
         # No caller is there to raise it to: `wait_until_current` raises it, and the log has it.
-        except Exception as error:
+        except BaseException as error:
             self._error = error
             logger.exception("the mirror of %s has ended", self._source.name)
         finally:

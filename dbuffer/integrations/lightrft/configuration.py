@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dbuffer.errors import UnsupportedError
-from dbuffer.weights.names import NameMap, Rename
+from dbuffer.weights.names import NameMap
 from dbuffer.weights.sources import Weights
 
 ENGINE_TYPES = ("vllm", "sglang")
@@ -24,10 +24,7 @@ SGLANG_NAMES = (
     .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
     .pattern(r"(?:model\.)?language_model\.(?:model\.)?(.*)", r"model.\1")
 )
-"""From a vision-language model of transformers to SGLang's, whatever its other parts are called.
-
-A language model's names stay, also where ``text_only`` is not set for it.
-"""
+"""From a vision-language model of transformers to SGLang's, whatever its other parts are called."""
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
 """LightRFT's defaults, for settings that a strategy does not have."""
@@ -43,7 +40,8 @@ class Configuration:
     """Whether a rank holds only parts of the parameters."""
     dtype: torch.dtype | None
     """Dtype in which floating-point tensors are published; None: each in its own."""
-    rename: Rename | None
+    names: NameMap | None
+    """Names that an engine gives a vision-language model's tensors; None: transformers'."""
 
     @classmethod
     def of(cls, strategy: Any) -> Configuration:
@@ -71,8 +69,13 @@ class Configuration:
             is_fsdp=is_fsdp,
             is_sharded=is_fsdp or zero_stage == _SHARDED_STAGE,
             dtype=_dtype(is_bf16=bool(_setting(strategy, "bf16")), is_fsdp=is_fsdp),
-            rename=SGLANG_NAMES if has_other_names else None,
+            names=SGLANG_NAMES if has_other_names else None,
         )
+
+    def rename(self, actor: Any) -> NameMap | None:
+        """Return what renames the actor's tensors; None: their names stay."""
+        names = (name for name, _ in self._module(actor).named_parameters())
+        return self.names if any("language_model." in name for name in names) else None
 
     def weights(self, actor: Any) -> Weights:
         """Return the weights to publish: the actor's module, with its adapters merged.

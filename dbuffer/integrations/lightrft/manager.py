@@ -93,7 +93,7 @@ class BroadcastManager(Closing):
         self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
         self._opened = contextlib.ExitStack()
-        num_engines = len(inference_engine) if isinstance(inference_engine, list | tuple) else 1
+        num_engines = self._most_engines(rank_timeout_s)
         engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
         self._opened.callback(self._agreement.close)
@@ -138,7 +138,6 @@ class BroadcastManager(Closing):
     def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
         self._weights_on_all_ranks()  # to refuse now what could not be published later
         self._configuration = Configuration.of(self.strategy)
-        self._require_an_engine()
         self.store = Path(
             self._agreement.first("choose a store", lambda: str(store or _default_store()))
         )
@@ -147,7 +146,7 @@ class BroadcastManager(Closing):
             self.store,
             delta=self._has_deltas,
             dtype=self._configuration.dtype,
-            rename=rename or self._configuration.rename,
+            rename=rename or self._configuration.rename(self.actor),
             rank_timeout_s=rank_timeout_s,
         )
         self._opened.callback(self._sender.close)
@@ -163,10 +162,14 @@ class BroadcastManager(Closing):
         self._agreement.each("read its configuration", read)
         return weights[0]
 
-    def _require_an_engine(self) -> None:
-        mine = engines_of_rank(self.inference_engine, self._agreement.rank)
-        if not any(self._agreement.each("count its engines", lambda: len(mine))):
+    def _most_engines(self, rank_timeout_s: float) -> int:
+        """Return how many engines a rank switches, one after the other; others wait for it."""
+        with contextlib.closing(Agreement(None, timeout_s=rank_timeout_s)) as ranks:
+            mine = engines_of_rank(self.inference_engine, ranks.rank)
+            most = max(ranks.each("count its engines", lambda: len(mine)))
+        if not most:
             raise OptionError("no rank has an inference engine")
+        return most
 
     def _follow(self) -> None:
         from dbuffer.integrations.engine.engine_options import EngineOptions

@@ -249,13 +249,14 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
         assert one.version == 20, "found published"
 
 
-def test_what_on_copied_raises_reaches_who_waits(remote, local):
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_what_on_copied_raises_reaches_who_waits(remote, local, kind):
     def on_copied(copied: Publication) -> None:
-        raise KeyError(copied.version)
+        raise kind(copied.version)
 
     publish(remote, 1)
     with quick(remote, local, on_copied=on_copied).start() as one:
-        with pytest.raises(KeyError):
+        with pytest.raises(kind):
             one.wait_until_current(10)
 
 

@@ -112,12 +112,29 @@ def test_dtype_is_lightrfts(trainer, dtype):
 
 
 def test_only_sglang_has_other_names_and_not_for_a_trainer_of_text_only():
-    assert Configuration.of(strategy_for("fsdp2")).rename is None
+    assert Configuration.of(strategy_for("fsdp2")).names is None
     strategy = strategy_for("fsdp2", "sglang")
     for text_only, rename in ((None, SGLANG_NAMES), (True, None), (False, SGLANG_NAMES)):
         if text_only is not None:
             strategy.args.text_only = text_only
-        assert Configuration.of(strategy).rename is rename
+        assert Configuration.of(strategy).names is rename
+
+
+@pytest.mark.parametrize("part", ["language_model.layers", "layers"])
+def test_only_names_of_vision_language_models_are_other_ones(part):
+    """Phi has a tensor that such a map would take for one."""
+    model = nn.Module()
+    for name in (f"model.{part}.0.weight", "model.final_layernorm.weight"):
+        *path, last = name.split(".")
+        inner = model
+        for each in path:
+            inner.register_module(each, getattr(inner, each, nn.Module()))
+            inner = getattr(inner, each)
+        inner.register_parameter(last, nn.Parameter(torch.ones(1)))
+    configuration = Configuration.of(strategy_for("zero-2", "sglang"))
+    actor = SimpleNamespace(model=SimpleNamespace(module=model))
+    expected = SGLANG_NAMES if part.startswith("language") else None
+    assert configuration.rename(actor) is expected
 
 
 def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default():
