@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, VersionRegressedError
 from dbuffer.format.layout import digest
 from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_history, is_receiver_id
+from dbuffer.integrations.engine.version_id import VersionId
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
 from dbuffer.runtime import options as checks
@@ -152,6 +153,23 @@ class EngineOptions:
             f"this engine stays on version {self.version} of {self.store}, and was asked to load "
             f"version {request.version or request.at_least}: let it follow again without version"
         )
+
+    def is_replaced(self, served: VersionId, history: str | None) -> bool:
+        """Whether the store's history is another one than that of the engine's version.
+
+        Raises:
+            VersionRegressedError: it is, and a new history is refused.
+        """
+        if not served.is_of_another_history(history):
+            return False
+        if self.new_history == "refuse":
+            raise VersionRegressedError(
+                f"{self.store} was emptied or replaced, and started over; the engine has version "
+                f"{served.version} of the run before, and serves on with that. To go on with what "
+                "is there now, let it follow the store again with new_history='follow'",
+                history,
+            )
+        return True
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:

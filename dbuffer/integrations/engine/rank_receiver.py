@@ -23,7 +23,6 @@ from dbuffer.errors import (
     OptionError,
     RankFailedError,
     VersionError,
-    VersionRegressedError,
     WeightsMismatchError,
 )
 from dbuffer.integrations.engine.engine_options import (
@@ -348,7 +347,7 @@ class RankReceiver:
         if goal is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
         has = self._applied
-        if has is None or self._is_replaced(has, request.history or history):
+        if has is None or self.options.is_replaced(has, request.history or history):
             return False
         if has.version < goal:
             return False
@@ -360,19 +359,6 @@ class RankReceiver:
                 "engine has; versions never go back"
             )
         return self._state.broken is None
-
-    def _is_replaced(self, has: VersionId, history: str | None) -> bool:
-        """Whether the store's history is another one than that of the engine's version."""
-        if not has.is_of_another_history(history):
-            return False
-        if self.options.new_history == "refuse":
-            raise VersionRegressedError(
-                f"{self.options.store} was emptied or replaced, and started over; the engine has "
-                f"version {has.version} of the run before. To go on with what is there now, let it "
-                "follow the store again with new_history='follow'",
-                history,
-            )
-        return True
 
     def _load_on_all_ranks(self, staged: Staged) -> dict[str, float]:
         """Load a version on all ranks; return the stats of that."""

@@ -142,8 +142,8 @@ class StoreView:
         newest = VersionId(pointer.version, pointer.history) if pointer else VersionId(0, None)
         if served is None:
             return newest
-        if served.is_of_another_history(newest.history):
-            self._admit_new_history(served, newest)
+        if self.options.is_replaced(served, newest.history):
+            self._log_new_history(served, newest)
         elif newest.version < served.version:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.version} to {newest.version}: it was "
@@ -151,21 +151,17 @@ class StoreView:
             )
         return newest
 
-    def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
-        what = (
-            f"{self.options.store} was emptied or replaced, and started over: {self.engine_id} has "
-            f"version {served.version} of the run before, and the newest is version "
-            f"{newest.version} of another"
-        )
-        if self.options.new_history == "refuse":
-            raise errors.VersionRegressedError(
-                f"{what}; it serves on with what it has. To go on with what is there now, let it "
-                "follow the store again with new_history='follow'",
-                newest.history,
-            )
+    def _log_new_history(self, served: VersionId, newest: VersionId) -> None:
         if self._logged_history != newest.history:
             self._logged_history = newest.history
-            logger.warning("%s, and it follows those now", what)
+            logger.warning(
+                "%s was emptied or replaced, and started over: %s has version %d of the run "
+                "before, and now follows another, whose newest version is %d",
+                self.options.store,
+                self.engine_id,
+                served.version,
+                newest.version,
+            )
 
     def manifest_of(self, goal: VersionId) -> Manifest | None:
         """Read the manifest of a version; None: it is not, or no longer, in this store."""
