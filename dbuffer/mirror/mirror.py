@@ -83,7 +83,8 @@ class Mirror(Closing, ProcessBound):
             have it already, :attr:`version` and :attr:`stats` say so, and
             :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
             finding the version to having published it. An error from it ends the mirror.
-        progress: called with the bytes read so far, and in all, from several threads.
+        progress: called with the bytes read so far, and in all, from several threads. An error from
+            it fails the copy, which is tried again.
 
     Raises:
         OptionError: an option is invalid.
