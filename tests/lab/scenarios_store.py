@@ -144,12 +144,15 @@ def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, d
             for reader in readers:
                 assert reader.receive() == "ready"
             writer.send()
+            num_read = []
             for reader in readers:
                 versions = reader.receive(2 * TIMEOUT_S)
                 print(f"{len(versions)} versions of {last} read")
                 assert versions == sorted(set(versions)), "a version came twice, or went back"
-                assert len(versions) > max(1, last / 20)
+                num_read.append(len(versions))
                 assert reader.wait() == 0
+            # One alone may be so late, on a busy machine, that it finds the last version only.
+            assert sum(num_read) > max(len(readers), last / 10), "nobody read while others came"
             assert writer.receive() == "all"
         print(f"{last} publishes in {time.monotonic() - started:.1f} s")
     left = sum(file.stat().st_size for file in guest.server_path.rglob("weights-*"))
