@@ -20,7 +20,7 @@ from dbuffer.store import network_files
 from dbuffer.store.liveness import owner_fields
 from tests.support.children import Child
 from tests.support.moments import die
-from tests.support.patterns import OTHER, SMALL, newest, publish
+from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
 from tests.support.stores import named_files, version_files, weights_files
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -86,6 +86,15 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(store, sender, c
     clock.now_s += KEEP_S
     publish(sender, 12)
     assert len(files_in(store)) == 2, "two versions need room for two"
+
+
+def test_an_anchor_goes_when_what_stands_on_it_has_long_been_superseded(store, clock, monkeypatch):
+    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
+    with dbuffer.WeightSender(store, num_threads=1, delta=True) as sender:
+        for version in range(1, 12):
+            clock.now_s += KEEP_S
+            publish(sender, version, pattern=SPARSE)
+            assert version_files(store) <= named_files(store), "it takes a whole model's room"
 
 
 @pytest.mark.parametrize(
