@@ -184,11 +184,7 @@ def _update_policy(
     return seen, pids
 
 
-@in_turn(
-    ("node_name", "kind_name"),
-    [*NODE_CLASSES[:2], pytest.param(NODE_CLASSES[2], marks=IN_SOAKS_ALONE)],
-    KIND_CLASSES,
-)
+@in_turn(("node_name", "kind_name"), NODE_CLASSES, KIND_CLASSES)
 @pytest.mark.parametrize(
     ("sync", "with_factory"), [(True, False), pytest.param(False, True, marks=IN_SOAKS_ALONE)]
 )
