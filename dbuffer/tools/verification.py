@@ -134,9 +134,7 @@ def verify_store(
     store.check()
     pointer = store.newest_pointer()
     if pointer is None:
-        raise WaitTimeoutError(
-            f"nothing was published in {store.root} yet{store.state_without_version()}"
-        )
+        raise WaitTimeoutError(f"nothing was published in {store.root} yet")
 
     def verify(buffer: str, newest: int | None = None) -> BufferCheck:
         progress(f"verifying buffer {buffer} of {store.root}")

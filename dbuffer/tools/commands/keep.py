@@ -11,7 +11,6 @@ import dbuffer
 from dbuffer.errors import OptionError
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
@@ -43,7 +42,7 @@ def pin(
 
     No byte is copied: the weights file gets a second name below `kept`.
     """
-    kept.pin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
+    kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is pinned"
     shared.report({"version": version, "is_pinned": True}, text, as_json=as_json)
 
@@ -55,7 +54,7 @@ def unpin(
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Unpin a version: the next publish drops it, unless the sender's `keep=` covers it."""
-    kept.unpin(DoubleBuffer(store, allow_shared_store=allow_shared_store), version)
+    kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
     shared.report({"version": version, "is_pinned": False}, text, as_json=as_json)
 
@@ -72,7 +71,7 @@ def rollback(
     flushed: a power cut may undo it. A trainer that has the store open calls
     `sender.republish(VERSION)` instead.
     """
-    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    view = shared.view_of(store, allow_shared_store=allow_shared_store)
     # Refuse a version that cannot be read before the sender takes the store over.
     held = hold_version(view, version, history=None)
     if held is None:

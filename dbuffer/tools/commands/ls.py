@@ -12,7 +12,6 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import KeptLayouts, Layout, TensorSpec
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import comparison_parts, layout_table, print_parts
@@ -66,12 +65,10 @@ def _hold(place: Path | str, *, allow_shared_store: bool) -> Iterator[HeldVersio
         ):
             yield objects
         return
-    view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
+    view = shared.view_of(place, allow_shared_store=allow_shared_store)
     held = hold_newest(view, newer_than=None)
     if held is None:
-        raise WaitTimeoutError(
-            f"nothing was published in {place} yet{view.state_without_version()}"
-        )
+        raise WaitTimeoutError(f"nothing was published in {place} yet")
     with held:
         yield held
 

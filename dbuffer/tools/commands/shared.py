@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dbuffer.errors import DBufferError, OptionError
+from dbuffer.errors import DBufferError, OptionError, StoreNotFoundError
 from dbuffer.receive.follow_loop import NewHistory
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.foreign import other_contents
+from dbuffer.store.foreign import is_store, other_contents
 from dbuffer.tools.terminal import print_error, print_line, status_line
 
 if TYPE_CHECKING:
@@ -54,6 +54,19 @@ def parse_store(text: str) -> Path:
         return options.directory("store", text) if options.is_url(text) else parse_path(text)
     except OptionError as error:  # whose message typer would drop
         raise typer.BadParameter(str(error)) from None
+
+
+def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
+    """Return a store as readers see it, for a command that does not wait for one.
+
+    Raises:
+        StoreNotFoundError: the directory has nothing of a store.
+    """
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    if view.exists() and not is_store(store):
+        there = view.state_without_version() or ": the directory has nothing of one"
+        raise StoreNotFoundError(f"there is no store at {store}{there}")
+    return view
 
 
 def refuse_for_bucket(**given: object) -> None:

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dbuffer.errors import OptionError, StoreNotFoundError
+from dbuffer.errors import OptionError
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.foreign import is_store
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import print_parts, status_parts, watch_screen
 from dbuffer.tools.status import read_status
@@ -57,9 +55,7 @@ def status(
             read = BucketStatus(bucket).read
             _show(read(), read, TIMING.bucket_watch_s, watch=watch, as_json=as_json)
         return
-    view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
-    if view.exists() and not is_store(place):
-        raise StoreNotFoundError(f"there is no store at {store}: the directory has nothing of one")
+    view = shared.view_of(place, allow_shared_store=allow_shared_store)
     read = functools.partial(read_status, view)
     _show(read(), read, _REFRESH_S, watch=watch, as_json=as_json)
 

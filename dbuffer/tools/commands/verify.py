@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import describe_check
 from dbuffer.tools.terminal import print_line, status_line
@@ -39,7 +38,7 @@ def verify(
         with Bucket(place) as bucket:
             checks = [verify_bucket(bucket, progress)]
     else:
-        view = DoubleBuffer(place, allow_shared_store=allow_shared_store)
+        view = shared.view_of(place, allow_shared_store=allow_shared_store)
         checks = verify_store(view, progress=status_line.show)
     if as_json:
         shared.print_json([dataclasses.asdict(check) for check in checks])

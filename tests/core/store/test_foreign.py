@@ -178,9 +178,9 @@ def test_readers_say_what_is_there(torchrls, caplog, capsys):
             receiver.open(timeout_s=0),
         ):
             pass
-    for arguments in (["ls"], ["verify"], ["follow", "--timeout-s", "0"]):
+    for expected, *arguments in ((1, "ls"), (1, "verify"), (3, "follow", "--timeout-s", "0")):
         code, _, err = call(capsys, *arguments, torchrls)
-        assert code == 3
+        assert code == expected
         assert "which holds weights of TorchRL's own" in err
 
 

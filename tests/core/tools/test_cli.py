@@ -31,6 +31,7 @@ from tests.support.waiting import TIMEOUT_S, until
 
 FILE = "model.safetensors"
 TWO_FILES = "consolidated.safetensors and model.safetensors"
+NO_STORE = "there is no store at checkpoint, which holds a checkpoint (model.safetensors)"
 EXAMPLE = """write it as '{"step": 80}'"""
 TENSORS = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
 
@@ -101,6 +102,7 @@ def places(directory: Path) -> Path:
     file = newest_file(directory / "damaged")
     file.write_bytes(file.read_bytes()[:-100])
     (directory / "empty").mkdir(mode=0o700)
+    dbuffer.WeightSender(directory / "unpublished").close()
     rule = {"pattern": "layers.[0-9].weight", "to": "one"}
     (directory / "one.json").write_text(json.dumps({"rules": [rule]}))
     return directory
@@ -151,11 +153,13 @@ def places(directory: Path) -> Path:
         (1, "publish checkpoint store --rename one.json", "the same name after cleaning: ['one']"),
         (1, "publish 'two files' store", f"{TWO_FILES} both hold layers.0.weight, "),
         (1, "ls store --against 'two files'", f"{TWO_FILES} both hold layers.0.weight, "),
-        (3, "verify empty", "nothing was published in"),
-        (3, "ls empty", "nothing was published in"),
+        (3, "verify unpublished", "nothing was published in"),
+        (3, "ls unpublished", "nothing was published in"),
         (3, "follow empty --timeout-s 0.2", "nothing new for 0.2 s in "),
         (1, "status missing", "there is no store"),
-        (1, "status checkpoint", "the directory has nothing of one"),
+        (1, "status empty", "there is no store at empty: the directory has nothing of one"),
+        *((1, f"{command} checkpoint", NO_STORE) for command in ("status", "verify", "ls")),
+        *((1, f"{command} checkpoint 1", NO_STORE) for command in ("pin", "unpin", "rollback")),
         (2, "pin 2 empty", "is not a version number (are STORE and VERSION swapped?)"),
         (2, "pin empty x", "Usage: dbuffer pin [OPTIONS] STORE VERSION"),
         (1, "pin store 9", "version 9 is not in"),
