@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -454,20 +453,19 @@ def values_in(file: Path) -> dict[str, list[float]]:
 
 @pytest.mark.usefixtures("mount")
 @pytest.mark.timing(keep_superseded_s=0.0)
-def test_a_command_reads_its_version_for_as_long_as_it_takes(capsys, tmp_path):
+def test_a_command_reads_its_version_for_as_long_as_it_takes(tmp_path):
     """Others are published meanwhile, by a sender that waits for nobody."""
     go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
     copy = tmp_path / "copy"
     command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'
     with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
         sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
-        follower = threading.Thread(target=call, args=(capsys, "exec", store, command, "--count=1"))
-        follower.start()
-        until("the command runs", seen.exists, TIMEOUT_S)
-        for version in range(2, 7):
-            sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
-        go.touch()
-        follower.join(60)
+        with Command(tmp_path, "exec", store, command, "--count=1") as follower:
+            until("the command runs", seen.exists, TIMEOUT_S)
+            for version in range(2, 7):
+                sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
+            go.touch()
+            assert follower.wait() == 0, follower.errors()
     assert values_in(copy) == {"a": [1.0], "b": [2.0]}
 
 
