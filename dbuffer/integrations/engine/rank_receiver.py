@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dbuffer.errors import (
@@ -182,9 +182,12 @@ class RankReceiver:
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
-        with self._updating(request.attempt):
+
+        def switch() -> None:
             staged = self._take_on_all_ranks(request)
             self._write_record({} if staged is None else self._load_on_all_ranks(staged))
+
+        self._make_attempt(request.attempt, switch)
 
     def refuse(self, error: OptionError) -> None:
         """Let an update fail on all ranks, which wait for this one: its request is invalid.
@@ -193,16 +196,14 @@ class RankReceiver:
             OptionError: (a ``ValueError``) the request was invalid on all ranks.
             EngineUpdateError, EngineBrokenError: see :meth:`update`.
         """
-        with self._updating(None):
-            self._gather_offers(None, error, begins=True)
+        self._make_attempt(None, lambda: self._gather_offers(None, error, begins=True))
 
-    @contextlib.contextmanager
-    def _updating(self, attempt: str | None) -> Iterator[None]:
-        """Write the outcome of an update into the engine's record."""
+    def _make_attempt(self, attempt: str | None, update: Callable[[], object]) -> None:
+        """Update, and write the outcome into the engine's record."""
         self._attempt = attempt
         self._state.is_updating = True
         try:
-            yield
+            update()
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None

@@ -24,6 +24,8 @@ Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 """Names and values that a bridge exports, one after the other."""
 
+_MESSAGE_BYTES = 1024
+
 
 def held_by(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a rank's models, by virtual stage and name."""
@@ -58,6 +60,7 @@ class Tracer:
         self._first = distributed.get_rank() * OWNERS_PER_RANK + 1  # 0 is no owner
         self._names = dict(enumerate(self._held, self._first))
         """Names of this rank's parameters by their numbers as owners."""
+        self._device = next(models[0].parameters()).device
         self._error: Exception | None = None
         """Error that ended this rank's search."""
         self.refused: dict[str, None] = {}
@@ -86,8 +89,9 @@ class Tracer:
 
         self._for_each(noted(), compare)
         # What a bridge computes may seem to be held by another rank, on every rank.
-        num_ranks = torch.tensor([name in parts for name in names], dtype=torch.int32)
-        num_ranks = num_ranks.to(next(iter(self._held.values())).device)
+        num_ranks = torch.tensor(
+            [name in parts for name in names], dtype=torch.int32, device=self._device
+        )
         distributed.all_reduce(num_ranks)
         self._raise_together()
         held_nowhere = (num_ranks == 0).tolist()
@@ -108,11 +112,14 @@ class Tracer:
 
     def _raise_together(self) -> None:
         """Raise the first rank's error on all: those that succeeded would not trace again."""
-        mine = None if self._error is None else described(self._error)
-        problems = [mine] * distributed.get_world_size()
-        distributed.all_gather_object(problems, mine)
-        for rank, problem in enumerate(problems):
-            if problem is not None:
+        text = "" if self._error is None else described(self._error)
+        # No object: those are pickled.
+        padded = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+        mine = torch.tensor(list(padded), dtype=torch.uint8, device=self._device)
+        messages = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(messages, mine)
+        for rank, message in enumerate(messages):
+            if problem := bytes(message.tolist()).decode(errors="replace").rstrip():
                 raise RankFailedError(
                     f"rank {rank} could not trace the export: {problem}"
                 ) from self._error

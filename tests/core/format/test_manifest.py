@@ -129,7 +129,7 @@ def test_a_record_is_refused_with_a_field_too_few_or_too_many_or_cut_anywhere(re
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)
-@pytest.mark.parametrize("value", [True, [], 1.5j, "\x00", -1, 2**63, 1e400, {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", [True, [], 1.5j, "\x00", -1, 2**63, {"a": 1}], ids=repr)
 def test_no_field_takes_what_it_should_not(record, value):
     for item in dataclasses.fields(record):
         types = record.TYPES[item.name]
