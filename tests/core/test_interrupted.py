@@ -43,7 +43,7 @@ def interrupt() -> None:
 def assert_goes_on(
     sender: dbuffer.WeightSender, expected: int | None, pattern: Pattern = SMALL
 ) -> None:
-    """The same sender publishes on, and then nothing is left over."""
+    """Require that the sender publishes on, and that nothing is left over then."""
     store = sender.store
     for version in range((expected or 0) + 2, (expected or 0) + 4):  # into both buffers
         assert sender.send(pattern.weights(version), version=version).version == version

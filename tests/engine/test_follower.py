@@ -724,7 +724,7 @@ def test_what_no_waiting_mends_is_raised_at_once(scene):
     ],
 )
 def test_server_that_refuses_is_told_from_one_that_is_away(store, kind, status, error, names):
-    """And what waiting does not change is refused at once."""
+    """A refusal that waiting does not change is raised at once."""
     pytest.importorskip("httpx")
 
     class Refusing(BaseHTTPRequestHandler):
