@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -53,8 +53,6 @@ class PublishRequest:
     base: Base = None
     """Version that a delta may lead from, the same on all ranks."""
     progress: Progress | None = None
-    check: Callable[[], None] = lambda: None
-    """Called when the weights have been read, before the commit; an error prevents that."""
 
 
 class Publisher(Closing, ProcessBound, ABC):
@@ -291,7 +289,7 @@ class Publisher(Closing, ProcessBound, ABC):
         draft = chain.begun
         if draft.base is not None:
             chain.add_delta(draft, share.take_diff(checksums), self._copier)
-        request.check()
+        request.source.check()
         return chain.commit(draft, request.metadata, checksums)
 
     def _abandon(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -200,13 +200,14 @@ class WeightSender(Publisher):
         if source.is_lazy:
             options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
         source = replace(source, tensors=with_short_copied(source.eager))
-        require_unchanged = watch_writes([spec.name for spec in source.specs], source.eager)
+        check = watch_writes([spec.name for spec in source.specs], source.eager)
+        source = replace(source, check=check)
         on_own_streams = fork_streams(source.eager)
 
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
                 number = self._writer.next_version(version)  # others may have published since
-                return self._send(started, source, number, checked, progress, require_unchanged)
+                return self._send(started, source, number, checked, progress)
 
         pending = PendingPublication()
         try:
@@ -364,7 +365,6 @@ class WeightSender(Publisher):
         version: int,
         metadata: dict[str, Any],
         progress: Progress | None,
-        check: Callable[[], None] = lambda: None,
     ) -> Publication:
         footer = None
         if source.stream is None:
@@ -378,9 +378,7 @@ class WeightSender(Publisher):
                     if on_bytes is not None:
                         on_bytes(spec.num_bytes)
                 source = replace(source, tensors=copies, is_lazy=False)
-        request = PublishRequest(
-            started, source, footer, version, metadata, self._base, progress, check
-        )
+        request = PublishRequest(started, source, footer, version, metadata, self._base, progress)
         publication = self._publish(request)
         self._is_behind = False
         return self._count(publication)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -130,13 +130,25 @@ class HeldRows:
         return self.local
 
 
-def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
+class Checkpoint(NamedTuple):
+    """Names and tensors of a checkpoint, and whether its files are still what was opened."""
+
+    names: list[str]
+    tensors: list[torch.Tensor | LazyTensor]
+    require_unchanged: Callable[[], None]
+    """Raises an `InvalidWeightsError` if a file was written or replaced since it was opened."""
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Open a HuggingFace checkpoint directory, or one safetensors file."""
     tensors: dict[str, torch.Tensor | LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     """Tensors that are in two files, by the files' names."""
-    for file, names_in_file in _checkpoint_files(path).items():
+    states = {path / _INDEX: _state_of(path / _INDEX)}
+    files = _checkpoint_files(path)
+    states |= {file: _state_of(file) for file in files}  # before any is opened
+    for file, names_in_file in files.items():
         for name, tensor in _open_safetensors(file, names_in_file):
             if name in tensors:
                 twice.setdefault((file_of[name], file.name), []).append(name)
@@ -147,30 +159,16 @@ def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTens
             f"{path} has tensors twice: {first} and {second} both hold {listed(names)}. Give one "
             f"of them ({path / first}), or a directory without the other"
         )
-    return list(tensors), list(tensors.values())
-
-
-def watch_checkpoint(path: Path) -> Callable[[], None]:
-    """Return a function that raises an `InvalidWeightsError` if a file was written, or replaced.
-
-    Since now: call this before the files are opened, and that when their tensors were copied.
-    """
-    files = [*_checkpoint_files(path), path / _INDEX]
-
-    def states() -> list[tuple[int, ...] | None]:
-        return [_state_of(file) for file in files]
-
-    before = states()
 
     def require_unchanged() -> None:
-        for file, old, new in zip(files, before, states(), strict=True):
-            if old != new:
+        for file, state in states.items():
+            if _state_of(file) != state:
                 raise InvalidWeightsError(
                     f"{file} was written while it was being published, so nothing was: publish a "
                     "checkpoint when all of it is saved"
                 )
 
-    return require_unchanged
+    return Checkpoint(list(tensors), list(tensors.values()), require_unchanged)
 
 
 def _state_of(file: Path) -> tuple[int, ...] | None:

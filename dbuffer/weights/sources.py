@@ -27,7 +27,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint, watch_checkpoint
+from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.conversion import Conversion, shapes_of
 from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
@@ -108,7 +108,7 @@ class Source:
     reader: SourceReader | None = None
     """Reader that the lazy tensors come from, each in its turn."""
     check: Callable[[], None] = lambda: None
-    """Called when all tensors were copied; an error prevents that they are published."""
+    """Called when all tensors were copied, and before the commit, which an error prevents."""
 
     def fetched(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, one at a time; each may be gone when the next has come."""
@@ -168,8 +168,9 @@ class Describer:
         if is_stream(weights):
             return Source((), [], {}, stream=self._stream(weights))
         if isinstance(weights, str | os.PathLike):
-            check = watch_checkpoint(Path(weights))
-            return replace(self._describe_pairs(*read_checkpoint(Path(weights))), check=check)
+            opened = read_checkpoint(Path(weights))
+            source = self._describe_pairs(opened.names, opened.tensors)
+            return replace(source, check=opened.require_unchanged)
         named: Mapping[str, Any] | None = _as_mapping(weights)
         if named is None and self.sharded:
             named = parameters_of(weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,7 +80,8 @@ def _compare(
     from dbuffer.weights.sources import spec_of
     from dbuffer.weights.suggestions import suggest
 
-    needed = list(starmap(spec_of, zip(*read_checkpoint(model), strict=True)))
+    names, tensors, _ = read_checkpoint(model)
+    needed = list(map(spec_of, names, tensors))
     comparison = compare(layout, needed, None if rename is None else NameMap.read(rename))
     suggestion = "" if comparison.fits else suggest(layout, needed, comparison)
     if as_json:

@@ -90,14 +90,12 @@ def publish(
         )
     status_line.show(f"reading {checkpoint}")
     from dbuffer.publish.draft import checked_metadata
-    from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import Describer
 
     # Refuse invalid input before the sender makes the store, or takes it over.
     metadata, cast_to = checked_metadata(metadata), _parse_dtype(dtype)
     names = None if rename is None else NameMap.read(rename)
-    weights = list(zip(*read_checkpoint(checkpoint), strict=True))
-    Describer(dtype=cast_to, rename=names).describe(weights)
+    Describer(dtype=cast_to, rename=names).describe(checkpoint)
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     Contents(view).next_version(version)
     sender = dbuffer.WeightSender(
@@ -113,7 +111,7 @@ def publish(
     with sender:
         status_line.show(f"publishing {checkpoint}")
         publication = sender.send(
-            weights,
+            checkpoint,
             version=version,
             metadata=metadata,
             progress=functools.partial(status_line.show_bytes, f"publishing {checkpoint}"),

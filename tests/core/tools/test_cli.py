@@ -22,6 +22,7 @@ import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli
 from dbuffer.tools.commands.shared import stopped_by_signals
+from dbuffer.tools.terminal import status_line
 from dbuffer.tools.verification import verify_store
 from tests.support.children import Command
 from tests.support.commands import call
@@ -565,9 +566,19 @@ def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path
         sender.wait_applied(4, receivers="me", timeout_s=0)
 
 
+def test_a_checkpoint_that_is_saved_anew_meanwhile_is_not_published(capsys, monkeypatch, tmp_path):
+    path, later, store = (tmp_path / name for name in ("a.safetensors", "later", "store"))
+    save_file({name: torch.zeros(1 << 16) for name in "abcd"}, path)
+    save_file({name: torch.ones(1 << 16) for name in "abcd"}, later)
+    monkeypatch.setattr(status_line, "show_bytes", lambda *_: shutil.copyfile(later, path))
+    code, _, err = call(capsys, "publish", path, store)
+    assert code != 0
+    assert "was written while it was being published" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path, number):
-    """What ignores a signal goes on, here. Its version is not overwritten meanwhile."""
+    """The command ignores the signal and goes on; its version is not overwritten meanwhile."""
     store, begun, go, out = (tmp_path / name for name in ("store", "begun", "go", "out"))
     command = (
         f"trap '' TERM; exec 3< $DBUFFER_WEIGHTS; touch {begun}; {until_there(go)}; "
