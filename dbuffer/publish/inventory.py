@@ -303,7 +303,7 @@ def _compare_replicas(ranks: Agreement, source: Source, mine: Inventory) -> None
 
 def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
     """Return a digest of some elements of each large tensor that this rank holds whole."""
-    names, samples = [], []
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for index in inventory.boxes if source.reader is None else ():
         tensor = source.tensors[index]
         # Ranks may let small ones drift apart, as statistics of their own batches: those are all of
@@ -313,19 +313,14 @@ def _sample_replicas(source: Source, inventory: Inventory) -> dict[str, str]:
             flat = tensor.detach().reshape(-1)
             step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
             sample = flat[::step].resolve_conj().resolve_neg().contiguous()
-            samples.append(sample.view(torch.uint8))
-            names.append(source.specs[index].name)
-    if not samples:
-        return {}
-    # One copy out of each device, and not one for each tensor.
+            there = by_device.setdefault(sample.device, {})
+            there[source.specs[index].name] = sample.view(torch.uint8)
     digests: dict[str, str] = {}
-    for device in {sample.device for sample in samples}:
-        there = [(n, s) for n, s in zip(names, samples, strict=True) if s.device == device]
-        of_device, its = zip(*there, strict=True)
-        parts = torch.split(torch.cat(its).cpu(), list(map(len, its)))
-        digests |= {
-            name: digest(as_bytes(part)) for name, part in zip(of_device, parts, strict=True)
-        }
+    for samples in by_device.values():
+        # One copy out of a device, and not one for each tensor.
+        sizes = list(map(len, samples.values()))
+        parts = torch.split(torch.cat(list(samples.values())).cpu(), sizes)
+        digests.update(zip(samples, map(digest, map(as_bytes, parts)), strict=True))
     return digests
 
 

@@ -199,9 +199,9 @@ class WeightSender(Publisher):
             options.refuse("wait", wait, "True with an iterator, which only its owner may run")
         if source.is_lazy:
             options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
-        source = replace(source, tensors=with_short_copied(source.eager))
-        check = watch_writes([spec.name for spec in source.specs], source.eager)
-        source = replace(source, check=check)
+        tensors = with_short_copied(source.eager)
+        check = watch_writes([spec.name for spec in source.specs], tensors)
+        source = replace(source, tensors=tensors, check=check)
         on_own_streams = fork_streams(source.eager)
 
         def publish() -> Publication:

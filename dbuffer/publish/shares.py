@@ -174,8 +174,9 @@ class WholeShare(Share):
 
     def compare(self, source: Source) -> int:
         hashed, contents = self._chain.hashed, self.contents
-        is_in_memory = self._chain.writer.medium.is_in_memory and not hashed  # compared on a GPU
-        if is_in_memory and isinstance(contents, MappedTensors) and any_on_gpu(source.eager):
+        is_sent = not hashed and any_on_gpu(source.eager)  # to the GPU, to be compared there
+        is_in_memory = self._chain.writer.medium.is_in_memory
+        if is_sent and is_in_memory and isinstance(contents, MappedTensors):
             contents.expect_device()
         self._compared = diff = find_changes(
             contents,
