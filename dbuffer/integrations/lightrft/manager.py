@@ -165,8 +165,8 @@ class BroadcastManager(Closing):
     def _most_engines(self, rank_timeout_s: float) -> int:
         """Return how many engines a rank switches, one after the other; others wait for it."""
         with contextlib.closing(Agreement(None, timeout_s=rank_timeout_s)) as ranks:
-            mine = engines_of_rank(self.inference_engine, ranks.rank)
-            most = max(ranks.each("count its engines", lambda: len(mine)))
+            given, rank = self.inference_engine, ranks.rank
+            most = max(ranks.each("count its engines", lambda: len(engines_of_rank(given, rank))))
         if not most:
             raise OptionError("no rank has an inference engine")
         return most
