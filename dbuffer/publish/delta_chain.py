@@ -57,7 +57,7 @@ class DeltaChain:
         self.hashed = hashed
         self.mappings = KeptMappings()
         self.head: ChainHead | None = None
-        """Version that was published last; None: the next version cannot be a delta."""
+        """Version that was committed last, or is resumed from."""
         self.draft: Draft | None = None
         """Version that was begun."""
 
@@ -161,8 +161,7 @@ class DeltaChain:
         A delta has a weights file only where buffers are kept whole, or its anchor is far. A draft
         that was opened before is used.
         """
-        base, self.head = self.head if is_delta else None, None
-        with_file = True
+        base, with_file = self.head if is_delta else None, True
         if base is not None:
             problem = self._problem_with(base)
             if problem is not None:

@@ -30,11 +30,19 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
 
-EARLIER_SENDER: Final = "earlier sender"
-"""Base of a sender that has published nothing: it resumes from the last version in the store."""
+EarlierSender: TypeAlias = Literal["earlier sender"]
 
-Base: TypeAlias = int | Literal["earlier sender"] | None
-"""Version that a delta may lead from, by its number or as `EARLIER_SENDER`; None: none."""
+EARLIER_SENDER: Final = "earlier sender"
+"""In the place of a `Base` until a sender publishes: it resumes from the store's last version."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """Version that the next delta may lead from."""
+
+    version: int
+    share: Share
+    """This rank's part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +58,6 @@ class PublishRequest:
     """Number of the version, above the last one; on rank 0."""
     metadata: dict[str, Any]
     """Checked metadata; on rank 0."""
-    base: Base = None
-    """Version that a delta may lead from, the same on all ranks."""
     progress: Progress | None = None
 
 
@@ -93,10 +99,8 @@ class Publisher(Closing, ProcessBound, ABC):
         self._chain = chain
         self._hashed = hashed
         self._has_deltas = has_deltas
-        self._base: Base = EARLIER_SENDER if has_deltas else None
-        """Version that the next delta may lead from, as far as this rank knows."""
-        self._share: Share | None = None
-        """This rank's part of that version."""
+        self._base: Base | EarlierSender | None = EARLIER_SENDER if has_deltas else None
+        """Base of the next version; None: that is a full one."""
         self._footer: Footer | None = None
 
     @property
@@ -220,37 +224,40 @@ class Publisher(Closing, ProcessBound, ABC):
             DBufferError: nothing was published, on any rank, unless the message says so; and the
                 next version is a full one.
         """
-        share = self._take_base(request)
-        if share is not None:
-            num_changed = share.compare(request.source)
-            if num_changed > max_changed(share.footer.layout):
-                share = None
-                if self._chain is not None:  # on rank 0
-                    self._chain.explain_full(
-                        f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all elements changed"
-                    )
-        return self._write(request, share)
+        base = self._take_base(request.footer)
+        if base is not None and not self._has_few_changes(base.share, request):
+            base = None
+        return self._write(request, base)
 
-    def _take_base(self, request: PublishRequest) -> Share | None:
-        """Return this rank's part of the version that a delta may lead from; None: there is none.
+    def _take_base(self, footer: Footer | None) -> Base | None:
+        """Return what the next version may be a delta from: there is no base until it is committed.
 
-        Until the version is committed, the next one has no base.
+        Collective.
+
+        Args:
+            footer: footer of the tensors to be published; None: any tensors.
         """
-        share, footer = self._share, request.footer
-        self._share, self._base = None, None
-        if request.base is None or footer is None:
-            return None
-        if request.base == EARLIER_SENDER:
-            share = self._resume(footer)
-        # By content: the footers of one rank may be the same object, and those of another not.
-        if share is None or share.footer.layout_xxh3 != footer.layout_xxh3:
-            return None
-        return share
+        base, self._base = self._base, None
+        return self._resume(footer) if base == EARLIER_SENDER else base
 
-    def _write(self, request: PublishRequest, base: Share | None) -> Publication:
+    def _has_few_changes(self, share: Share, request: PublishRequest) -> bool:
+        """Whether a delta from a base to these weights is worth it. Collective."""
+        footer = request.footer
+        # By content: the footers of one rank may be the same object, and those of another not.
+        if footer is None or share.footer.layout_xxh3 != footer.layout_xxh3:
+            return False
+        if share.compare(request.source) <= max_changed(footer.layout):
+            return True
+        if self._chain is not None:  # on rank 0
+            self._chain.explain_full(
+                f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all elements changed"
+            )
+        return False
+
+    def _write(self, request: PublishRequest, base: Base | None) -> Publication:
         """Claim a buffer, write and commit: the changes in ``base``, or without it all weights."""
         world, is_delta = self._world, base is not None
-        share = base or self._make_share(request.footer)
+        share = self._make_share(request.footer) if base is None else base.share
         try:
             fields = world.first("claim a buffer", lambda: self._claim(request, is_delta=is_delta))
             info = ClaimInfo(**fields)
@@ -265,7 +272,7 @@ class Publisher(Closing, ProcessBound, ABC):
             self._abandon()
             raise
         if self._has_deltas:
-            self._share, self._base = share, info.version
+            self._base = Base(info.version, share)
         footer = request.footer or self._lead().last.footer
         return Publication.of(info.version, footer.layout, request.started, delta_bytes)
 
@@ -297,8 +304,8 @@ class Publisher(Closing, ProcessBound, ABC):
         if self._chain is not None:
             self._chain.abandon()
 
-    def _resume(self, footer: Footer | None) -> Share | None:
-        """Return this rank's part of the version that an earlier sender left. Collective.
+    def _resume(self, footer: Footer | None) -> Base | None:
+        """Return the version that an earlier sender left. Collective.
 
         It is read whole, and compared with its checksums, if it has any; None: it is not there, or
         a rank cannot read it. Done once: after an error, the next version is a full one.
@@ -314,7 +321,7 @@ class Publisher(Closing, ProcessBound, ABC):
         if self._hashed and not any(problems):
             checksums = share.checksums()
         is_undamaged = world.first("compare it", lambda: self._is_undamaged(problems, checksums))
-        return share if is_undamaged else None
+        return Base(manifest.version, share) if is_undamaged else None
 
     def _encoded_last(self, footer: Footer | None) -> str | None:
         """Return on rank 0 the encoded manifest of the version that a delta may lead from."""

@@ -28,7 +28,7 @@ from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.publisher import Base, Publisher, PublishRequest
 from dbuffer.publish.shares import ResidentShare, WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
@@ -172,7 +172,7 @@ class ResidentModel(Publisher):
                     self._abandon()
                 self._move_in(source)
             footer = self._footer_of(source)
-            request = PublishRequest(started, source, footer, version, checked, self._base)
+            request = PublishRequest(started, source, footer, version, checked)
             publication = self._publish(request)
             self._change_sides(source)
         duration_s = time.monotonic() - started  # readers of the other buffer included
@@ -235,8 +235,10 @@ class ResidentModel(Publisher):
 
     def _is_caught_up(self, draft: Draft) -> bool:
         """Write the last changes into the draft's file, if it holds the version before the last."""
-        share, head = self._share, self._lead().last
-        if not isinstance(share, WholeShare) or not share.catch_up(draft, head):
+        base, head = self._base, self._lead().last
+        if not isinstance(base, Base) or not isinstance(base.share, WholeShare):
+            return False
+        if not base.share.catch_up(draft, head):
             return False
         return head.checksums is None or self._copier.checksums(draft.mapped) == head.checksums
 

@@ -31,7 +31,7 @@ from dbuffer.publish.publication import (
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
+from dbuffer.publish.publisher import Publisher, PublishRequest
 from dbuffer.publish.shares import WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
@@ -263,20 +263,19 @@ class WeightSender(Publisher):
                 )
             version = self._writer.next_version(version)
             checked = checked_metadata(metadata)
-            if self._base == EARLIER_SENDER:
-                self._base, self._share = None, self._resume(None)
-            share = self._share
-            if not isinstance(share, WholeShare):
+            base = self._take_base(None)
+            if base is None or not isinstance(base.share, WholeShare):
                 raise VersionError(
                     f"there is no version in {self.store} to patch: send all weights once, and "
                     "after each error"
                 )
+            share, self._base = base.share, base  # patches that are refused spoil nothing
             changes = changes_of(patches, share.contents.layout)
-            self._base, self._share = None, None
+            self._base = None
             share.patch(changes)
             unread = Source((), [], {}, is_lazy=False)
             request = PublishRequest(started, unread, share.footer, version, checked)
-            return self._count(self._write(request, share))
+            return self._count(self._write(request, base))
 
     def republish(self, version: int, *, metadata: Mapping[str, Any] | None = None) -> Publication:
         """Publish an earlier version's weights again, under a new number: go back to them.
@@ -378,7 +377,7 @@ class WeightSender(Publisher):
                     if on_bytes is not None:
                         on_bytes(spec.num_bytes)
                 source = replace(source, tensors=copies, is_lazy=False)
-        request = PublishRequest(started, source, footer, version, metadata, self._base, progress)
+        request = PublishRequest(started, source, footer, version, metadata, progress)
         publication = self._publish(request)
         self._is_behind = False
         return self._count(publication)

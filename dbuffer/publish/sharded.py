@@ -26,7 +26,7 @@ from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
+from dbuffer.publish.publisher import EARLIER_SENDER, Base, Publisher, PublishRequest
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -292,13 +292,14 @@ class ShardedWeightSender(Publisher):
                 on_rank_0["version"] = self._lead().writer.next_version(version)
                 on_rank_0["metadata"] = checked_metadata(metadata)
             is_known = self._inventory == inventory
-            return {"version": version, "is_known": is_known, "base": self._base}
+            base = self._base.version if isinstance(self._base, Base) else self._base
+            return {"version": version, "is_known": is_known, "base": base}
 
         steps = ranks.each("describe its weights", describe)
         [(source, inventory)] = described
         # A base is decided by what all ranks say, and never by one.
-        bases = {one["base"] for one in steps}
-        base = bases.pop() if len(bases) == 1 else None
+        if len({one["base"] for one in steps}) > 1:
+            self._base = None
         versions = [one["version"] for one in steps]
         if len(set(versions)) > 1:
             ranks.each("compare the versions", lambda: _refuse_versions(versions))
@@ -307,12 +308,13 @@ class ShardedWeightSender(Publisher):
             self._joined = join(ranks, source, inventory, rows_only=rows_only)
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
-            base = base if base == EARLIER_SENDER else None
+            if self._base != EARLIER_SENDER:
+                self._base = None
         source = self._placed(source)
         plain = self._footer_of(source)
         self._shard_writer.keep_only(plain.layout)
         footer = self._shard_writer.footer_of(plain, self._joined.assignment)
-        return PublishRequest(started, source, footer, **on_rank_0, base=base)
+        return PublishRequest(started, source, footer, **on_rank_0)
 
     def _placed(self, source: Source) -> Source:
         """Return the source with its tensors at their places among those of all ranks."""
