@@ -40,7 +40,8 @@ REQUESTS = 2000 if is_soak() else 100
 EVERY_S = 0.3
 """Between two versions, under load."""
 STEPS_PER_VERSION = 10
-LONG_TOKENS = 200
+LONG_TOKENS = 900
+"""Of requests that a switch must still meet, on a machine with much else to do."""
 HAS_SPANS = vllm_release() >= (0, 32)
 ASKED = {"X-Weight-Versions": "true"}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -66,6 +67,7 @@ class Program:
             *BACKEND_FLAGS,
             *following(self.store, engine_id="policy", timeout_s=WAIT_S),
             *("--load-format", "dummy", "--max-num-seqs", str(STREAMS)),
+            *("--max-model-len", "1024", "--hf-overrides", '{"max_position_embeddings": 1024}'),
             *flags,
             port=free_port(),
             api_servers=num_replicas,
