@@ -90,7 +90,7 @@ class Rank:
     is_pipeline_stage = False
     module = torch.nn.Module()
     not_weights: tuple[str, ...] = ()
-    packing = wrapper = None
+    packing = None
     replica = ""
 
     def __init__(

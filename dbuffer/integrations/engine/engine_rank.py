@@ -54,8 +54,6 @@ class EngineRank:
     """Whether it holds some of the model's layers only, and other ranks hold the rest."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
     """Attributes of its layers that change while it serves: its caches, and dbuffer's own."""
-    wrapper: str | None = None
-    """Name of a layer in the layer that wraps it; None: none is wrapped."""
     packing: Packing | None = None
     """Packing of its layers, as far as it is known."""
     instance_id: str = ""

@@ -22,12 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.load_recorder import LoadRecorder, storage_of
-from dbuffer.integrations.engine.plan.load_trace import (
-    LoadTrace,
-    Unwrapped,
-    tables_of,
-    unwrapped_by,
-)
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace, tables_of, unwrapped
 from dbuffer.runtime.messages import described, listed
 
 Loader = Callable[..., Any]
@@ -47,7 +42,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tp_size: number of ranks that a tensor may be spread over, if nothing else is known of it.
         serving: the model that serves, whose loaders may have registered parameters that the copy
             does not have yet. None: they have not.
-        wrapper: the name of a layer of ``serving`` in the one that wraps it; None: none is wrapped.
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         default_loader: Loader,
         tp_size: int,
         serving: torch.nn.Module | None = None,
-        wrapper: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # No buffers: engines keep rotary embeddings for all their models, so the copy has those of
@@ -86,7 +79,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
         self._served_late: dict[str, torch.Size] = {}
         self._late: dict[str, tuple[torch.nn.Module, str]] = {}
-        self._watch_late_parameters(serving, unwrapped_by(wrapper))
+        self._watch_late_parameters(serving)
 
     def reset(self) -> None:
         """Forget all loads, for one by this thread."""
@@ -176,7 +169,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{listed(sorted(missing))} of the engine's model was not published"
             )
 
-    def _watch_late_parameters(self, serving: torch.nn.Module | None, unwrapped: Unwrapped) -> None:
+    def _watch_late_parameters(self, serving: torch.nn.Module | None) -> None:
         """Watch for parameters that the model's loaders register themselves: some biases."""
         served = dict(serving.named_parameters()) if serving is not None else {}
         shapes = {unwrapped(name): tensor.shape for name, tensor in served.items()}
@@ -317,7 +310,7 @@ class _NumbersWithData(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module, unwrapped: Unwrapped) -> None:
+def tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Tie the parameters of a copy that are tied in the model that serves.
 
     An engine may tie a head to the embedding once it has loaded both, and they were equal.

@@ -57,7 +57,6 @@ class RankModel:
             partial=options.partial,
             caches=rank.not_weights,
             packing=rank.packing if options.images else None,
-            wrapper=rank.wrapper,
         )
 
     def close(self) -> None:

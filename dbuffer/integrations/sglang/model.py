@@ -86,7 +86,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
 
     copy = built_without_data(make, type(model).__name__)
     require_as_loaded(copy, model)
-    tie_as_serving(copy, model, unwrapped=str)
+    tie_as_serving(copy, model)
     meta = SglangMetaModel(
         copy,
         embedding=VocabParallelEmbedding,

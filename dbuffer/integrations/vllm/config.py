@@ -15,9 +15,6 @@ BACKEND = "dbuffer"
 CALL = "dbuffer_call"
 """The method of :class:`WorkerExtension` that followers call, by ``collective_rpc``."""
 
-WRAPPER = "base_layer"
-"""The name of a layer in the one that wraps it, in an engine that takes LoRA requests."""
-
 FOLLOWER_KEYS = ("pause",)
 """Keys of ``additional_config["dbuffer"]`` that the follower reads, in the front end."""
 

@@ -22,9 +22,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.load_recorder import storage_of
 from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
-from dbuffer.integrations.engine.plan.load_trace import tables_of, unwrapped_by
+from dbuffer.integrations.engine.plan.load_trace import tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
-from dbuffer.integrations.vllm.config import WRAPPER
 from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def vllm_shape_check(
         lambda: _make_model(vllm_config), type(serving).__name__, keep=SKIP_TENSORS
     )
     _require_views(model, serving)
-    tie_as_serving(model, serving, unwrapped_by(WRAPPER))
+    tie_as_serving(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -174,7 +173,6 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
             default_loader=default_weight_loader,
             tp_size=tp_size,
             serving=serving,
-            wrapper=WRAPPER,
         )
         self._partial = partial
         # Layer of each tensor, and the elements at which vLLM takes that for whole.

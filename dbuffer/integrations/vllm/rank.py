@@ -13,12 +13,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ServingModel
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.vllm.config import (
-    WRAPPER,
-    default_engine_id,
-    is_launched,
-    replica_name,
-)
+from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
@@ -30,7 +25,6 @@ class WorkerRank(EngineRank):
 
     # The last is what vLLM knows of adapters and of the requests that asked for them.
     not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager")
-    wrapper = WRAPPER
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config

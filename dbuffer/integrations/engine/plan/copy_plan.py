@@ -20,8 +20,8 @@ from dbuffer.integrations.engine.plan.load_trace import (
     Copy,
     LoadTrace,
     TracedTensor,
-    Unwrapped,
     form_of,
+    unwrapped,
 )
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.runtime.messages import listed
@@ -86,7 +86,6 @@ def plan_copies(
     trace: LoadTrace,
     check: ShapeCheck,
     *,
-    unwrapped: Unwrapped,
     partial: bool,
     packing: Packing | None,
     reloaded: Mapping[str, str],
@@ -97,7 +96,6 @@ def plan_copies(
         model: the model, as it serves.
         trace: of its loaders, for such versions.
         check: traces a part of the layout, that of the layers that are reloaded.
-        unwrapped: leads from the live model's names to the trace's.
         partial: versions may hold a part of the model.
         packing: of layers that get images; None: no layer does.
         reloaded: layers that stay with the reload whatever the trace says, and why.
@@ -110,7 +108,7 @@ def plan_copies(
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    packed = packed_layers(model, packing, trace, unwrapped) if packing is not None else {}
+    packed = packed_layers(model, packing, trace) if packing is not None else {}
     packed = {name: each for name, each in packed.items() if name not in reloaded}
     in_images = {full for each in packed.values() for full in each.loaded.values()}
     reloaded = {**_refused_layers(live, trace, without=in_images), **reloaded}
@@ -122,7 +120,7 @@ def plan_copies(
     addresses = addresses_of(parameters)
     plan = CopyPlan(traced, parameters, addresses, packed, reloaded, sources)
     if not partial:
-        _require_all_parameters(model, plan, unwrapped)
+        _require_all_parameters(model, plan)
     return plan
 
 
@@ -164,7 +162,7 @@ def _sources_to_reload(
     return sources
 
 
-def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan, unwrapped: Unwrapped) -> None:
+def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
     """Refuse a plan that leaves parameters out: a reload would give them something.
 
     The values of the engine's start, for instance.

@@ -17,9 +17,9 @@ from dbuffer.integrations.engine.plan.load_trace import (
     Copy,
     LoadTrace,
     TracedTensor,
-    Unwrapped,
     form_of,
     tables_of,
+    unwrapped,
 )
 from dbuffer.integrations.engine.plan.patching import same_bytes
 
@@ -131,7 +131,7 @@ class Image:
 
 
 def packed_layers(
-    model: torch.nn.Module, packing: Packing, trace: LoadTrace, unwrapped: Unwrapped
+    model: torch.nn.Module, packing: Packing, trace: LoadTrace
 ) -> dict[str, PackedLayer]:
     """Return the layers of a model that pack parameters which the trace copies, by name."""
     names = {

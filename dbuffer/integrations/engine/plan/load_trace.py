@@ -6,7 +6,7 @@ written in any other way has no copies, and its trace says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,13 +134,13 @@ class LoadTrace:
         return name in self.tensors and self.tensors[name].refused is None
 
 
-Unwrapped = Callable[[str], str]
-"""Returns the name that a live layer or parameter has where the model was not wrapped."""
+_WRAPPED = "base_layer"
+"""Name of a layer in the one that wraps it for LoRA requests, in vLLM and SGLang alike."""
 
 
-def unwrapped_by(wrapper: str | None) -> Unwrapped:
-    """Return what leaves ``wrapper``, the name of a wrapped layer in its wrapper, out of names."""
-    return lambda name: ".".join(step for step in name.split(".") if step != wrapper)
+def unwrapped(name: str) -> str:
+    """Return the name that a live layer or parameter has in a model that takes no LoRA requests."""
+    return ".".join(step for step in name.split(".") if step != _WRAPPED)
 
 
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 
 from dbuffer.integrations.engine.plan.copy_plan import Tensors, address_of
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
-from dbuffer.integrations.engine.plan.load_trace import Unwrapped
+from dbuffer.integrations.engine.plan.load_trace import unwrapped
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch, digest_of
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
@@ -55,8 +55,6 @@ class Verifier:
     """Its threads compare."""
     caches: Collection[str]
     """Attributes in the model that serving changes."""
-    unwrapped: Unwrapped
-    """Leads from the live model's names to the trace's."""
     random: np.random.Generator
 
     def verify(self, switch: PreparedSwitch, tensors: Tensors) -> Mismatch:
@@ -111,7 +109,7 @@ class Verifier:
         """
         mismatch: dict[str, str] = {}
         for place in before.changes_to(self._fingerprint(switch)):
-            for layer in _layers_at(place, switch.plan.all_layers, self.unwrapped):
+            for layer in _layers_at(place, switch.plan.all_layers):
                 mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
         for name, layer in switch.mismatches(self.copier).items():
             mismatch.setdefault(layer, f"{name} is not what was published")
@@ -132,7 +130,7 @@ class Verifier:
         return dict.fromkeys(switch.plan.reloaded, why)
 
 
-def _layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:
+def _layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     """Select the layers at a place of a :class:`ModelFingerprint`, or around it.
 
     A value derived in a layer that is not loaded itself comes from the layers beside it.

@@ -19,7 +19,7 @@ from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.engine_rank import ServingModel
 from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed, same_bytes
 from dbuffer.integrations.engine.plan.prepared_switch import (
     PreparedSwitch,
@@ -58,7 +58,6 @@ class WeightLoader:
         partial: versions may hold a part of the model.
         caches: attributes in it that serving changes.
         packing: of layers that get images; None: no layer does.
-        wrapper: name of a layer in the one that wraps it, for LoRA; None: no layer is wrapped.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class WeightLoader:
         partial: bool = False,
         caches: Collection[str] = (),
         packing: Packing | None = None,
-        wrapper: str | None = None,
     ) -> None:
         self._model = model
         self._serving = serving
@@ -81,11 +79,10 @@ class WeightLoader:
         self._plans = plans
         self._partial = partial
         self._packing = packing
-        self._unwrapped = unwrapped_by(wrapper)
         # The engine's generators are seeded, and sample tokens.
         self._random = np.random.default_rng()
         self._verifier = Verifier(
-            model, self._reload, self._reload_part, copier, caches, self._unwrapped, self._random
+            model, self._reload, self._reload_part, copier, caches, self._random
         )
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
@@ -169,7 +166,6 @@ class WeightLoader:
                 self._model,
                 self._trace,
                 self._check,
-                unwrapped=self._unwrapped,
                 partial=self._partial,
                 packing=self._packing,
                 reloaded=self._reloaded,
