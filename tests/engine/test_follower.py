@@ -338,13 +338,6 @@ def test_sleeping_engine_is_busy_and_is_not_resumed(scene):
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
 
-class OneFlag(LightEngine):
-    """An engine that only tells whether it is paused, as a server does."""
-
-    def require_paused(self) -> None:
-        self._require_paused()
-
-
 class OwnPause(LightEngine):
     """An engine that tells this follower's pause from that of others, as one with the plugin."""
 
@@ -362,7 +355,7 @@ class OwnPause(LightEngine):
 
 
 def test_nothing_is_loaded_into_an_engine_that_others_resumed(scene):
-    scene.engine = engine = OneFlag()
+    engine = scene.engine
     with scene.about_to_switch() as follower:
         engine.pause = lambda mode: None  # it is resumed at once
         with pytest.raises(dbuffer.EngineBusyError, match="resumed the engine"):

@@ -404,9 +404,7 @@ class Follower(Closing):
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
         try:
-            # dbuffer never ends a pause that it did not start.
-            self._engine.pause_noting(self._pause_mode, self._note_pause)
-            self._engine.require_paused()
+            self._pause()
             record, load_s = self._load(view, goal)
         except errors.EngineBusyError:
             # The engine went to sleep, and must not compute before it is woken; or it runs again.
@@ -428,8 +426,18 @@ class Follower(Closing):
             self._find_goal(view)
         return switch
 
-    def _note_pause(self) -> None:
-        self._owes_resume = True
+    def _pause(self) -> None:
+        """Pause the engine for a switch; dbuffer never ends a pause that it did not start.
+
+        Raises:
+            EngineBusyError: another program has ended the pause.
+        """
+        engine = self._engine
+        if engine.has_own_pause or not engine.is_paused():
+            self._owes_resume = True  # also if pausing fails: the pause may have begun
+        engine.pause(self._pause_mode)
+        if not engine.has_own_pause and engine.is_paused() is False:
+            raise errors.EngineBusyError("another program resumed the engine before it could load")
 
     def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that it took.

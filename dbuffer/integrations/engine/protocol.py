@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.version_id import WeightLabel
@@ -83,9 +82,9 @@ class Engine:
         if worst is not None:
             raise worst
 
-    def is_paused(self) -> bool:
-        """Whether it is paused, by this follower or by another process."""
-        return False
+    def is_paused(self) -> bool | None:
+        """Whether it is paused, by this follower or by another process; None: it does not tell."""
+        return None
 
     def pause(self, mode: PauseMode) -> None:
         """Let no step begin, and drop every cache computed with the present weights.
@@ -93,22 +92,6 @@ class Engine:
         With ``"in_place"``, drop none: requests in flight go on with theirs.
         """
         raise NotImplementedError
-
-    def pause_noting(self, mode: PauseMode, note_begun: Callable[[], None]) -> None:
-        """Pause; call ``note_begun`` unless another pause is under way, which is not to be ended.
-
-        If pausing fails, a pause that was noted may have begun.
-        """
-        if self.has_own_pause or not self.is_paused():
-            note_begun()
-        self.pause(mode)
-
-    def require_paused(self) -> None:
-        """Raise :class:`EngineBusyError` if others have ended the pause for a switch."""
-
-    def _require_paused(self) -> None:
-        if not self.is_paused():
-            raise EngineBusyError("another program resumed the engine before it could load")
 
     def resume(self) -> None:
         """End the pause of this follower, or of one that was killed."""

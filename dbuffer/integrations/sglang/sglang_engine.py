@@ -218,12 +218,11 @@ class SglangServer(_Sglang, EngineServer):
             self._request("POST", "/end_weight_update", json={})
             self._request("POST", "/begin_weight_update", json=begin)
 
-    def is_paused(self) -> bool:
-        """Return False: no route tells. ``/ready`` says the same of a server that still starts.
+    def is_paused(self) -> None:
+        """Return None: no route tells. ``/ready`` says the same of a server that still starts.
 
         So a pause that another process began ends with the next switch.
         """
-        return False
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True

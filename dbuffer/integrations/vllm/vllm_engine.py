@@ -207,10 +207,6 @@ class AsyncVllm(Engine):
         yield self._engine.reset_mm_cache()
         yield self._engine.reset_encoder_cache()
 
-    def require_paused(self) -> None:
-        if not self.has_own_pause:
-            self._require_paused()
-
     def resume(self) -> None:
         self._call(self._ask_core(RELEASE if self.has_own_pause else "resume_scheduler"))
 
@@ -328,9 +324,6 @@ class VllmServer(EngineServer):
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self._request("POST", "/reset_mm_cache")
         self._request("POST", "/reset_encoder_cache")
-
-    def require_paused(self) -> None:
-        self._require_paused()
 
     def resume(self) -> None:
         self._request_resume("/resume")
