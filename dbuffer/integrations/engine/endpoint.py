@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dbuffer import errors
@@ -39,8 +39,6 @@ class RankEndpoint:
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
         """Receiver that follows a store; None: the rank follows none."""
-        self._begun_with: dict[str, Any] = {}
-        """Options that it began with, and the names that it follows under."""
         self.state = ModelState()
 
     @classmethod
@@ -128,30 +126,30 @@ class RankEndpoint:
             EngineUpdateError: some rank cannot now.
         """
         rank = make_rank()
-        engine_id = rank.engine_id(options)
-        instance_id = options.instance_id or rank.instance_id
-        begin_with = asdict(options) | {"engine_id": engine_id, "instance_id": instance_id}
+        options = replace(
+            options,
+            engine_id=rank.engine_id(options),
+            instance_id=options.instance_id or rank.instance_id,
+        )
         try:
             if if_idle:
                 # Together: a rank that began alone would wait for those that need not.
-                is_following = self.receiver is not None and self._begun_with == begin_with
-                if all(rank.ranks.gather(is_following, begins=True)):
+                # vLLM's ``init_info`` is of a class of its own.
+                before = None if self.receiver is None else asdict(self.receiver.options)
+                if all(rank.ranks.gather(before == asdict(options), begins=True)):
                     return
             self.end()
-            self.receiver = self._start_on_all_ranks(rank, options, engine_id)
+            self.receiver = self._start_on_all_ranks(rank, options)
         except errors.RankFailedError as failure:
             raise errors.EngineUpdateError(
                 f"the engine cannot follow {options.store}: {failure}"
             ) from failure
-        self._begun_with = begin_with
 
-    def _start_on_all_ranks(
-        self, rank: EngineRank, options: EngineOptions, engine_id: str
-    ) -> RankReceiver:
+    def _start_on_all_ranks(self, rank: EngineRank, options: EngineOptions) -> RankReceiver:
         receiver: RankReceiver | None = None
         problem, is_final = None, False
         try:
-            receiver = RankReceiver(rank, options, self.state, engine_id)
+            receiver = RankReceiver(rank, options, self.state)
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
             problem = described(error)

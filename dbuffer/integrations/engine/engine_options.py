@@ -31,15 +31,6 @@ def rank_id(engine_id: str, rank: int) -> str:
     return f"{engine_id}.rank-{rank}"
 
 
-def record_token(instance_id: str) -> str:
-    """Return the token of the records of an engine and its ranks.
-
-    Replicas from one command line share their ids: the token tells this start of an engine, whose
-    ``instance_id`` it has, from all others.
-    """
-    return digest(instance_id.encode())
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of the workers of an engine. Made from JSON, so every type is checked.
@@ -123,6 +114,15 @@ class EngineOptions:
         checks.flag("images", self.images)
         is_text = isinstance(self.instance_id, str) and self.instance_id != ""
         _require(self, "instance_id", self.instance_id is None or is_text)
+
+    @property
+    def record_token(self) -> str:
+        """Token of the records of an engine and its ranks, once ``instance_id`` is known.
+
+        Replicas from one command line share their ids: the token tells this start of an engine
+        from all others.
+        """
+        return digest((self.instance_id or "").encode())
 
     @property
     def read_store(self) -> str:

@@ -56,8 +56,8 @@ class EngineRank:
     """Attributes of its layers that change while it serves: its caches, and dbuffer's own."""
     packing: Packing | None = None
     """Packing of its layers, as far as it is known."""
-    instance_id: str = ""
-    """Id of this start of the engine, as its follower knows it: one for all ranks; empty where the
+    instance_id: str | None = None
+    """Id of this start of the engine, as its follower knows it: one for all ranks; None where the
     follower always sends it."""
 
     def engine_id(self, options: EngineOptions) -> str:

@@ -163,10 +163,13 @@ class Follower(Closing):
         view = self._open_view(facts, options)
         view.require_version()
         # Ranks that follow since the engine's start need not begin again, but restarted ones must.
-        if_idle = not self._has_started and options == facts.configured
+        if_idle = not self._has_started and self._options in (None, facts.configured)
         is_ours_to_end = self._engine.has_own_pause or not was_paused
-        with self._paused_if(facts.begins_paused and is_ours_to_end):
-            self._begin(view, if_idle=if_idle)
+        with (
+            self._paused_if(facts.begins_paused and is_ours_to_end),
+            self._translating("follow the store"),
+        ):
+            self._engine.do(RankRequest("begin", options=options, if_idle=if_idle))
         view.note_ranks()
         self._record = None
         self._adopt_record(view.engine_record())
@@ -207,13 +210,15 @@ class Follower(Closing):
         return True
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
+        """Return the options, with the name that replicas share, and the id of this start."""
         options = self._options or facts.configured
         if options is None:
             raise errors.OptionError(
                 "no store given: name one, or start a vLLM engine with "
                 "additional_config={'dbuffer': {'store': directory}}"
             )
-        return options
+        engine_id = options.engine_id or facts.name
+        return replace(options, engine_id=engine_id, instance_id=facts.instance_id)
 
     def _open_view(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
@@ -221,13 +226,6 @@ class Follower(Closing):
         self._report.begin(engine_id_of(facts, options))
         self._view = StoreView(facts, options)
         return self._view
-
-    def _begin(self, view: StoreView, *, if_idle: bool) -> None:
-        # The ranks know themselves of which replica they are.
-        shared = view.engine_id.removesuffix(view.facts.replica)
-        options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
-        with self._translating("follow the store"):
-            self._engine.do(RankRequest("begin", options=options, if_idle=if_idle))
 
     @contextlib.contextmanager
     def _paused_if(self, must_pause: bool) -> Iterator[None]:

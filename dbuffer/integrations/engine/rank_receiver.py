@@ -25,12 +25,7 @@ from dbuffer.errors import (
     VersionError,
     WeightsMismatchError,
 )
-from dbuffer.integrations.engine.engine_options import (
-    EngineOptions,
-    UpdateRequest,
-    rank_id,
-    record_token,
-)
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
@@ -67,21 +62,19 @@ class RankReceiver:
     Its methods are called on all ranks, from the worker's main thread.
     """
 
-    def __init__(
-        self, rank: EngineRank, options: EngineOptions, state: ModelState, engine_id: str
-    ) -> None:
+    def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
         self.options = options
-        """Options as they were given."""
+        """Options, with the engine's name and the id of this start."""
+        engine_id, instance_id = options.engine_id, options.instance_id
+        assert engine_id is not None  # noqa: S101 - set by the endpoint
+        assert instance_id is not None  # noqa: S101
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
         self._problem: tuple[str | None, int | None] = state.broken, None
         """Why the last load failed, and with which version; None: it succeeded."""
-        self.engine_id = engine_id
-        instance_id = options.instance_id or rank.instance_id
-        token = record_token(instance_id)
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
@@ -92,7 +85,8 @@ class RankReceiver:
             num_threads=options.num_threads,
             allow_shared_store=options.allow_shared_store,
         )
-        receiver.record.set(part_of=self.engine_id, token=token, is_ephemeral=True)
+        token = options.record_token
+        receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         receiver.reader.share()
         self._stager = Stager(
             receiver,
@@ -287,8 +281,8 @@ class RankReceiver:
             self._model.check_pipeline(staged, [Unread(*offer.unread) for offer in offers])
         except WeightsMismatchError as error:
             raise EngineUpdateError(
-                f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
-                f"{self._serves_on}"
+                f"engine {self.options.engine_id} could not prepare: {error}; no rank was touched, "
+                f"and {self._serves_on}"
             ) from None
 
     def _take(
@@ -443,7 +437,7 @@ class RankReceiver:
         return f"the engine serves on with {describe_weights(self._applied)}"
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
-        return f"engine {self.engine_id} could not {step}: {by_rank(problems)}"
+        return f"engine {self.options.engine_id} could not {step}: {by_rank(problems)}"
 
     def record_problem(self, problem: str) -> None:
         """Record why an update failed, where the engine passes no answer on."""

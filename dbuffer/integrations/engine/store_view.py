@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from dbuffer import errors
 from dbuffer.format.manifest import Manifest, ReceiverRecord
-from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
+from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
@@ -31,7 +31,7 @@ class StoreView:
         self.facts = facts
         self.options = options
         self.engine_id = engine_id_of(facts, options)
-        self._token = record_token(facts.instance_id)
+        self._token = options.record_token
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
@@ -291,7 +291,7 @@ class StoreView:
 
 def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
     """Return the name of an engine, or of its replica, among the store's receivers."""
-    return (options.engine_id or facts.name) + facts.replica
+    return f"{options.engine_id}{facts.replica}"
 
 
 def _history_in(store: DoubleBuffer) -> str | None:

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
@@ -49,5 +49,5 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
 def _record_refusal(options: EngineOptions, error: DBufferError) -> None:
     """Write why nothing follows into the record that a receiver would have kept."""
     record = RecordFile(Path(options.read_store), options.engine_id or "")
-    record.write(token=record_token(options.instance_id or ""), problem=str(error))
+    record.write(token=options.record_token, problem=str(error))
     record.close()

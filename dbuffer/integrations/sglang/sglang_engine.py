@@ -16,7 +16,7 @@ from typing import Any
 
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
@@ -109,7 +109,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
     store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
     if not store.exists():
         return None
-    record = store.record(options.engine_id or "", record_token(options.instance_id or ""))
+    record = store.record(options.engine_id or "", options.record_token)
     # What was half loaded before following began is repaired by an update.
     if record is None or record.problem is None or record.is_broken:
         return None
