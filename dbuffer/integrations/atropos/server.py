@@ -18,15 +18,14 @@ from dbuffer.errors import (
     EngineUnreachableError,
     EngineUpdateError,
     StoreNotFoundError,
+    UnsupportedError,
     WaitTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.server import UNAVAILABLE
 from dbuffer.integrations.vllm.follow_vllm import follow
-from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
-from dbuffer.runtime.extras import needed_for
+from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -44,9 +43,7 @@ _INFO_ROUTE = "/bridge/info"
 _HEALTH_ROUTE = "/health"
 _PAUSE_ROUTE = "/is_paused"
 """Route of a server in development mode."""
-_OK = 200
 
-_CALL_S = 30.0
 _HEALTH_S = 5.0
 _PROBE_S = 2.0
 _RETRY_S = 0.25
@@ -57,18 +54,15 @@ class BridgeServer:
     """The server at a URL, and the store that it follows."""
 
     def __init__(self, url: str, store: Path) -> None:
-        with needed_for("a bridge with a server"):
-            import httpx
-        self._httpx = httpx
-        self.url = url.rstrip("/")
+        self._url = url
+        self._server = VllmServer(url)
         self._store = store
-        self._client = httpx.Client(base_url=self.url, timeout=_CALL_S)
         self._follower: BackgroundFollower | None = None
 
     def bring_to(self, version: int, notification: dict[str, Any], timeout_s: float) -> None:
         """Return when the server answers with ``version``, which is published, or a later one."""
         deadline = time.monotonic() + timeout_s
-        has_routes = self._has_route("POST", NOTIFY_ROUTE, deadline, json=notification)
+        has_routes = self._has_route_by(deadline, "POST", NOTIFY_ROUTE, json=notification)
         if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
             self._wait_followed(version, deadline, timeout_s)
             return
@@ -82,21 +76,19 @@ class BridgeServer:
         except WaitTimeoutError as error:
             what = "takes notifications" if has_routes else "has no routes to drive it by"
             raise WaitTimeoutError(
-                f"{error}. The server at {self.url} {what}, so it must follow {self._store} by "
-                "itself, with the middleware dbuffer.integrations.vllm.FollowStore; or start a "
-                "vLLM with VLLM_SERVER_DEV_MODE=1, which is driven from here"
+                f"{error}. The server at {self._server.url} {what}, so it must follow "
+                f"{self._store} by itself, with the middleware "
+                "dbuffer.integrations.vllm.FollowStore; or start a vLLM with "
+                "VLLM_SERVER_DEV_MODE=1, which is driven from here"
             ) from None
 
     def warn_unless_healthy(self) -> None:
         """Log it if the server does not answer, or not that it is healthy."""
         try:
-            status = self._client.get(_HEALTH_ROUTE, timeout=_HEALTH_S).status_code
-        except self._httpx.HTTPError as error:
-            problem = f"does not answer ({type(error).__name__} {error})"
-        else:
-            problem = "" if status == _OK else f"answers {_HEALTH_ROUTE} with {status}"
-        if problem:
-            logger.warning("the server at %s %s; updates wait while it starts", self.url, problem)
+            self._server.request("GET", _HEALTH_ROUTE, timeout=_HEALTH_S)
+        except DBufferError as error:
+            message = "the server at %s is not healthy: %s; updates wait while it starts"
+            logger.warning(message, self._server.url, error)
 
     def resume_if_left_paused(self) -> None:
         """End the pause of a trainer that was killed in a switch.
@@ -105,64 +97,59 @@ class BridgeServer:
         update would hang. The server serves the version that it has.
         """
         try:
-            response = self._client.get(_PAUSE_ROUTE, timeout=_HEALTH_S)
-            is_paused = response.is_success and response.json()["is_paused"] is True
-        except (self._httpx.HTTPError, ValueError, LookupError, TypeError):
+            response = self._server.request("GET", _PAUSE_ROUTE, timeout=_HEALTH_S)
+            is_paused = response.json()["is_paused"] is True
+        except (DBufferError, ValueError, LookupError, TypeError):
             return
         if not is_paused:
             return
-        follower = Follower(vllm_engine_of(self.url), EngineOptions(store=str(self._store)))
+        follower = Follower(VllmServer(self._url), EngineOptions(store=str(self._store)))
         try:
             with follower:
                 follower.start()
         except (DBufferError, OSError) as error:
-            logger.warning("the server at %s is paused, and stays so: %s", self.url, error)
+            logger.warning("the server at %s is paused, and stays so: %s", self._server.url, error)
 
     def is_stock(self) -> bool:
         """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""
         try:
-            if not self._client.get(_STOCK_ROUTE, timeout=_PROBE_S).is_success:
-                return False
-            return self._client.get(_INFO_ROUTE, timeout=_PROBE_S).status_code in (404, 405)
-        except self._httpx.HTTPError:
+            has_version = self._has_route("GET", _STOCK_ROUTE, timeout=_PROBE_S)
+            return has_version and not self._has_route("GET", _INFO_ROUTE, timeout=_PROBE_S)
+        except DBufferError:
             return False
 
     def close(self) -> None:
         if self._follower is not None:
             self._follower.close()
             self._follower = None
-        self._client.close()
+        self._server.close()
 
     def _is_drivable(self, deadline: float) -> bool:
         query = {"config_format": "json"}
-        return self._has_route("GET", DEVELOPMENT_ROUTE, deadline, params=query)
+        return self._has_route_by(deadline, "GET", DEVELOPMENT_ROUTE, params=query)
 
-    def _has_route(self, method: str, path: str, deadline: float, **more: Any) -> bool:
+    def _has_route_by(self, deadline: float, method: str, path: str, **more: Any) -> bool:
         """Call a route, and return whether there is one; wait while the server starts."""
         while True:
-            cause = None
             try:
-                response = self._client.request(method, path, **more)
-            except self._httpx.HTTPError as error:
-                problem, cause = f"does not answer: {type(error).__name__} {error}", error
-            else:
-                answer = f"{response.status_code} {response.text:.500}"
-                if response.status_code not in UNAVAILABLE:
-                    break
-                problem = f"answers {path} with {answer}"
-            if time.monotonic() + _RETRY_S > deadline:
-                raise EngineUnreachableError(f"{self.url} {problem}") from cause
+                return self._has_route(method, path, **more)
+            except EngineUnreachableError:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
             time.sleep(_RETRY_S)
-        if response.status_code in (404, 405):
+
+    def _has_route(self, method: str, path: str, **more: Any) -> bool:
+        """Call a route, and return whether there is one."""
+        try:
+            self._server.request(method, path, **more)
+        except UnsupportedError:
             return False
-        if response.is_error:
-            raise EngineUpdateError(f"{method} {self.url}{path}: {answer}")
         return True
 
     def _wait_followed(self, version: int, deadline: float, timeout_s: float) -> None:
         before = None
         if self._follower is None:
-            follower = follow(self.url, self._store, timeout_s=timeout_s)
+            follower = follow(self._url, self._store, timeout_s=timeout_s)
             assert isinstance(follower, BackgroundFollower)  # noqa: S101 - a URL is followed so
             self._follower = follower
         else:

@@ -20,7 +20,7 @@ from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.timing import TIMING
 
-UNAVAILABLE = (502, 503, 504)
+_UNAVAILABLE = (502, 503, 504)
 """Status codes of a proxy whose server is away, and of a server that starts."""
 
 _CONNECT_S = 5.0
@@ -76,19 +76,20 @@ class EngineServer(Engine):
         return f"{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
     def _get(self, path: str, key: str, **params: Any) -> Any:
-        body = self._body(self._request("GET", path, params=params))
+        body = self._body(self.request("GET", path, params=params))
         if key not in body:
             raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
         return body[key]
 
-    def _request(self, method: str, path: str, **more: Any) -> Any:
+    def request(self, method: str, path: str, **more: Any) -> Any:
+        """Send a request; return the response, of ``httpx``. ``more`` is httpx's."""
         try:
             response = self._client.request(method, path, **more)
         except self._httpx.HTTPError as error:
             raise EngineUnreachableError(
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
-        if response.status_code in UNAVAILABLE:
+        if response.status_code in _UNAVAILABLE:
             raise EngineUnreachableError(
                 f"{self.url} answers {path} with {response.status_code}: {response.text:.200}"
             )
@@ -101,7 +102,7 @@ class EngineServer(Engine):
             raise UnsupportedError(
                 f"{self.url} has no {path}: {self.WITHOUT_ROUTE}{self._advice_on_url}"
             )
-        if response.is_error:
+        if not response.is_success:
             reason = f"{response.status_code} {response.text:.2000}"
             raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
         return response
@@ -114,12 +115,12 @@ class EngineServer(Engine):
         """Resume it; a network that loses one answer must not leave it paused."""
         for _ in range(_RESUME_TRIES - 1):
             try:
-                self._request("POST", path, **more)
+                self.request("POST", path, **more)
             except (EngineUnreachableError, EngineUpdateError):
                 time.sleep(TIMING.resume_retry_s)
             else:
                 return
-        self._request("POST", path, **more)
+        self.request("POST", path, **more)
 
     def _body(self, response: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):

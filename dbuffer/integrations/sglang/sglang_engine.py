@@ -178,7 +178,7 @@ class SglangServer(_Sglang, EngineServer):
         self._has_paused = False
 
     def facts(self) -> EngineFacts:
-        info = self._body(self._request("GET", "/server_info"))
+        info = self._body(self.request("GET", "/server_info"))
         facts = _facts(info, f"sglang-{self._name()}")
         self._num_ranks = facts.num_ranks
         return facts
@@ -187,7 +187,7 @@ class SglangServer(_Sglang, EngineServer):
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
         is_ours = not self._has_paused
         if is_ours:
-            self._request("POST", "/pause_generation", json={"mode": "in_place"})
+            self.request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
             self._update_in_session(request, flush_cache=flush_cache)
         finally:
@@ -205,18 +205,18 @@ class SglangServer(_Sglang, EngineServer):
         }
         self._begin_session()
         try:
-            self._request("POST", "/update_weights_from_tensor", json=body, timeout=self._long)
+            self.request("POST", "/update_weights_from_tensor", json=body, timeout=self._long)
         finally:
-            self._request("POST", "/end_weight_update", json={})
+            self.request("POST", "/end_weight_update", json={})
 
     def _begin_session(self) -> None:
         begin = {"selector": _SESSION}
         try:
-            self._request("POST", "/begin_weight_update", json=begin)
+            self.request("POST", "/begin_weight_update", json=begin)
         except EngineUpdateError:
             # One is open: a follower was killed in it.
-            self._request("POST", "/end_weight_update", json={})
-            self._request("POST", "/begin_weight_update", json=begin)
+            self.request("POST", "/end_weight_update", json={})
+            self.request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> None:
         """Return None: no route tells. ``/ready`` says the same of a server that still starts.
@@ -227,7 +227,7 @@ class SglangServer(_Sglang, EngineServer):
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True
         body = {"mode": _PAUSES[mode]}
-        self._request("POST", "/pause_generation", json=body, timeout=self._long)
+        self.request("POST", "/pause_generation", json=body, timeout=self._long)
         self._flush_caches()
 
     def resume(self) -> None:
@@ -239,7 +239,7 @@ class SglangServer(_Sglang, EngineServer):
 
     def set_weight_version(self, label: WeightLabel) -> None:
         body = {"new_version": label.version, "abort_all_requests": False}
-        self._request("POST", "/update_weight_version", json=body)
+        self.request("POST", "/update_weight_version", json=body)
 
 
 def sglang_engine_of(

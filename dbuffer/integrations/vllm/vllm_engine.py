@@ -307,7 +307,7 @@ class VllmServer(EngineServer):
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         body = {"method": CALL, "kwargs": {"request": request.as_json()}}
-        response = self._request("POST", "/collective_rpc", json=body, timeout=self._long)
+        response = self.request("POST", "/collective_rpc", json=body, timeout=self._long)
         replies = self._body(response).get("results", []) if response.content else []
         return [decode_answer(reply) for reply in replies]
 
@@ -316,14 +316,14 @@ class VllmServer(EngineServer):
 
     def pause(self, mode: PauseMode) -> None:
         params = {"mode": mode, "clear_cache": "false"}
-        self._request("POST", "/pause", params=params, timeout=self._long)
+        self.request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
-        response = self._request("POST", "/reset_prefix_cache", params=caches)
+        response = self.request("POST", "/reset_prefix_cache", params=caches)
         # Versions of vLLM that say whether it worked say so in a body.
         if response.content and self._body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
-        self._request("POST", "/reset_mm_cache")
-        self._request("POST", "/reset_encoder_cache")
+        self.request("POST", "/reset_mm_cache")
+        self.request("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:
         self._request_resume("/resume")
@@ -332,7 +332,7 @@ class VllmServer(EngineServer):
         return str(self._get("/weight_info", "weight_version"))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        self._request("POST", "/update_weight_version", json={"new_version": label.version})
+        self.request("POST", "/update_weight_version", json={"new_version": label.version})
 
 
 def is_one_of_several(target: Any) -> bool:
