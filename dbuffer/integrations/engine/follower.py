@@ -71,8 +71,6 @@ class Follower(Closing):
         """Label that this follower set last."""
         self._is_failing = False
         self._failed_version: int | None = None
-        self.follower_id = secrets.token_hex(8)
-        """Id by which another process recognizes this follower."""
 
     @property
     def _applied(self) -> VersionId | None:
@@ -279,9 +277,12 @@ class Follower(Closing):
     def has_lost(self, version: int | None) -> bool:
         """Whether the engine no longer has ``version`` or a later one, to which it was switched.
 
-        None: it was switched to none. An engine that was restarted has lost what it had.
+        None: it was switched to none. An engine that was restarted has lost what it had, and one
+        that this follower has not begun with may have anything.
         """
-        if self._view is not None and self._is_certain:
+        if self._view is None:
+            return True
+        if self._is_certain:
             self._refresh_applied(self._view)
         return self.has_restarted() or (version is not None and (self.applied or 0) < version)
 

@@ -56,12 +56,9 @@ class RayFollower:
     def __init__(self, actor: Any, options: EngineOptions) -> None:
         self._actor = actor
         self._options = options
-        self._identity: str | None = None
 
     def has_lost(self, version: int | None) -> bool:
         """Whether it lost a version, as in :meth:`Follower.has_lost`; so does a restarted actor."""
-        if self._identity is not None and self._call(_identity) != self._identity:
-            return True  # the actor has forgotten the last switch
         return self._call(Follower.has_lost, version)
 
     def sync(
@@ -77,13 +74,10 @@ class RayFollower:
                     f"within {timeout_s:g} s; the engine serves on"
                 )
             time.sleep(_ASK_AGAIN_S)
-        switch = self._call(Follower.sync, at_least=at_least, force=force)
-        self._identity = self._call(_identity)
-        return switch
+        return self._call(Follower.sync, at_least=at_least, force=force)
 
     def apply_once(self, store: str) -> None:
         self._call(Follower.apply_once, store)
-        self._identity = self._call(_identity)
 
     def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
         return self._call(Follower.mismatches, tensors)
@@ -126,10 +120,6 @@ def _call_in_actor(
     kwargs: dict[str, Any],
 ) -> Any:
     return call(_follower_in(instance, options), *args, **kwargs)
-
-
-def _identity(follower: Follower) -> str:
-    return follower.follower_id
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:
