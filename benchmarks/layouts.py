@@ -167,10 +167,10 @@ class PlannedReceiver:
         start_s = time.perf_counter()
         switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
         if switch is not None and switch.is_enough:
-            self._loads.apply(switch, staged.identity)
+            self._loads.apply(switch)
         else:
             assert self._trace is not None
-            self._loads.reload(staged.tensors or {}, self._trace, switch, staged.identity)
+            self._loads.reload(staged.tensors or {}, self._trace, switch)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
         is_patched = switch is not None and switch.patches is not None
@@ -188,4 +188,5 @@ class PlannedReceiver:
         if self._trace is None:
             self._trace = self._check(snapshot.specs)
         tensors = dict(snapshot.tensors)
-        return self._loads.prepare(tensors, self._trace, snapshot.changed_since)
+        identity, changed_since = snapshot.identity, snapshot.changed_since
+        return self._loads.prepare(tensors, self._trace, identity, changed_since)

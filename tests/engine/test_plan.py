@@ -26,7 +26,7 @@ from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.plan.samples import draw_sample, is_held
+from dbuffer.integrations.engine.plan.samples import draw_sample
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -207,28 +207,30 @@ class Switched:
         before = self.reloads
         self.twin.reload(copied(tensors))
         self.versions.append(copied(tensors))
-        identity = str(len(self.versions) - 1)
-        switch = self.loads.prepare(tensors, self.trace, self.changed_since)
+        switch = self.prepare(tensors)
         if switch is not None and switch.is_enough and self.staged:
             memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
             switch = switch.copied_into(memory, COPIER.copy_tensors)
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
         self.patched.append(switch is not None and switch.patches is not None)
-        self.apply_or_reload(tensors, switch, identity)
+        self.apply_or_reload(tensors, switch)
         mine, right = self.model.state_dict(), self.twin.state_dict()
         for name in right:
             assert torch.equal(as_bytes(mine[name]), as_bytes(right[name])), name
         assert str(self.model.computed()) == str(self.twin.computed())  # of which some are NaN
         return self.reloads == before
 
-    def apply_or_reload(
-        self, tensors: Tensors, switch: PreparedSwitch | None, identity: str | None = None
-    ) -> None:
+    def prepare(self, tensors: Tensors) -> PreparedSwitch | None:
+        """Prepare the newest version."""
+        identity = str(len(self.versions) - 1)
+        return self.loads.prepare(tensors, self.trace, identity, self.changed_since)
+
+    def apply_or_reload(self, tensors: Tensors, switch: PreparedSwitch | None) -> None:
         if switch is not None and switch.is_enough:
-            self.loads.apply(switch, identity)
+            self.loads.apply(switch)
         else:
-            self.loads.reload(tensors, self.trace, switch, identity)
+            self.loads.reload(tensors, self.trace, switch)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Reload the model, as its loader asks for it."""
@@ -244,7 +246,7 @@ class Switched:
         """Prepare a version of which little changed, under the one that is served."""
         newest, served = changed_a_little(self.versions[-1]), copied(self.model.state_dict())
         self.versions.append(newest)
-        switch = self.loads.prepare(newest, self.trace, self.changed_since)
+        switch = self.prepare(newest)
         assert all(torch.equal(served[n], now) for n, now in self.model.state_dict().items())
         return newest, switch
 
@@ -1069,7 +1071,7 @@ def test_a_reload_that_fails_is_raised_and_verifies_nothing():
     version = two_tensors()
     switched.model.fails_with = version["a.weight"]
     for _ in range(2):
-        switch = switched.loads.prepare(version, switched.trace)
+        switch = switched.loads.prepare(version, switched.trace, "any")
         assert not switch.is_enough
         with pytest.raises(RuntimeError, match="no reload"):
             switched.loads.reload(version, switched.trace, switch)
@@ -1183,9 +1185,9 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used():
     switched = one_patched()
     newest, late = switched.prepare_next()
     assert late.patches is not None
-    before = switched.loads.prepare(switched.versions[0], switched.trace)
-    switched.loads.apply(before, "0")
-    switched.loads.apply(late, "late")
+    before = switched.loads.prepare(switched.versions[0], switched.trace, "0")
+    switched.loads.apply(before)
+    switched.loads.apply(late)
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
@@ -1248,7 +1250,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
     newest, switch = switched.prepare_next()
     assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
-    switched.loads.apply(switch, "newest")
+    switched.loads.apply(switch)
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
@@ -1259,7 +1261,7 @@ def test_samples_are_of_every_parameter_and_move():
     samples = []
     for _ in range(3):
         switched.switch(tensors)
-        samples.append(switched.loads._sample)
+        samples.append(switched.loads._held.elements)
     for name, parameter in switched.model.named_parameters():
         drawn = [set(sample[name].positions.tolist()) for sample in samples]
         assert all(drawn)
@@ -1278,11 +1280,12 @@ def test_samples_are_where_copies_put_them_however_their_parts_lie():
     for target, source in copies:
         target.copy_(source)
     for seed in range(20):
-        sample = draw_sample({"p": copies}, {"p": parameter}, np.random.default_rng(seed))
-        assert is_held(sample)
-        assert sample["p"].positions.max() < 80
+        sample = draw_sample("1", {"p": copies}, {"p": parameter}, np.random.default_rng(seed))
+        assert sample.is_held()
+        [elements] = sample.elements.values()
+        assert elements.positions.max() < 80
         patched = torch.zeros_like(parameter)
-        sample["p"]._replace(target=patching.flat(patched)).apply()
+        elements._replace(target=patching.flat(patched)).apply()
         assert (patched[patched != 0] == parameter[patched != 0]).all()
         for part in (slice(2), slice(2, 3), slice(3, 6), slice(6, 8)):
             assert patched[:, part].any()

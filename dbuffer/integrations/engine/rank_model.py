@@ -99,7 +99,9 @@ class RankModel:
             # is made of those, and the reload that follows verifies none.
             if self._state.is_asleep or self._state.must_reload:
                 return None
-            return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
+            return self._loader.prepare(
+                tensors, trace, snapshot.identity, changed_since, snapshot.layout.aliases
+            )
 
     def wait_unread(self) -> None:
         """Wait until this thread no longer reads weights that fell asleep."""
@@ -118,14 +120,14 @@ class RankModel:
         self._state.loaded_names.add(staged.layout.all_names, staged.version)
         switch = self._switch_of(staged)
         if switch is not None and switch.is_enough:
-            self._loader.apply(switch, staged.identity)
+            self._loader.apply(switch)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         if self._state.must_reload and self._partial:
             self.serving.load_checkpoint()  # for the layers that are in no version
         trace = self._trace_of(staged.layout)
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
-        self._loader.reload(tensors, trace, switch, staged.identity)
+        self._loader.reload(tensors, trace, switch)
 
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ from dbuffer.integrations.engine.plan.patching import (
     patch_or_copy,
     same_bytes,
 )
-from dbuffer.integrations.engine.plan.samples import Sample
+from dbuffer.integrations.engine.plan.samples import NOTHING_HELD, Sample
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view
@@ -75,7 +75,7 @@ class PreparedSwitch:
     """Digests of the tensors in ``plan.verified_for``."""
     patches: Patches | None = None
     """Changes since a version that the model may hold; None: they are not known."""
-    sample: Sample = field(default_factory=dict)
+    sample: Sample = NOTHING_HELD
     """Elements by which the model is known to hold this version."""
 
     @property
@@ -116,7 +116,7 @@ class PreparedSwitch:
             plan=plan,
             copies=plan.copies_of(self.tensors),
             images=[image for image in self.images if image.name in plan.packed],
-            sample={name: self.sample[name] for name in self.sample if name in plan.parameters},
+            sample=self.sample.of(plan.parameters),
         )
 
     @property
@@ -203,12 +203,12 @@ class PreparedSwitch:
 
     # In the pause
 
-    def apply(self, copier: Copier, held: str | None) -> None:
+    def apply(self, copier: Copier, held: Sample) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.
 
         Args:
             copier: its threads work in main memory; on a device its own queue does.
-            held: identity of the version that the model is known to hold.
+            held: sample of the version that was loaded last.
         """
         copies = [copy for each in self._patch(copier, held).values() for copy in each]
         # A tied tensor is in the images of two layers.
@@ -225,9 +225,9 @@ class PreparedSwitch:
         for image in self.images:
             image.hand_over()
 
-    def _patch(self, copier: Copier, held: str | None) -> Mapping[str, Sequence[Copy]]:
+    def _patch(self, copier: Copier, held: Sample) -> Mapping[str, Sequence[Copy]]:
         """Patch what can be patched, and return the copies that are left."""
-        if self.patches is None or self.patches.base != held:
+        if self.patches is None or self.patches.base != held.identity or not held.is_held():
             return self.copies
         try:
             apply_patches(self.patches, copier)

@@ -7,17 +7,14 @@ and always some of those that were patched last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from dbuffer.integrations.engine.plan.load_trace import Copy, View
 from dbuffer.integrations.engine.plan.patching import Patch, flat, values_for
-
-Sample = Mapping[str, Patch]
-"""Elements of parameters, by the parameter's name."""
 
 T = TypeVar("T")
 
@@ -31,12 +28,42 @@ _MAX_PARTS = 8
 """Parts sampled of a parameter that is made of many, of experts for instance."""
 
 
+class Sample(NamedTuple):
+    """Elements by which a model is known to hold a version."""
+
+    identity: str
+    """Identity of the version."""
+    elements: Mapping[str, Patch]
+    """Elements of parameters, by the parameter's name."""
+
+    def is_held(self) -> bool:
+        """Whether the parameters have the sampled values; an empty sample does not tell."""
+        patches = self.elements.values()
+        for device in {patch.target.device for patch in patches}:
+            mine = [patch for patch in patches if patch.target.device == device]
+            live = [patch.target.index_select(0, patch.places) for patch in mine]
+            # One comparison: on a device each waits for all that was queued.
+            if not torch.equal(torch.cat(live), torch.cat([patch.values for patch in mine])):
+                return False
+        return bool(patches)
+
+    def of(self, parameters: Collection[str]) -> Sample:
+        """Return the sample of some parameters alone."""
+        elements = {name: each for name, each in self.elements.items() if name in parameters}
+        return self._replace(elements=elements)
+
+
+NOTHING_HELD = Sample("", {})
+"""Sample of a model that may hold anything."""
+
+
 def draw_sample(
+    identity: str,
     copies: Mapping[str, Sequence[Copy]],
     parameters: Mapping[str, torch.Tensor],
     random: np.random.Generator,
 ) -> Sample:
-    """Choose elements that these copies put into every parameter."""
+    """Choose elements that the copies of a version put into every parameter."""
     sample = {}
     for name, each in copies.items():
         filled = [copy for copy in each if copy[0].numel()]
@@ -46,7 +73,7 @@ def draw_sample(
         ]
         if chosen:
             sample[name] = _joined(chosen).on_device()
-    return sample
+    return Sample(identity, sample)
 
 
 def with_patched(
@@ -55,25 +82,13 @@ def with_patched(
     """Add elements that patches write, of every parameter that they write to."""
     more = {}
     for name, pieces in patches.items():
-        chosen = [sample[name]]
-        for piece, count in _choose_parts(pieces, len(sample), random):
+        chosen = [sample.elements[name]]
+        for piece, count in _choose_parts(pieces, len(sample.elements), random):
             indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
             some = piece._replace(positions=piece.positions[indices], values=piece.values[indices])
             chosen.append(some.on_device())
         more[name] = _joined(chosen)
-    return {**sample, **more}
-
-
-def is_held(sample: Sample) -> bool:
-    """Whether the parameters have the sampled values."""
-    patches = sample.values()
-    for device in {patch.target.device for patch in patches}:
-        mine = [patch for patch in patches if patch.target.device == device]
-        live = [patch.target.index_select(0, patch.places) for patch in mine]
-        # One comparison: on a device each waits for all that was queued.
-        if not torch.equal(torch.cat(live), torch.cat([patch.values for patch in mine])):
-            return False
-    return True
+    return sample._replace(elements={**sample.elements, **more})
 
 
 def _choose_parts(

@@ -26,7 +26,7 @@ from dbuffer.integrations.engine.plan.prepared_switch import (
     log_copied_whole,
     prepare_switch,
 )
-from dbuffer.integrations.engine.plan.samples import Sample, draw_sample, is_held, with_patched
+from dbuffer.integrations.engine.plan.samples import NOTHING_HELD, draw_sample, with_patched
 from dbuffer.integrations.engine.plan.verification import Mismatch, UnverifiableError, Verifier
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -97,10 +97,8 @@ class WeightLoader:
         self._num_skipped: float = 0
         """Versions of this layout to reload before it is planned again."""
         self._next_skipped = _MIN_SKIPPED
-        self._held: str | None = None
-        """Identity of the version that the model holds; None: that is not known."""
-        self._sample: Sample = {}
-        """Elements by which it is known to hold that version still."""
+        self._held = NOTHING_HELD
+        """Sample of the version that was loaded last, as far as that is known."""
         self._may_patch = True
         self._rechecks_loaders = True
 
@@ -109,6 +107,7 @@ class WeightLoader:
         self,
         tensors: Tensors,
         trace: LoadTrace,
+        identity: str,
         changed_since: Callable[[str], Changed | None] = lambda _: None,
         aliases: Mapping[str, str] | None = None,
     ) -> PreparedSwitch | None:
@@ -117,6 +116,7 @@ class WeightLoader:
         Args:
             tensors: the version's, by the names that the model takes.
             trace: of its layout.
+            identity: the version's, by which later ones ask for what changed since.
             changed_since: returns where it differs from the version of an identity, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
@@ -137,7 +137,7 @@ class WeightLoader:
             self._set_aside(f"a layer could not be packed: {described(error)}")
             return None
         try:
-            switch.sample = draw_sample(switch.copies, plan.parameters, self._random)
+            switch.sample = draw_sample(identity, switch.copies, plan.parameters, self._random)
             self._add_patches(switch, changed_since)
         # Memory that is short for a moment, say. The copies are there.
         except Exception as error:  # noqa: BLE001
@@ -200,11 +200,11 @@ class WeightLoader:
         """Give a switch patches, where it is known what changed since the version that is held."""
         if switch.plan.verified_for is None or not self._may_patch:
             return
-        base = self._known_base()
-        changed = None if base is None else changed_since(base)
-        if base is None or changed is None:
+        base = self._held
+        changed = changed_since(base.identity) if base.is_held() else None
+        if changed is None:
             return
-        patches = switch.patches_from(base, changed, self._copier)
+        patches = switch.patches_from(base.identity, changed, self._copier)
         name = self._random.choice(list(switch.copies))
         if not switch.patches_match(name, patches):
             self._may_patch = False
@@ -218,20 +218,12 @@ class WeightLoader:
         if patches.by_parameter or patches.copies:
             switch.sample = with_patched(switch.sample, patches.by_parameter, self._random)
         else:  # elements that were patched last tell more
-            switch.sample = self._sample
-
-    def _known_base(self) -> str | None:
-        """Return the identity of the version that the model holds; None: that is not known."""
-        return self._held if self._sample and is_held(self._sample) else None
+            switch.sample = base._replace(identity=switch.sample.identity)
 
     @torch.no_grad()
-    def apply(self, switch: PreparedSwitch, identity: str | None = None) -> None:
-        """Do a switch that is enough. A failure leaves a mix, to be repaired at once.
-
-        ``identity`` is the version's, to be asked for what changed since.
-        """
-        held = None if switch.patches is None else self._known_base()
-        self._held = None
+    def apply(self, switch: PreparedSwitch) -> None:
+        """Do a switch that is enough. A failure leaves a mix, to be repaired at once."""
+        held, self._held = self._held, NOTHING_HELD
         try:
             switch.apply(self._copier, held)
             self._reload_part(switch)
@@ -239,7 +231,7 @@ class WeightLoader:
             # The repair must not fail for the same reason: a reload, and a new verification.
             self._drop_plan()
             raise
-        self._held, self._sample = identity, switch.sample
+        self._held = switch.sample
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
@@ -256,23 +248,18 @@ class WeightLoader:
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
-        self._held = None
+        self._held = NOTHING_HELD
         # A value derived from one of these may have become another one.
         if self._plan is not None and self._plan.verified_for:
             self._plan.verified_for = None
 
     @torch.no_grad()
     def reload(
-        self,
-        tensors: Tensors,
-        trace: LoadTrace | None,
-        switch: PreparedSwitch | None,
-        identity: str | None = None,
+        self, tensors: Tensors, trace: LoadTrace | None, switch: PreparedSwitch | None
     ) -> None:
         """Load by a reload, and verify the switch that was prepared for the version, if any.
 
-        A failure leaves a mix, to be repaired at once. ``trace``, ``identity``: as in
-        :meth:`prepare` and :meth:`apply`.
+        A failure leaves a mix, to be repaired at once. ``trace``: as in :meth:`prepare`.
         """
         self.forget()
         # Where it is not known what loaders write into, it may be anything.
@@ -294,7 +281,7 @@ class WeightLoader:
             )
             self._reload(tensors)
         if self._plan is not None:
-            self._held, self._sample = identity, switch.sample
+            self._held = switch.sample
             _log_verified(self._plan, time.monotonic() - started)
 
     def _reload_and_verify(self, tensors: Tensors, switch: PreparedSwitch) -> PreparedSwitch | None:
