@@ -118,9 +118,11 @@ class Pointer(Record):
     """``CURRENT``: which buffer holds the newest version."""
 
     NAME: ClassVar = "version pointer"
-    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN}
+    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "identity": IDENTITY}
 
     version: int
+    identity: str
+    """Identity of the version, as in its `Manifest`."""
     buffer: str
     """``"A"`` or ``"B"``."""
     generation: int
@@ -134,11 +136,6 @@ class Pointer(Record):
         Record.__post_init__(self)
         if self.buffer not in BUFFERS:
             raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
-
-    @property
-    def commit(self) -> str:
-        """Identity of the commit that published the version that it names."""
-        return f"{self.run}-{self.generation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,11 +75,6 @@ class BucketPointer(Record):
     """
 
     @property
-    def commit(self) -> str:
-        """Identity of the commit that published the version that it names."""
-        return self.identity
-
-    @property
     def version_name(self) -> str:
         """Name of the object with the version's record."""
         return version_object(self.history, self.version, self.identity, self.version_xxh3)

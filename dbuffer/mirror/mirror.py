@@ -291,6 +291,8 @@ class Mirror(Closing, ProcessBound):
         pointer = self._target.newest()
         if pointer is None or pointer.version < newest.version or pointer.history != newest.history:
             return False
+        if pointer.version == newest.version and pointer.identity != newest.identity:
+            return False
         is_announced_here = self.is_elected or self._error is not None
         return not is_announced_here or (self._announced or 0) >= newest.version
 

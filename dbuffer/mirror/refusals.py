@@ -6,6 +6,8 @@ import shlex
 
 from dbuffer.errors import OptionError
 from dbuffer.format import places
+from dbuffer.format.manifest import Pointer
+from dbuffer.format.objects import BucketPointer
 from dbuffer.mirror.ends import Source
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
@@ -79,18 +81,24 @@ def is_stale(source: Source, local: DoubleBuffer) -> bool:
     return is_there or not _users(local)
 
 
-def require_not_put_back(source: Source, target_name: str, published: int) -> None:
-    """Refuse a source that an older copy has replaced since ``published`` was copied.
+def require_not_put_back(
+    source: Source, target_name: str, published: Pointer | BucketPointer
+) -> None:
+    """Refuse a source that has lost the version that was ``published`` in a target.
 
     Raises:
-        OptionError: it holds no version as new as that.
+        OptionError: it holds no version as new as that, or another one under its number.
     """
     newest = source.newest()
-    if newest is None or newest.version < published:
+    if (
+        newest is None
+        or newest.version < published.version
+        or (newest.version == published.version and newest.identity != published.identity)
+    ):
         raise OptionError(
-            f"{source.name} went back to version {newest and newest.version}, and {target_name} "
-            f"holds version {published} of it, which may be in no other place: was the source put "
-            "back from a copy? Name another target"
+            f"{source.name} went back, and its newest version is {newest and newest.version} now; "
+            f"{target_name} holds a version {published.version} of it that may be in no other "
+            "place. Was the source put back from a copy, or cut off from power? Name another target"
         )
 
 

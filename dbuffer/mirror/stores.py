@@ -146,7 +146,7 @@ class StoreTarget:
         require_no_senders(source, self._store)
         pointer, published = self._store.pointer(), None
         if pointer is not None and local is not None and local.history == history:
-            require_not_put_back(source, self.name, pointer.version)
+            require_not_put_back(source, self.name, pointer)
             published = pointer.version
         elif pointer is not None and (local is None or local.history != self._copied_history):
             what = f"version {pointer.version} of another store than {source.name}"

@@ -132,7 +132,7 @@ class BucketTarget:
                 return None
             if pointer.history != history:
                 raise self._refusal(source)
-            require_not_put_back(source, self.name, pointer.version)
+            require_not_put_back(source, self.name, pointer)
             pointer = pointer.by(self._writer)
             if self._put_pointer(pointer):
                 return pointer

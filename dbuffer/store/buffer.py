@@ -313,6 +313,7 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     """The pointer that names what a buffer's manifest describes."""
     return Pointer(
         version=manifest.version,
+        identity=manifest.identity,
         buffer=buffer,
         generation=manifest.generation,
         run=manifest.run,
@@ -336,7 +337,7 @@ def require_successor(
             f"{store} went back from version {seen.version} to {0 if now is None else now.version}"
             ": it was emptied or replaced; new receivers follow what is there now"
         )
-    is_again = now.version == seen.version and now.commit != seen.commit
+    is_again = now.version == seen.version and now.identity != seen.identity
     if is_again or now.history != seen.history:
         raise errors.VersionRegressedError(
             f"{store} was emptied or replaced: it held version {seen.version}, and what it holds "

@@ -119,15 +119,26 @@ class Contents:
     def history(self, before: WriterRecord | None) -> str | None:
         """History that the next sender goes on with; None: it begins another one.
 
-        As in a store that was emptied, even if the writer ``before`` left its record; and in a
-        mirror's copy, whose numbers the original goes on with, for other weights.
+        As in a store that was emptied, even if the writer ``before`` left its record.
         """
-        if self.is_copy:
-            return None
         if self._records:
             return max(self._records, key=lambda record: record.generation).history
         is_empty = not (self._has_pointer_file or any(self._has_manifest_file))
         return None if is_empty or before is None else before.history
+
+    def lost_version(self, history: str | None) -> int | None:
+        """Newest version of a history that a receiver tells of, where it is above the last one.
+
+        The last versions were lost, in a power cut or because the store was put back from a copy.
+        Their numbers would come again, for other weights.
+        """
+        told = [
+            max(record.applied_version or 0, record.staged_version or 0)
+            for record in self._store.receivers()
+            if record.history == history
+        ]
+        newest = max(told, default=0)
+        return newest if newest > self.last_version else None
 
     @property
     def _records(self) -> list[Pointer | Manifest]:

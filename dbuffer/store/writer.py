@@ -493,12 +493,10 @@ class BufferWriter:
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._generation = contents.last_generation
         run = secrets.token_hex(8)
-        if history is None and contents.is_copy:
-            logger.warning("%s was a mirror's copy: what is published is a new history", self.root)
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
             run=run,
-            history=history or contents.history(before) or run,
+            history=history or self._history_of(contents, before) or run,
             started_at=time.time(),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
@@ -516,6 +514,21 @@ class BufferWriter:
             self._files.sweep(directory, keep=keep)
         self._forget_dead_receivers()
         return record
+
+    def _history_of(self, contents: Contents, before: WriterRecord | None) -> str | None:
+        """Choose the history that a sender goes on with; None: it begins another one.
+
+        No version of a history is published twice, with other weights.
+        """
+        history = contents.history(before)
+        reason = None
+        if contents.is_copy:  # with whose numbers the original goes on
+            reason = "was a mirror's copy"
+        elif (lost := contents.lost_version(history)) is not None:
+            reason = f"has lost versions up to {lost}, which receivers tell of"
+        if reason is not None:
+            logger.warning("%s %s: what is published is a new history", self.root, reason)
+        return history if reason is None else None
 
     def _put(self, path: Path, record: Record) -> None:
         self._open_records[path] = self.medium.publish_file(

@@ -23,7 +23,7 @@ from dbuffer.format.manifest import (
 )
 
 RUN = "0123456789abcdef"
-POINTER = Pointer(version=7, buffer="A", generation=14, run=RUN, history=RUN)
+POINTER = Pointer(version=7, identity=f"{RUN}-14", buffer="A", generation=14, run=RUN, history=RUN)
 MANIFEST = Manifest(
     state="complete",
     version=7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -333,6 +334,21 @@ def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket
         until("it has ended", lambda: up._error is not None)
         assert isinstance(up._error, dbuffer.OptionError)
     assert newest_pointer(bucket).version == 6
+
+
+def test_a_version_that_was_lost_is_not_taken_for_another_one_of_its_number(remote, bucket):
+    """As in a power cut: the trainer publishes the number once more, with other weights."""
+    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, 1)
+        shutil.copytree(remote, remote.with_name("flushed"))
+        send(sender, up, 2)
+    shutil.rmtree(remote)
+    remote.with_name("flushed").rename(remote)
+    shutil.rmtree(remote / "receivers")
+    with dbuffer.WeightSender(remote) as sender:
+        assert sender.send(SMALL.weights(3)).version == 2
+        with mirror(remote, bucket.url) as up, pytest.raises(dbuffer.OptionError):
+            up.wait_until_current(10)
 
 
 # Writers

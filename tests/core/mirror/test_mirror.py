@@ -582,14 +582,20 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
     assert [record.levelname for record in said] == ["WARNING"]
 
 
-def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local):
+@pytest.mark.parametrize("again", [(), (2, 3)], ids=["is behind", "has as many versions"])
+def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
     """From a backup: versions that the readers have had would come again, with other weights."""
     publish(remote, 1)
     shutil.copytree(remote, remote.with_name("backup"))
     publish(remote, 2, 3)
-    mirror_once(remote, local)
-    shutil.rmtree(remote)
-    remote.with_name("backup").rename(remote)
+    with quick(remote, local).start() as running:
+        running.wait_until_current(10)
+        shutil.rmtree(remote)
+        remote.with_name("backup").rename(remote)
+        publish(remote, *again)
+        if again:
+            with pytest.raises(dbuffer.OptionError):
+                running.wait_until_current(10)
     message = refused(remote, local, Mirror.run)
     assert str(remote) in message
     assert message.endswith("? Name another target")  # it has what the source lost

@@ -72,6 +72,7 @@ from tests.support.soak import (
     patience_s,
 )
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
+from tests.support.waiting import meanwhile
 from tests.support.worlds import World
 
 
@@ -553,8 +554,8 @@ def test_all_ranks_wait_for_a_receiver(world, store):
         assert outcome.kind == "OptionError"
         assert "timeout_s" in outcome.message
     with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
-        receiver.acknowledge(3)
-    assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)
+        with meanwhile(lambda: receiver.acknowledge(receiver.wait_for_version(2, 20.0))):
+            assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)
 
 
 def test_one_rank_alone_can_neither_publish_nor_load_what_all_hold(world, store):

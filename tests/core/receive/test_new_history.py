@@ -6,6 +6,7 @@ than the one that the engine has; all three must be told apart from it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -187,3 +188,22 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
             scene.engine.model.failing_loads = 1
             assert follower.sync().version == 6, "loaded once more, and acknowledged"
     assert scene.engine.version == NEW + 1
+
+
+def test_numbers_of_versions_that_a_store_has_lost_are_of_another_history(scene, tmp_path):
+    """As in a power cut, or by a store that is put back: the trainer publishes them once more."""
+    parts = ("CURRENT", "A", "B")
+    with scene.background() as follower:
+        follower.wait_applied(5, WAIT_S)
+        shutil.copytree(scene.store, tmp_path / "before")
+        with dbuffer.WeightSender(scene.store) as sender:
+            sender.send(SMALL.weights(OLD + 1))
+        follower.wait_applied(6, WAIT_S)
+        for part in parts:
+            path = scene.store / part
+            (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+            shutil.move(tmp_path / "before" / part, path)
+        with dbuffer.WeightSender(scene.store) as sender:
+            assert sender.send(SMALL.weights(NEW)).version == 6
+            sender.wait_applied(6, receivers=[scene.engine_id], timeout_s=WAIT_S)
+        assert scene.engine.serves == (NEW, "6")
