@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import socket
 import sys
@@ -27,8 +26,6 @@ from typing import (
     get_origin,
     get_type_hints,
 )
-
-from xxhash import xxh3_64_hexdigest
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
@@ -425,11 +422,6 @@ def is_receiver_id(text: str) -> bool:
 def is_history(text: object) -> bool:
     """Whether ``text`` can name a history: the run of a store's first writer."""
     return isinstance(text, str) and _RUN.fullmatch(text) is not None
-
-
-def mirror_id(target: str) -> str:
-    """Return the id of a mirror: the same for each start on this host with this target."""
-    return f"mirror-{host_in_id()}-{xxh3_64_hexdigest(os.fsencode(target))}"
 
 
 def host_in_id() -> str:

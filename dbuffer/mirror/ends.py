@@ -89,6 +89,9 @@ class Target(Protocol):
     def resign(self) -> None:
         """Let another mirror be elected."""
 
+    def is_removed(self) -> bool:
+        """Whether it was removed since this mirror was elected, which is over with it."""
+
     def is_stale(self, source: Source) -> bool:
         """Whether it holds versions that the source never held."""
 

@@ -28,7 +28,8 @@ from dbuffer.errors import (
     WaitTimeoutError,
     WriterSupersededError,
 )
-from dbuffer.format.manifest import Pointer, mirror_id
+from dbuffer.format.layout import digest
+from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
@@ -47,6 +48,7 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import OvertakenError
+from dbuffer.store.liveness import Process
 
 logger = logging.getLogger(__name__)
 
@@ -228,13 +230,14 @@ class Mirror(Closing, ProcessBound):
 
     def _run(self, stop: threading.Event) -> None:
         self._runs_in = threading.get_ident()
-        if not self.is_elected and not self._target.elect(self._source):
-            self._wait_until_prepared()
-            logger.info("another mirror of %s is at work: standing by", self._target.name)
-            while not self.is_elected and not stop.wait(TIMING.stand_by_s):
-                self._target.elect(self._source)
-        if not stop.is_set():
-            self._follow(stop)
+        while not stop.is_set():
+            if not self.is_elected and not self._target.elect(self._source):
+                self._wait_until_prepared()
+                logger.info("another mirror of %s is at work: standing by", self._target.name)
+                while not self.is_elected and not stop.wait(TIMING.stand_by_s):
+                    self._target.elect(self._source)
+            if self.is_elected:
+                self._follow(stop)
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -324,6 +327,7 @@ class Mirror(Closing, ProcessBound):
     # Following
 
     def _follow(self, stop: threading.Event) -> None:
+        """Follow the source, until it is to stop, or the target is removed."""
         # The receiver is closed first: the last records that are relayed say that it has ended.
         with contextlib.ExitStack() as opened:
             opened.callback(self._close_copy)
@@ -344,9 +348,14 @@ class Mirror(Closing, ProcessBound):
                 elif loop.has_started_over:
                     self._close_copy()
                     self._published = self._announced = None
+                elif self._target.is_removed():
+                    logger.warning("%s was removed: it is made anew", self._target.name)
+                    self._target.resign()
+                    self._published = self._announced = None
+                    return
 
     def _open_receiver(self) -> SourceReceiver:
-        receiver = self._source.open_receiver(mirror_id(self._target.name))
+        receiver = self._source.open_receiver(_id_of(self._target.name))
         receiver.record.count(**_NO_STATS)
         self._receiver = receiver
         return receiver
@@ -406,6 +415,16 @@ class _AnyEvent(threading.Event):
         while not self.is_set() and (left_s := deadline - time.monotonic()) > 0:
             self._events[0].wait(min(left_s, TIMING.stop_check_s))
         return self.is_set()
+
+
+def _id_of(target: str) -> str:
+    """Return the id of a mirror: the same for each start in this container with this target.
+
+    Containers of one host name and one path, in two clusters say, relay to one bucket.
+    """
+    here = Process.here()
+    known = f"{here.machine} {here.pid_namespace} {target}"
+    return f"mirror-{host_in_id()}-{digest(os.fsencode(known))}"
 
 
 def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:

@@ -127,6 +127,10 @@ class StoreTarget:
             self._lock.close()
             self._lock = None
 
+    def is_removed(self) -> bool:
+        path = self._store.root / MIRROR_LOCK_FILE
+        return self._lock is not None and not filesystem.is_at(self._lock, path)
+
     def is_stale(self, source: Source) -> bool:
         return is_stale(source, self._store)
 

@@ -91,6 +91,9 @@ class BucketTarget:
     def resign(self) -> None:
         self.is_elected = False
 
+    def is_removed(self) -> bool:
+        return False  # the next put of the pointer finds out
+
     def is_stale(self, source: Source) -> bool:
         self._read_pointer()
         history = source.history() if source.exists() else None

@@ -79,6 +79,9 @@ def directory(name: str, value: Any) -> Path:
     if is_url(os.fspath(value)):
         parts = urlsplit(os.fspath(value))
         if parts.scheme == "file":
+            if parts.netloc not in ("", "localhost"):
+                refuse(name, value, f"a path of this host, as file:///{parts.netloc}{parts.path}")
+            _require_whole_path(name, value)
             return directory(name, unquote(parts.path))
         is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
         refuse(name, value, _mirror_between(parts) if is_bucket else _no_url("a directory", parts))
@@ -101,7 +104,15 @@ def directory_or_bucket(name: str, value: Any) -> Path | str:
         refuse(name, value, f"{rule}; did you mean {mended}?")
     if not parts.netloc:
         refuse(name, value, rule)
+    _require_whole_path(name, value)
     return value.rstrip("/")
+
+
+def _require_whole_path(name: str, url: Any) -> None:
+    """Refuse a URL of which a part would be no part of the path: two stores would be one."""
+    if set("?#") & set(os.fspath(url)):
+        rule = "a URL without ? and # (%3F and %23 in a name; options are in the environment)"
+        refuse(name, url, rule)
 
 
 def is_url(text: str) -> bool:

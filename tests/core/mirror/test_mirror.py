@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +30,11 @@ import dbuffer
 from dbuffer.format import layout
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
-from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.mirror.mirror import Mirror, _id_of, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.liveness import Process
 from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, Command
 from tests.support.commands import call
@@ -599,6 +601,34 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
     message = refused(remote, local, Mirror.run)
     assert str(remote) in message
     assert message.endswith("? Name another target")  # it has what the source lost
+
+
+@pytest.mark.parametrize("what", ["directory", "contents"])
+@pytest.mark.timing(retry_min_s=0.05, retry_max_s=0.1)
+def test_a_local_store_that_was_removed_is_made_anew(remote, local, what):
+    publish(remote, 1)
+    with quick(remote, local).start() as one:
+        one.wait_until_current(10)
+        shutil.rmtree(local)
+        if what == "contents":
+            local.mkdir(mode=0o700)
+        publish(remote, 2)
+        arrives(one, local, 2)
+        assert one.is_elected
+        with quick(remote, local).start() as other:
+            assert not other.is_elected
+        publish(remote, 3)
+        arrives(one, local, 3)
+
+
+def test_containers_of_one_host_name_have_mirrors_of_their_own_ids(monkeypatch, local):
+    here = Process.here()
+    ids = {_id_of(str(local))}
+    for elsewhere in ({"pid_namespace": 1}, {"boot": "another"}):
+        there = replace(here, **elsewhere)
+        monkeypatch.setattr(Process, "here", lambda there=there: there)
+        ids.add(_id_of(str(local)))
+    assert len(ids) == 3
 
 
 # Killed

@@ -575,6 +575,11 @@ WITHOUT_EFFECT = {
             (url, TAKING[:5], (f"did you mean {BUCKET}?",))
             for url in ("s3:/bucket/policy", "S3://bucket/policy", "S3:/bucket/policy")
         ),
+        *(
+            (url, TAKING[:5], ("without ? and #",))
+            for url in ("s3://bucket/run#2", "s3://bucket/run?region=x", "file:///tmp/run#2")
+        ),
+        ("file://data/policy", TAKING[:5], ("file:///data/policy",)),
         (
             "foo://bucket/policy",
             (*TAKING, *FOLLOWING, KEEPING[0]),
