@@ -43,7 +43,9 @@ world = world_of(SIZE, "function")
 
 
 def ranks() -> RankChannel:
-    return RankChannel.of(Coordinator(), timeout_s=TIMEOUT_S)
+    channel = RankChannel.of(Coordinator())
+    channel.timeout_s = TIMEOUT_S
+    return channel
 
 
 def gather(rank: int, answer: Any = None, *, begins: bool = True) -> list[Any]:

@@ -51,22 +51,22 @@ class RankChannel:
 
     Args:
         group: a ``GroupCoordinator`` of vLLM or SGLang.
-        timeout_s: longest wait for another rank.
     """
 
-    def __init__(self, group: Any, *, timeout_s: float = RANK_TIMEOUT_S) -> None:
+    def __init__(self, group: Any) -> None:
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
         self.process_group: Any = group.cpu_group
         """Group of torch.distributed with these ranks, for tensors in main memory."""
-        self.timeout_s = timeout_s
+        self.timeout_s = RANK_TIMEOUT_S
+        """Longest wait for another rank."""
         self._step = (0, 0)
         """Number of the current gather: gathers that begin something, and those since the last."""
         self._peers: dict[int, _Peer] = {}
         self._processes: list[Process] = []
 
     @classmethod
-    def of(cls, group: Any, *, timeout_s: float | None = None) -> RankChannel:
+    def of(cls, group: Any) -> RankChannel:
         """Return the channel of a group: the same one for as long as its process group lives."""
         if group.world_size == 1:
             return cls(group)
@@ -77,8 +77,6 @@ class RankChannel:
             for old in [old for old in _channels if old[0] is not store]:
                 _channels.pop(old).close()
             _channels[key] = cls(group)
-        if timeout_s is not None:
-            _channels[key].timeout_s = timeout_s
         return _channels[key]
 
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:

@@ -55,7 +55,7 @@ class RankModel:
             self._shape_check,
             plans=options.plan,
             partial=options.partial,
-            caches=rank.not_weights,
+            not_weights=rank.not_weights,
             packing=rank.packing if options.images else None,
         )
 

@@ -53,7 +53,7 @@ class Verifier:
     """Reloads the layers that a switch leaves to the reload."""
     copier: Copier
     """Its threads compare."""
-    caches: Collection[str]
+    not_weights: Collection[str]
     """Attributes in the model that serving changes."""
     random: np.random.Generator
 
@@ -97,7 +97,7 @@ class Verifier:
         """Return all that a switch must leave as it is, or reload."""
         return ModelFingerprint(
             self.model,
-            without=_NOT_READ.union(self.caches),
+            without=_NOT_READ.union(self.not_weights),
             undigested={address_of(tensor) for tensor in switch.plan.written},
             replaced={attribute for image in switch.images for attribute in image.replaced},
         )

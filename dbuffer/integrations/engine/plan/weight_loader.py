@@ -56,7 +56,7 @@ class WeightLoader:
         check: traces parts of a layout, and runs the model's loaders again.
         plans: copy at all; False: every version is reloaded.
         partial: versions may hold a part of the model.
-        caches: attributes in it that serving changes.
+        not_weights: attributes of its layers that serving changes.
         packing: of layers that get images; None: no layer does.
     """
 
@@ -69,7 +69,7 @@ class WeightLoader:
         *,
         plans: bool = True,
         partial: bool = False,
-        caches: Collection[str] = (),
+        not_weights: Collection[str] = (),
         packing: Packing | None = None,
     ) -> None:
         self._model = model
@@ -82,7 +82,7 @@ class WeightLoader:
         # The engine's generators are seeded, and sample tokens.
         self._random = np.random.default_rng()
         self._verifier = Verifier(
-            model, self._reload, self._reload_part, copier, caches, self._random
+            model, self._reload, self._reload_part, copier, not_weights, self._random
         )
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
