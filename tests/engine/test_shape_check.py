@@ -14,7 +14,7 @@ from torch import nn
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
+from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 
@@ -73,7 +73,6 @@ def rows(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
 
 def check_of(serving: Model, **options: Any) -> ShapeCheck:
     copy = built_without_data(lambda: Model(is_tied=serving.is_tied), "Model")
-    tie_as_serving(copy, serving)
     watched = Watched(copy, embedding=Rows, default_loader=rows, tp_size=1, serving=serving)
     return ShapeCheck(watched, **options)
 

@@ -40,8 +40,9 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             no checkpoint has the last ones, and the loaders check the rows they get.
         default_loader: of tensors without a ``weight_loader``.
         tp_size: number of ranks that a tensor may be spread over, if nothing else is known of it.
-        serving: the model that serves, whose loaders may have registered parameters that the copy
-            does not have yet. None: they have not.
+        serving: the model that serves. Its loaders may have registered parameters that the copy
+            does not have yet, and parameters that are tied there are tied in the copy too. None:
+            neither.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         serving: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        if serving is not None:
+            _tie_as_serving(model, serving)
         # No buffers: engines keep rotary embeddings for all their models, so the copy has those of
         # the model that serves.
         for parameter in list(model.parameters()):
@@ -310,7 +313,7 @@ class _NumbersWithData(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
+def _tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Tie the parameters of a copy that are tied in the model that serves.
 
     An engine may tie a head to the embedding once it has loaded both, and they were equal.

@@ -16,7 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_model
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
+from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.weights.checkpoint import read_checkpoint
 from dbuffer.weights.names import NameMap, renamed
@@ -86,7 +86,6 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
 
     copy = built_without_data(make, type(model).__name__)
     require_as_loaded(copy, model)
-    tie_as_serving(copy, model)
     meta = SglangMetaModel(
         copy,
         embedding=VocabParallelEmbedding,

@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.load_recorder import storage_of
-from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
+from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.plan.load_trace import tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.integrations.vllm.reload_fixes import has_optional_scales
@@ -51,7 +51,6 @@ def vllm_shape_check(
         lambda: _make_model(vllm_config), type(serving).__name__, keep=SKIP_TENSORS
     )
     _require_views(model, serving)
-    tie_as_serving(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _unwrap_online_quantization(tensor)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
