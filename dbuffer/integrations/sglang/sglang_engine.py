@@ -186,9 +186,9 @@ class SglangServer(_Sglang, EngineServer):
     def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
         is_ours = not self._has_paused
-        if is_ours:
-            self.request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
+            if is_ours:
+                self.request("POST", "/pause_generation", json={"mode": "in_place"})
             self._update_in_session(request, flush_cache=flush_cache)
         finally:
             if is_ours:

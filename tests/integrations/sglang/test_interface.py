@@ -57,6 +57,8 @@ class Recorded:
         self.info = dict(INFO)
         self.version = "default"
         self.asked: list[tuple[str, Any]] = []
+        self.lost: str | None = None
+        """Path whose answers get lost."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -67,6 +69,8 @@ class Recorded:
             require_fields(RECORD["requests"][REQUEST_OF[path]], body)
         if path == "/update_weight_version":
             self.version = body["new_version"]
+        if path == self.lost:
+            raise httpx.ReadTimeout("no answer")
         answers = {"/server_info": self.info, "/model_info": {"weight_version": self.version}}
         return httpx.Response(200, json=answers.get(path, {"success": True, "message": ""}))
 
@@ -177,6 +181,13 @@ def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path
         assert len(body["serialized_named_tensors"][0]) < 2000
     _, there = command_in(updates[-1])
     assert there("a.x") == "b.x"
+
+
+def test_server_that_paused_and_whose_answer_was_lost_is_resumed(server, engine):
+    server.lost = "/pause_generation"
+    with pytest.raises(dbuffer.EngineUnreachableError):
+        engine.do(RankRequest("end"))
+    assert [path for path, _ in server.asked] == ["/pause_generation", "/continue_generation"]
 
 
 def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path):
