@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.default_store import default_store
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.engines import (
     EngineFollower,
@@ -83,22 +84,36 @@ class BroadcastManager(Closing):
         self.inference_engine = inference_engine
         self.version: int | None = None
         """The last one that all engines switched to."""
-        self._api_key = api_key
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
-        self._unused_tensors: Literal["refuse", "warn"] = unused_tensors
         place = None if store is None else options.directory("store", store)
-        self._has_deltas = options.flag("delta", delta)
+        options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
-        self._sender: ShardedWeightSender | None = None
         self._opened = contextlib.ExitStack()
         num_engines = self._most_engines(rank_timeout_s)
         engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
         self._opened.callback(self._agreement.close)
         try:
-            self._open(place, rename, rank_timeout_s)
+            self._weights_on_all_ranks()  # to refuse now what could not be published later
+            configuration = Configuration.of(strategy)
+            self.store = Path(
+                self._agreement.first("choose a store", lambda: str(place or _default_store()))
+            )
+            """The store's directory."""
+            self._sender = ShardedWeightSender(
+                self.store,
+                delta=delta,
+                dtype=configuration.dtype,
+                rename=rename or configuration.rename(actor),
+                rank_timeout_s=rank_timeout_s,
+            )
+            self._opened.callback(self._sender.close)
+            self._agreement.each(
+                "let its engines follow",
+                lambda: self._follow(configuration.engine_type, api_key, unused_tensors),
+            )
         except BaseException:
             self.close()
             raise
@@ -122,7 +137,6 @@ class BroadcastManager(Closing):
             RankFailedError: a rank was lost.
         """
         weights = self._weights_on_all_ranks()
-        assert self._sender is not None  # noqa: S101 - else that would not have been possible
         published = self._sender.send(weights)
         self._agreement.each(
             "switch its engines",
@@ -134,23 +148,6 @@ class BroadcastManager(Closing):
         """Stop following. Engines keep their weights, and the store its last version."""
         self._followers.clear()
         self._opened.close()
-
-    def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
-        self._weights_on_all_ranks()  # to refuse now what could not be published later
-        self._configuration = Configuration.of(self.strategy)
-        self.store = Path(
-            self._agreement.first("choose a store", lambda: str(store or _default_store()))
-        )
-        """The store's directory."""
-        self._sender = ShardedWeightSender(
-            self.store,
-            delta=self._has_deltas,
-            dtype=self._configuration.dtype,
-            rename=rename or self._configuration.rename(self.actor),
-            rank_timeout_s=rank_timeout_s,
-        )
-        self._opened.callback(self._sender.close)
-        self._agreement.each("let its engines follow", self._follow)
 
     def _weights_on_all_ranks(self) -> Weights:
         """Return this rank's weights, after every rank has checked that it can publish its own."""
@@ -171,15 +168,14 @@ class BroadcastManager(Closing):
             raise OptionError("no rank has an inference engine")
         return most
 
-    def _follow(self) -> None:
-        from dbuffer.integrations.engine.engine_options import EngineOptions
-
-        engine_type = self._configuration.engine_type
+    def _follow(
+        self, engine_type: str, api_key: str | None, unused_tensors: Literal["refuse", "warn"]
+    ) -> None:
         options = EngineOptions(
-            store=str(self.store), timeout_s=self._timeout_s, unused_tensors=self._unused_tensors
+            store=str(self.store), timeout_s=self._timeout_s, unused_tensors=unused_tensors
         )
         for engine in engines_of_rank(self.inference_engine, self._agreement.rank):
-            follower = start_follower(engine_type, engine, self._api_key, options)
+            follower = start_follower(engine_type, engine, api_key, options)
             self._opened.callback(_stop, follower)
             self._followers.append(follower)
 
