@@ -10,6 +10,7 @@ from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiv
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.liveness import Process
 
 
 def wait_applied(
@@ -26,7 +27,8 @@ def wait_applied(
     live. If none lives, the record that was written last counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
-    a local mount; else after `Timing.presumed_dead_after_s`. Records older than ``writer``, which
+    a local mount; else after `Timing.presumed_dead_after_s`, and where the mirror that told of it
+    has ended after `Timing.bucket_presumed_dead_after_s`. Records older than ``writer``, which
     published the version, are of an earlier run, whose processes have ended.
 
     Raises:
@@ -105,7 +107,8 @@ def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[Receive
 def _state(store: DoubleBuffer, record: ReceiverRecord, version: int, history: str) -> str:
     """The state of a receiver in a few words, with what keeps it from the version."""
     verb = "stays" if record.stays_below(version) else "is"
-    verb = verb if store.may_live(record) else "has ended"
+    if not store.may_live(record):
+        verb = "has ended" if _is_certain_of_end(record) else "was"
     state = f"{record.receiver} {verb} at {record.applied_version}"
     if record.has_problem_with(version, history):
         return f"{state}, because of: {record.problem}"
@@ -139,17 +142,34 @@ def _require_able(
                 f"{_who(each)} could not apply version {each.problem_version or version}: {problem}"
             )
     may_live = record.updated_at < writer.started_at or store.may_live(record)
-    if not may_live and _has_lasted(noted_at, record, "ended"):
+    limit_s = (
+        TIMING.last_word_s if _is_certain_of_end(record) else TIMING.bucket_presumed_dead_after_s
+    )
+    if not may_live and _has_lasted(noted_at, record, "ended", limit_s):
         raise ReceiverFailedError(f"{_who(record)} has ended, at version {record.applied_version}")
 
 
+def _is_certain_of_end(record: ReceiverRecord) -> bool:
+    """Whether a receiver without a sign of life has ended, and not only the mirror that told of it.
+
+    A mirror that is started again goes on to tell of it.
+    """
+    return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
+
+
 def _has_lasted(
-    noted_at: dict[tuple[str, str, str], float], record: ReceiverRecord, state: str
+    noted_at: dict[tuple[str, str, str], float],
+    record: ReceiverRecord,
+    state: str,
+    limit_s: float | None = None,
 ) -> bool:
-    """Whether a receiver was in a state before; ``noted_at``: when that was first seen."""
+    """Whether a receiver has been in a state for ``limit_s`` (`Timing.last_word_s`).
+
+    ``noted_at``: when that was first seen.
+    """
     now = time.monotonic()
     seen_at = noted_at.setdefault((record.receiver, record.token, state), now)
-    return now - seen_at >= TIMING.last_word_s
+    return now - seen_at >= (TIMING.last_word_s if limit_s is None else limit_s)
 
 
 def _who(record: ReceiverRecord) -> str:

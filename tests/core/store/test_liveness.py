@@ -174,6 +174,22 @@ def test_time_says_who_is_dead_elsewhere(store, sender, where):
         sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
 
 
+@pytest.mark.parametrize("where", [{"boot": "a-b"}, {"pid_namespace": 1}], ids=["host", "box"])
+def test_a_receiver_lives_on_when_the_mirror_that_told_of_it_has_ended(
+    store, sender, where, timing
+):
+    put(store, is_relayed=True, **where)
+    with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} was at"):
+        sender.wait_applied(1, receivers=[NAME], timeout_s=1.5 * timing.last_word_s)
+    timing.bucket_presumed_dead_after_s = 0.1
+    with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
+        sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+    put(store, is_relayed=True, has_ended=True, **where)
+    timing.bucket_presumed_dead_after_s = 240.0
+    with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
+        sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+
+
 @pytest.mark.usefixtures("network", "sender")
 @pytest.mark.timing(heartbeat_s=0.02)
 def test_an_idle_receiver_touches_its_record_and_writes_it_again(store):
