@@ -318,7 +318,7 @@ class WeightLoader:
         """Reload all versions of this layout."""
         self._drop_plan()
         self._num_skipped = _NEVER
-        message = "switches go through the engine's reload, and not by copies alone: %s"
+        message = "no fast path: switches go through the engine's reload: %s"
         logger.log(level, message, why)
 
     def _set_aside(self, why: str) -> None:
@@ -327,7 +327,7 @@ class WeightLoader:
         self._num_verifications, self._num_skipped = 0, self._next_skipped
         self._next_skipped = min(2 * self._next_skipped, _MAX_SKIPPED)
         logger.warning(
-            "switches go through the engine's reload for %d versions, and not by copies alone: %s",
+            "no fast path for %d versions: switches go through the engine's reload: %s",
             self._num_skipped,
             why,
         )
@@ -335,9 +335,9 @@ class WeightLoader:
 
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:
     logger.info(
-        "switches to %.3f GB are copies into %d parameters from now on, %d layers that are packed "
-        "while the engine serves, and a reload of %d others, as the reload of all was found to do "
-        "no more (verifying took %.0f ms)",
+        "fast path: switches to %.3f GB are copies into %d parameters from now on, %d layers that "
+        "are packed while the engine serves, and a reload of %d others, as the reload of all was "
+        "found to do no more (verifying took %.0f ms)",
         plan.copied_bytes / 1e9,
         len(plan.parameters),
         len(plan.packed),
