@@ -26,11 +26,10 @@ from dbuffer.format.objects import (
     Parts,
     part_object,
 )
-from dbuffer.io.copier import Copier
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import BucketRecords
-from dbuffer.mirror.ends import SourceReceiver
+from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
@@ -227,13 +226,11 @@ def hold_version(bucket: Bucket, pointer: BucketPointer, layouts: KeptLayouts) -
 class BucketReceiver:
     """Receiver of a mirror that follows a bucket. Its record is relayed with others'."""
 
-    def __init__(
-        self, bucket: Bucket, receiver_id: str, *, poll_interval_s: float, copier: Copier
-    ) -> None:
+    def __init__(self, bucket: Bucket, receiver_id: str, options: MirrorOptions) -> None:
         self._bucket = bucket
-        self._poll_interval_s = poll_interval_s
+        self._poll_interval_s = options.poll_interval_s
         self.record = OwnRecord(receiver_id)
-        self.reader = VersionVerifier(bucket.url, self.record, copier)
+        self.reader = VersionVerifier(bucket.url, self.record, options.copier)
         self._layouts = KeptLayouts()
         self._seen: BucketPointer | None = None
         self._tag: Tag | None = None
@@ -303,10 +300,9 @@ class BucketReceiver:
 class BucketSource:
     """A bucket that a mirror follows."""
 
-    def __init__(self, bucket: Bucket, *, poll_interval_s: float, copier: Copier) -> None:
+    def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
         self._bucket = bucket
-        self._poll_interval_s = poll_interval_s
-        self._copier = copier
+        self._options = options
 
     @property
     def name(self) -> str:
@@ -323,9 +319,7 @@ class BucketSource:
         return None if newest is None else newest.history
 
     def open_receiver(self, name: str) -> BucketReceiver:
-        return BucketReceiver(
-            self._bucket, name, poll_interval_s=self._poll_interval_s, copier=self._copier
-        )
+        return BucketReceiver(self._bucket, name, self._options)
 
     def records(self, receiver: SourceReceiver) -> BucketRecords:
         return BucketRecords(self._bucket, receiver.record)

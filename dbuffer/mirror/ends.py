@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.objects import BucketPointer
+from dbuffer.io.copier import Copier
 from dbuffer.mirror.relay import RecordWriter
+from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store.hold import HeldVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorOptions:
+    """Checked options of a mirror, as both of its ends get them."""
+
+    poll_interval_s: float
+    reader_timeout_s: float
+    allow_shared_store: bool
+    move_torchrl_aside: bool
+    copier: Copier
+    """Reads and hashes."""
+    progress: Progress | None
 
 
 class SourceReceiver(Followed, Protocol):

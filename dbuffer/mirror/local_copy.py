@@ -6,21 +6,19 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
-from dbuffer.mirror.ends import SourceReceiver
-from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
+from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
 from dbuffer.publish.delta_chain import names_in, trimmed
-from dbuffer.publish.draft import Draft, Progress, counter
+from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
 from dbuffer.store import filesystem
@@ -42,21 +40,14 @@ class _Layouts:
 
 
 class LocalCopy(Closing):
-    """Publishes versions of a remote store once more, and relays acknowledgements to it.
+    """Publishes versions of a remote store once more, and relays acknowledgements to ``records``.
 
     It owns ``writer``.
     """
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        start_relay: Callable[[], AcknowledgementRelay],
-        *,
-        copier: Copier,
-        progress: Progress | None,
-    ) -> None:
-        self._copier = copier
-        self._progress = progress
+    def __init__(self, writer: BufferWriter, records: RecordWriter, options: MirrorOptions) -> None:
+        self._copier = options.copier
+        self._progress = options.progress
         self._chain: dict[str, int] = {}
         """Deltas up to the version copied last."""
         self._layouts: _Layouts | None = None
@@ -64,7 +55,7 @@ class LocalCopy(Closing):
             self._writer, self._mappings = writer, KeptMappings()
             begun.callback(writer.close)
             begun.callback(self._mappings.clear)
-            begun.callback(start_relay().close)
+            begun.callback(AcknowledgementRelay(writer.store, records).close)
             self._ending = begun.pop_all()
 
     def close(self) -> None:

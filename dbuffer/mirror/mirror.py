@@ -34,7 +34,7 @@ from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
-from dbuffer.mirror.ends import Copy, Source, SourceReceiver, Target
+from dbuffer.mirror.ends import Copy, MirrorOptions, Source, SourceReceiver, Target
 from dbuffer.mirror.refusals import state_of_senders
 from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
 from dbuffer.mirror.upload import BucketTarget
@@ -106,36 +106,28 @@ class Mirror(Closing, ProcessBound):
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        options.flag("allow_shared_store", allow_shared_store)
-        options.flag("move_torchrl_aside", move_torchrl_aside)
-        poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
-        reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
-        self._copier = Copier(num_threads)
+        chosen = MirrorOptions(
+            poll_interval_s=options.positive_seconds("poll_interval_s", poll_interval_s),
+            reader_timeout_s=options.seconds("reader_timeout_s", reader_timeout_s),
+            allow_shared_store=options.flag("allow_shared_store", allow_shared_store),
+            move_torchrl_aside=options.flag("move_torchrl_aside", move_torchrl_aside),
+            copier=Copier(num_threads),
+            progress=progress,
+        )
+        self._copier = chosen.copier
         self._on_copied = on_copied
         source, target = _end("remote", remote), _end("local", local)
         _require_two_ends(source, target)
         self._buckets = [end for end in (source, target) if isinstance(end, Bucket)]
         self._source: Source = (
-            BucketSource(source, poll_interval_s=poll_interval_s, copier=self._copier)
+            BucketSource(source, chosen)
             if isinstance(source, Bucket)
-            else StoreSource(
-                source,
-                poll_interval_s=poll_interval_s,
-                num_threads=self._copier.num_threads,
-                allow_shared_store=allow_shared_store,
-            )
+            else StoreSource(source, chosen)
         )
         self._target: Target = (
-            BucketTarget(target, copier=self._copier, progress=progress)
+            BucketTarget(target, chosen)
             if isinstance(target, Bucket)
-            else StoreTarget(
-                target,
-                reader_timeout_s=reader_timeout_s,
-                allow_shared_store=allow_shared_store,
-                move_torchrl_aside=move_torchrl_aside,
-                copier=self._copier,
-                progress=progress,
-            )
+            else StoreTarget(target, chosen)
         )
         self._stop = threading.Event()
         self._running = threading.Lock()

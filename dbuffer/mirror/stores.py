@@ -7,8 +7,7 @@ from pathlib import Path
 from dbuffer.errors import OptionError, StoreNotFoundError
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
-from dbuffer.io.copier import Copier
-from dbuffer.mirror.ends import Source, SourceReceiver
+from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver
 from dbuffer.mirror.local_copy import LocalCopy
 from dbuffer.mirror.refusals import (
     is_stale,
@@ -17,8 +16,7 @@ from dbuffer.mirror.refusals import (
     require_not_put_back,
     require_not_stale,
 )
-from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
-from dbuffer.publish.draft import Progress
+from dbuffer.mirror.relay import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -34,13 +32,9 @@ class OneStoreError(OptionError):
 class StoreSource:
     """A store that a mirror follows."""
 
-    def __init__(
-        self, root: Path, *, poll_interval_s: float, num_threads: int, allow_shared_store: bool
-    ) -> None:
-        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
-        self._poll_interval_s = poll_interval_s
-        self._num_threads = num_threads
-        self._allow_shared_store = allow_shared_store
+    def __init__(self, root: Path, options: MirrorOptions) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
+        self._options = options
 
     @property
     def name(self) -> str:
@@ -60,9 +54,9 @@ class StoreSource:
         return WeightReceiver(
             self.store.root,
             receiver_id=name,
-            poll_interval_s=self._poll_interval_s,
-            num_threads=self._num_threads,
-            allow_shared_store=self._allow_shared_store,
+            poll_interval_s=self._options.poll_interval_s,
+            num_threads=self._options.copier.num_threads,
+            allow_shared_store=self._options.allow_shared_store,
         )
 
     def records(self, receiver: SourceReceiver) -> StoreRecords:  # noqa: ARG002 - it has a file
@@ -75,22 +69,9 @@ class StoreTarget:
     Of several mirrors one is elected, by a lock that the kernel drops when its process ends.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        reader_timeout_s: float,
-        allow_shared_store: bool,
-        move_torchrl_aside: bool,
-        copier: Copier,
-        progress: Progress | None,
-    ) -> None:
-        self._store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
-        self._reader_timeout_s = reader_timeout_s
-        self._allow_shared_store = allow_shared_store
-        self._move_torchrl_aside = move_torchrl_aside
-        self._copier = copier
-        self._progress = progress
+    def __init__(self, root: Path, options: MirrorOptions) -> None:
+        self._store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
+        self._options = options
         self._lock: Descriptor | None = None
         """Held by the elected mirror."""
         self._copied_history: str | None = None
@@ -109,7 +90,7 @@ class StoreTarget:
         if self._store.exists() and not self._is_source(source):
             require_no_senders(source, self._store)
         filesystem.make_directory(root, parents=True)
-        require_own_directory(root, move_torchrl_aside=self._move_torchrl_aside)
+        require_own_directory(root, move_torchrl_aside=self._options.move_torchrl_aside)
         self._store.check()
         lock = filesystem.take_lock(root / MIRROR_LOCK_FILE, "mirror's", may_lack_locks=False)
         if lock is None:
@@ -158,16 +139,11 @@ class StoreTarget:
         writer = BufferWriter(
             self._store.root,
             durable=False,
-            reader_timeout_s=self._reader_timeout_s,
-            allow_shared_store=self._allow_shared_store,
+            reader_timeout_s=self._options.reader_timeout_s,
+            allow_shared_store=self._options.allow_shared_store,
             history=history,
         )
-        copy = LocalCopy(
-            writer,
-            lambda: AcknowledgementRelay(self._store, source.records(receiver)),
-            copier=self._copier,
-            progress=self._progress,
-        )
+        copy = LocalCopy(writer, source.records(receiver), self._options)
         self._copied_history = history
         return copy, published
 

@@ -32,18 +32,17 @@ from dbuffer.format.objects import (
     Parts,
     part_object,
 )
-from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
-from dbuffer.mirror.ends import Source, SourceReceiver
+from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver
 from dbuffer.mirror.refusals import SWAPPED, require_not_put_back
-from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
 from dbuffer.mirror.retention import Retention
 from dbuffer.publish.delta_chain import is_long, names_in, trimmed
-from dbuffer.publish.draft import Progress, counter
+from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
 from dbuffer.runtime.closing import Closing
@@ -66,10 +65,9 @@ class BucketTarget:
     one before finds out with its next put.
     """
 
-    def __init__(self, bucket: Bucket, *, copier: Copier, progress: Progress | None) -> None:
+    def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
         self._bucket = bucket
-        self._copier = copier
-        self._progress = progress
+        self._options = options
         self._writer = secrets.token_hex(8)
         self._pointer: BucketPointer | None = None
         self._tag: Tag | None = None
@@ -109,16 +107,8 @@ class BucketTarget:
             raise StoreNotFoundError(f"{source.name} has no record of its sender")
         pointer = self._take_over(source, history)
         last = self._retention.begin(history, pointer)
-        upload = Upload(
-            self._bucket,
-            last,
-            self._publish,
-            lambda receivers: AcknowledgementRelay(
-                receivers, source.records(receiver), interval_s=TIMING.bucket_list_s
-            ),
-            copier=self._copier,
-            progress=self._progress,
-        )
+        records = source.records(receiver)
+        upload = Upload(self._bucket, last, self._publish, records, self._options)
         self._copied_history = history
         return upload, None if last is None else last.manifest["version"]
 
@@ -206,9 +196,8 @@ class Upload(Closing):
         bucket: where to.
         last: record of the version that was put there last; None: there is none.
         publish: publishes a version whose parts are there.
-        start_relay: starts to relay what a reader of records reads.
-        copier: reads and hashes.
-        progress: called with the bytes that were put, and in all.
+        records: place to relay acknowledgements to.
+        options: the mirror's.
     """
 
     def __init__(
@@ -216,20 +205,20 @@ class Upload(Closing):
         bucket: Bucket,
         last: BucketVersion | None,
         publish: Callable[[BucketVersion], None],
-        start_relay: Callable[[ReceiversOfBucket], AcknowledgementRelay],
-        *,
-        copier: Copier,
-        progress: Progress | None,
+        records: RecordWriter,
+        options: MirrorOptions,
     ) -> None:
         self._bucket = bucket
         self._last = last
         self._publish = publish
-        self._copier = copier
-        self._progress = progress
+        self._copier = options.copier
+        self._progress = options.progress
         self._footer: tuple[str | None, Footer] | None = None
         """Footer of the joined file, with the digest of the layout that it was made of."""
         self._receivers = ReceiversOfBucket(bucket)
-        self._relay = start_relay(self._receivers)
+        self._relay = AcknowledgementRelay(
+            self._receivers, records, interval_s=TIMING.bucket_list_s
+        )
 
     def close(self) -> None:
         self._relay.close()
