@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Collection
 
 from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE
@@ -45,28 +46,25 @@ class Retention:
         self._known |= put_at.keys()
         if newest is None or newest.version_name not in put_at:
             return None
-        # A mirror that was killed may have put a record above the pointer's, or another one of it.
-        last, above = newest.version_name, f"{history}/versions/{newest.version:019}"
-        names = sorted(name for name in put_at if f"{history}/versions/" < name < above)
+        names = _names_up_to(newest, put_at)
         # By the service's clock: mirrors may end sooner than what they no longer need is deleted.
-        since = put_at[last] - TIMING.bucket_grace_s
+        since = put_at[names[-1]] - TIMING.bucket_grace_s
         num_old = sum(put_at[name] < since for name in names)
-        recent = [*names[1 - KEEP_VERSIONS :], last]
-        before = names[max(0, num_old - KEEP_VERSIONS) : num_old]
-        # Putting the first version after these may have taken long. Later versions need no older
-        # objects than these do.
-        following = [*names[num_old:], last][0]
-        read = self._read(list(dict.fromkeys([*before, following, *recent])))
-        self._kept = [read[name] for name in recent if name in read]
-        old = [read[name] for name in before if name in read]
-        then = [read[following]] if following in read else []
-        needed_since = _objects_of([*_retained(old), *then])
+        old, following = names[max(0, num_old - KEEP_VERSIONS) : num_old], names[num_old]
+        recent = names[-KEEP_VERSIONS:]
+        versions = self._read(sorted({*old, following, *recent}))
+
+        def readable(names: list[str]) -> list[BucketVersion]:
+            return [versions[name] for name in names if name in versions]
+
+        self._kept = readable(recent)
+        # Putting the version that followed may have taken long. Later ones need no older objects
+        # than these do.
+        needed = _objects_of([*_retained(readable(old)), *readable([following])])
         for name, at in put_at.items():
-            if at < since and name not in needed_since:
+            if at < since and name not in needed:
                 self._unneeded_since[name] = -math.inf
-        if not self._kept or self._kept[-1].name != last:
-            return None
-        return self._kept[-1]
+        return versions.get(newest.version_name)
 
     def _read(self, names: list[str]) -> dict[str, BucketVersion]:
         """Read versions' records, by name, without those that are gone or damaged."""
@@ -99,6 +97,14 @@ class Retention:
         self._bucket.delete(old)
         self._known.difference_update(old)
         self._unneeded_since = since
+
+
+def _names_up_to(newest: BucketPointer, names: Collection[str]) -> list[str]:
+    """Return the names of a history's records up to the one that is pointed to, oldest first."""
+    # A mirror that was killed may have put a record above the pointer's, or another one of it.
+    prefix = f"{newest.history}/versions/"
+    above = f"{prefix}{newest.version:019}"
+    return [*sorted(name for name in names if prefix < name < above), newest.version_name]
 
 
 def _retained(versions: list[BucketVersion]) -> list[BucketVersion]:
