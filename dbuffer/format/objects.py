@@ -20,6 +20,7 @@ from dbuffer.format.manifest import (
     Manifest,
     Record,
     encode,
+    fields_of,
     made_of,
 )
 
@@ -83,31 +84,25 @@ class BucketPointer(Record):
     def to(cls, version: BucketVersion, writer: str) -> Self:
         """Make the pointer that names a version."""
         manifest = version.described
-        fields = manifest.version, manifest.identity, manifest.history, writer
-        return cls._sealed(*fields, digest(encode(version)))
+        return cls._sealed(
+            version=manifest.version,
+            identity=manifest.identity,
+            history=manifest.history,
+            writer=writer,
+            version_xxh3=digest(encode(version)),
+        )
 
     def by(self, writer: str) -> Self:
         """Return it as another mirror puts it."""
-        fields = self.version, self.identity, self.history, writer
-        return self._sealed(*fields, self.version_xxh3)
+        return self._sealed(**fields_of(self) | {"writer": writer})
 
     @classmethod
-    def _sealed(
-        cls, version: int, identity: str, history: str, writer: str, version_xxh3: str
-    ) -> Self:
-        return cls(
-            version=version,
-            identity=identity,
-            history=history,
-            writer=writer,
-            version_xxh3=version_xxh3,
-            xxh3=_joint_digest(version, identity, history, writer, version_xxh3),
-        )
+    def _sealed(cls, **fields: Any) -> Self:
+        return cls(**fields | {"xxh3": _joint_digest(fields)})
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        fields = self.version, self.identity, self.history, self.writer, self.version_xxh3
-        if self.xxh3 != _joint_digest(*fields):
+        if self.xxh3 != _joint_digest(fields_of(self)):
             raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
 
 
@@ -228,8 +223,9 @@ def is_of_receivers(name: str) -> bool:
     return _RECEIVERS.fullmatch(name) is not None
 
 
-def _joint_digest(*fields: object) -> str:
-    return digest(" ".join(map(str, fields)).encode())
+def _joint_digest(fields: dict[str, Any]) -> str:
+    """Digest of all fields of a pointer but the digest itself."""
+    return digest(" ".join(str(fields[name]) for name in fields if name != "xxh3").encode())
 
 
 def _is_digest(text: Any) -> bool:

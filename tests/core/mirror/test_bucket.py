@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.format.delta import DeltaHeader
-from dbuffer.format.manifest import encode
+from dbuffer.format.manifest import encode, fields_of
 from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
 from dbuffer.integrations import metrics
 from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -328,8 +328,8 @@ def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket
         send(sender, up, 1)
     pointer = newest_pointer(bucket)
     ahead = BucketPointer.to(record_of(bucket), pointer.writer)
-    fields = ahead.version + 5, ahead.identity, ahead.history, ahead.writer, ahead.version_xxh3
-    bucket.put(POINTER_OBJECT, encode(BucketPointer._sealed(*fields)))
+    fields = fields_of(ahead) | {"version": ahead.version + 5}
+    bucket.put(POINTER_OBJECT, encode(BucketPointer._sealed(**fields)))
     with mirror(remote, bucket.url) as up:
         until("it has ended", lambda: up._error is not None)
         assert isinstance(up._error, dbuffer.OptionError)
