@@ -130,7 +130,7 @@ def _converted_specs(
     renamed_from: dict[str, tuple[str, ...]] = {}
     for name, output in conversion.outputs.items():
         offered[name] = TensorSpec(name, DTYPE_NAMES[output.dtype], output.shape)
-        if output.sources != (name,) or output.view is None or not output.view.is_whole:
+        if not output.is_unchanged(name):
             renamed_from[name] = output.sources
     return offered, renamed_from
 

@@ -46,6 +46,10 @@ class Output:
     offset: int
     """Stride and storage offset of the view, where its source is contiguous and has no offset."""
 
+    def is_unchanged(self, name: str) -> bool:
+        """Whether it is the tensor that had this name before, whole."""
+        return self.sources == (name,) and self.view is not None and self.view.is_whole
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
@@ -88,9 +92,8 @@ class Conversion:
 
     @property
     def changes_anything(self) -> bool:
-        return self.outputs.keys() != self.shapes.keys() or any(
-            output.sources != (name,) or output.view is None or not output.view.is_whole
-            for name, output in self.outputs.items()
+        return self.outputs.keys() != self.shapes.keys() or not all(
+            output.is_unchanged(name) for name, output in self.outputs.items()
         )
 
     def apply(self, convert: Convert, tensors: Tensors) -> dict[str, torch.Tensor | LazyTensor]:
