@@ -21,6 +21,7 @@ from dbuffer.errors import ClosedError
 from dbuffer.io import devices
 from dbuffer.io.tensors import FileTensors, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.trouble import log_once
 
@@ -108,7 +109,7 @@ def _callers_streams() -> list[torch.cuda.Stream]:
     return [stream for stream in currents if stream != torch.cuda.default_stream(stream.device)]
 
 
-class Copier:
+class Copier(ProcessBound):
     """Copies and hashes with a fixed number of threads.
 
     They do it on the caller's CUDA streams, and have done with it when a call returns or raises.
@@ -121,14 +122,14 @@ class Copier:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
+        super().__init__()  # this process's from now on
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
 
     def close(self) -> None:
         """End the threads, when they have done what they do."""
-        if self._pid != os.getpid():  # a fork has no threads to end, nor who would let the lock go
+        if self._is_inherited:  # a fork has no threads to end, nor who would let the lock go
             self._begin()
         with self._lock:
             self._is_closed = True
@@ -280,7 +281,7 @@ class Copier:
         batch.raise_error()
 
     def _call_helpers(self, batch: _Batch, num_helpers: int) -> None:
-        if self._pid != os.getpid():
+        if self._is_inherited:
             self._begin()
         with self._lock:
             if self._is_closed:
