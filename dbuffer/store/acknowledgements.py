@@ -44,7 +44,7 @@ def wait_applied(
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
     needed = expected if isinstance(expected, int) else len(expected)
-    noted_at: dict[tuple[str, str, str], float] = {}
+    wait = _Wait(store, version, writer)
     while True:
         everything = store.receivers()
         # An engine acknowledges as one; its ranks only say what they have ready.
@@ -54,7 +54,7 @@ def wait_applied(
                 by_id.setdefault(record.receiver, []).append(record)
         waiting, num_applied = [], 0
         for records in by_id.values():
-            by_id[records[0].receiver] = counted = _counted(store, records)
+            by_id[records[0].receiver] = counted = wait.counted(records)
             behind = [r for r in counted if not r.has_applied(version, writer.history)]
             waiting += behind
             num_applied += len(counted) - len(behind) if names is None else not behind
@@ -64,14 +64,10 @@ def wait_applied(
         for record in waiting if names is not None else ():
             of_same = (record.receiver, record.token)
             ranks = [rank for rank in everything if (rank.part_of, rank.token) == of_same]
-            _require_able(store, record, ranks, version, writer, noted_at)
+            wait.require_able(record, ranks)
         left = deadline - time.monotonic()
         if left <= 0:
-            states = [
-                _state(store, record, version, writer.history)
-                for records in by_id.values()
-                for record in records
-            ]
+            states = [wait.state(record) for records in by_id.values() for record in records]
             so_far = ", ".join(states) or "no receiver came yet"
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
@@ -96,57 +92,67 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
     return lags
 
 
-def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-    """The records of one id that say what it has applied."""
-    if len(records) == 1:
-        return records
-    living = [record for record in records if store.may_live(record)]
-    return living or [max(records, key=lambda record: record.updated_at)]
+class _Wait:
+    """Wait for receivers of one version, which ``writer`` published."""
 
+    def __init__(self, store: DoubleBuffer, version: int, writer: WriterRecord) -> None:
+        self._store = store
+        self._version = version
+        self._writer = writer
+        self._noted_at: dict[tuple[str, str, str], float] = {}
+        """Times at which receivers were first seen in a state."""
 
-def _state(store: DoubleBuffer, record: ReceiverRecord, version: int, history: str) -> str:
-    """The state of a receiver in a few words, with what keeps it from the version."""
-    verb = "stays" if record.stays_below(version) else "is"
-    if not store.may_live(record):
-        verb = "has ended" if _is_certain_of_end(record) else "was"
-    state = f"{record.receiver} {verb} at {record.applied_version}"
-    if record.has_problem_with(version, history):
-        return f"{state}, because of: {record.problem}"
-    return state
+    def counted(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
+        """The records of one id that say what it has applied."""
+        if len(records) == 1:
+            return records
+        living = [record for record in records if self._store.may_live(record)]
+        return living or [max(records, key=lambda record: record.updated_at)]
 
+    def state(self, record: ReceiverRecord) -> str:
+        """The state of a receiver in a few words, with what keeps it from the version."""
+        verb = "stays" if record.stays_below(self._version) else "is"
+        if not self._store.may_live(record):
+            verb = "has ended" if _is_certain_of_end(record) else "was"
+        state = f"{record.receiver} {verb} at {record.applied_version}"
+        if record.has_problem_with(self._version, self._writer.history):
+            return f"{state}, because of: {record.problem}"
+        return state
 
-def _require_able(
-    store: DoubleBuffer,
-    record: ReceiverRecord,
-    ranks: list[ReceiverRecord],
-    version: int,
-    writer: WriterRecord,
-    noted_at: dict[tuple[str, str, str], float],
-) -> None:
-    """Raise if a receiver will not apply ``version``: it stays below, cannot, or has ended.
+    def require_able(self, record: ReceiverRecord, ranks: list[ReceiverRecord]) -> None:
+        """Raise if a receiver will not apply the version: it stays below, cannot, or has ended.
 
-    ``ranks``: the records of its ranks, if it is an engine.
-    """
-    if record.stays_below(version):
-        raise ReceiverFailedError(
-            f"{_who(record)} stays on version {record.only_version}, and will not "
-            f"apply version {version}"
-        )
-    for each in (record, *ranks):
-        is_of_this_run = each.updated_at >= writer.started_at
-        if not (is_of_this_run and each.has_problem_with(version, writer.history)):
-            continue
-        problem = str(each.problem)
-        if each.problem_version is not None or _has_lasted(noted_at, each, problem):
+        ``ranks``: the records of its ranks, if it is an engine.
+        """
+        version, started_at = self._version, self._writer.started_at
+        if record.stays_below(version):
             raise ReceiverFailedError(
-                f"{_who(each)} could not apply version {each.problem_version or version}: {problem}"
+                f"{_who(record)} stays on version {record.only_version}, and will not "
+                f"apply version {version}"
             )
-    may_live = record.updated_at < writer.started_at or store.may_live(record)
-    limit_s = (
-        TIMING.last_word_s if _is_certain_of_end(record) else TIMING.bucket_presumed_dead_after_s
-    )
-    if not may_live and _has_lasted(noted_at, record, "ended", limit_s):
-        raise ReceiverFailedError(f"{_who(record)} has ended, at version {record.applied_version}")
+        for each in (record, *ranks):
+            is_of_this_run = each.updated_at >= started_at
+            if not (is_of_this_run and each.has_problem_with(version, self._writer.history)):
+                continue
+            is_of_version = each.problem_version is not None
+            if is_of_version or self._has_lasted(each, str(each.problem), TIMING.last_word_s):
+                raise ReceiverFailedError(
+                    f"{_who(each)} could not apply version {each.problem_version or version}: "
+                    f"{each.problem}"
+                )
+        may_live = record.updated_at < started_at or self._store.may_live(record)
+        is_certain = _is_certain_of_end(record)
+        limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
+        if not may_live and self._has_lasted(record, "ended", limit_s):
+            raise ReceiverFailedError(
+                f"{_who(record)} has ended, at version {record.applied_version}"
+            )
+
+    def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
+        """Whether a receiver has been in a state for so long."""
+        now = time.monotonic()
+        seen_at = self._noted_at.setdefault((record.receiver, record.token, state), now)
+        return now - seen_at >= limit_s
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:
@@ -155,21 +161,6 @@ def _is_certain_of_end(record: ReceiverRecord) -> bool:
     A mirror that is started again goes on to tell of it.
     """
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
-
-
-def _has_lasted(
-    noted_at: dict[tuple[str, str, str], float],
-    record: ReceiverRecord,
-    state: str,
-    limit_s: float | None = None,
-) -> bool:
-    """Whether a receiver has been in a state for ``limit_s`` (`Timing.last_word_s`).
-
-    ``noted_at``: when that was first seen.
-    """
-    now = time.monotonic()
-    seen_at = noted_at.setdefault((record.receiver, record.token, state), now)
-    return now - seen_at >= (TIMING.last_word_s if limit_s is None else limit_s)
 
 
 def _who(record: ReceiverRecord) -> str:
