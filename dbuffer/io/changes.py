@@ -195,82 +195,6 @@ def _sorted_by_place(
     return plain, on_gpu, others
 
 
-def _compare_on_gpu(
-    before: FileTensors,
-    after: Mapping[int, torch.Tensor],
-    copier: Copier,
-    max_changed: float,
-) -> tuple[int, list[TensorDiff], list[int]]:
-    """Return the number of words that differ, and of which tensors.
-
-    Those of which so much changed that it was only counted come by their indices. If more than
-    ``max_changed`` words differ, the comparison ends.
-    """
-    layout = before.layout
-    groups: dict[tuple[torch.device, int], list[int]] = {}
-    for index, tensor in after.items():
-        groups.setdefault((tensor.device, layout.widths[index]), []).append(index)
-    found: dict[int, list[tuple[Positions, Words, Words]]] = {}
-    mostly_changed: set[int] = set()
-    num_changed = 0
-    for (_, width), tensors in groups.items():
-        pairs = [
-            (_integers_of(before.tensor(index), width), _integers_of(after[index], width))
-            for index in tensors
-        ]
-        with torch.inference_mode():
-            for piece in devices.compare(pairs, copier.copy_tensors):
-                num_changed += piece.num_changed
-                if num_changed > max_changed:
-                    return num_changed, [], []
-                some = [tensors[index] for index in piece.indices]
-                if piece.changed is None:
-                    mostly_changed.update(some)
-                elif piece.num_changed:
-                    _add_changed(layout, found, some, piece, WORDS[width])
-    for index, parts in found.items():
-        num_words = layout.sizes[index] // layout.widths[index]
-        if sum([len(values) for _, values, _ in parts]) > num_words * _WHOLE_SHARE:
-            mostly_changed.add(index)
-    indices = [index for index in found if index not in mostly_changed]
-    changes: dict[int, TensorDiff] = {}
-
-    def join(first: int, end: int) -> None:
-        for index in indices[first:end]:
-            positions, values, replaced = map(join_words, zip(*found[index], strict=True))
-            changes[index] = TensorDiff(index, positions, values, replaced)
-
-    copier.in_parallel(join, cut_work([layout.sizes[index] for index in indices], copier))
-    return num_changed, list(changes.values()), sorted(mostly_changed)
-
-
-def _integers_of(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    return flat_view(tensor, INTEGERS[width])
-
-
-def _add_changed(
-    layout: Layout,
-    found: dict[int, list[tuple[Positions, Words, Words]]],
-    tensors: Sequence[int],
-    piece: devices.PieceDiff,
-    words: np.dtype[Any],
-) -> None:
-    """Add what differs in a piece to that of its tensors."""
-    assert piece.changed is not None  # noqa: S101 - not only counted
-    positions, values, replaced = (each.numpy() for each in piece.changed)
-    values, replaced = values.view(words), replaced.view(words)
-    ends = np.cumsum(piece.counts, dtype=positions.dtype)
-    start = 0
-    for number, cut in enumerate(positions.searchsorted(ends).tolist()):
-        if cut > start:
-            some, index = slice(start, cut), tensors[number]
-            at = positions[some] - (ends[number] - piece.counts[number])
-            at = narrowed(at, layout.sizes[index])
-            at += piece.firsts[number]
-            found.setdefault(index, []).append((at, values[some], replaced[some]))
-        start = cut
-
-
 def _plain_batches(
     layout: Layout,
     plain: dict[int, torch.Tensor],
@@ -549,6 +473,78 @@ def _gathered(layout: Layout, run: Sequence[int], diff: _RunDiff) -> _RunDiff:
     return _run_diff(layout, run, positions, values, replaced)
 
 
+def _compare_on_gpu(
+    before: FileTensors,
+    after: Mapping[int, torch.Tensor],
+    copier: Copier,
+    max_changed: float,
+) -> tuple[int, list[TensorDiff], list[int]]:
+    """Return the number of words that differ, and of which tensors.
+
+    Those of which so much changed that it was only counted come by their indices. If more than
+    ``max_changed`` words differ, the comparison ends.
+    """
+    layout = before.layout
+    groups: dict[tuple[torch.device, int], list[int]] = {}
+    for index, tensor in after.items():
+        groups.setdefault((tensor.device, layout.widths[index]), []).append(index)
+    found: dict[int, list[tuple[Positions, Words, Words]]] = {}
+    mostly_changed: set[int] = set()
+    num_changed = 0
+    for (_, width), tensors in groups.items():
+        pairs = [
+            (flat_view(before.tensor(i), INTEGERS[width]), flat_view(after[i], INTEGERS[width]))
+            for i in tensors
+        ]
+        with torch.inference_mode():
+            for piece in devices.compare(pairs, copier.copy_tensors):
+                num_changed += piece.num_changed
+                if num_changed > max_changed:
+                    return num_changed, [], []
+                if piece.changed is None:
+                    mostly_changed.update(tensors[part.index] for part in piece.parts)
+                elif piece.num_changed:
+                    _add_changed(layout, found, tensors, piece, WORDS[width])
+    for index, parts in found.items():
+        num_words = layout.sizes[index] // layout.widths[index]
+        if sum([len(values) for _, values, _ in parts]) > num_words * _WHOLE_SHARE:
+            mostly_changed.add(index)
+    indices = [index for index in found if index not in mostly_changed]
+    changes: dict[int, TensorDiff] = {}
+
+    def join(first: int, end: int) -> None:
+        for index in indices[first:end]:
+            positions, values, replaced = map(join_words, zip(*found[index], strict=True))
+            changes[index] = TensorDiff(index, positions, values, replaced)
+
+    copier.in_parallel(join, cut_work([layout.sizes[index] for index in indices], copier))
+    return num_changed, list(changes.values()), sorted(mostly_changed)
+
+
+def _add_changed(
+    layout: Layout,
+    found: dict[int, list[tuple[Positions, Words, Words]]],
+    tensors: Sequence[int],
+    piece: devices.PieceDiff,
+    words: np.dtype[Any],
+) -> None:
+    """Add what differs in a piece to that of its tensors."""
+    assert piece.changed is not None  # noqa: S101 - not only counted
+    positions, values, replaced = (each.numpy() for each in piece.changed)
+    values, replaced = values.view(words), replaced.view(words)
+    counts = np.array([part.host.numel() for part in piece.parts], positions.dtype)
+    ends = counts.cumsum(dtype=positions.dtype)
+    cuts = positions.searchsorted(ends).tolist()
+    cut = 0
+    for part, first, end in zip(piece.parts, ends - counts, cuts, strict=True):
+        start, cut = cut, end
+        if end > start:
+            some, index = slice(start, end), tensors[part.index]
+            at = narrowed(positions[some] - first, layout.sizes[index])
+            at += part.first
+            found.setdefault(index, []).append((at, values[some], replaced[some]))
+
+
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the memory of a plain tensor."""
     data: npt.NDArray[np.uint8] = flat_view(tensor).numpy()
@@ -652,7 +648,8 @@ def places_of(layout: Layout, group: Sequence[TensorDiff]) -> tuple[int, list[sl
         return first, list(map(slice, firsts, map(operator.add, firsts, lengths)))
     places = np.concatenate(positions)
     first = starts[0] + int(places[0])
-    # Modulo 2 ** 32, if positions are narrow: a group spans fewer words.
+    # A tensor may begin further than 2 ** 32 words from the first place, or before it. But sums of
+    # 32 bits wrap around, and all places lie within a group's range, `delta.MAX_CHUNK_WORDS`.
     shifts = np.array(starts, np.int64) - first
     places += np.repeat(shifts.astype(places.dtype), [len(each) for each in positions])
     return first, places
@@ -672,7 +669,7 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
 
     def work(first: int, end: int) -> None:
         for group in groups[first:end]:
-            if group[0].positions is None:
+            if group[0].positions is None:  # joined first, they would take twice as long
                 for change in group:
                     part = slice(change.first, change.first + len(change.values))
                     words_of(contents, change.tensor)[part] = change.values

@@ -13,6 +13,7 @@ The device works on the current stream, behind what the caller has queued there.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import align
-from dbuffer.runtime.closing import Closing, ProcessBound
+from dbuffer.runtime.closing import Closing
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in main memory, and one of the same shape on a device."""
@@ -92,15 +93,10 @@ class PieceDiff(NamedTuple):
     Those of a long tensor are in several pieces.
     """
 
-    indices: list[int]
-    """Index of each tensor's pair."""
-    firsts: list[int]
-    """First element of each that was compared."""
-    counts: list[int]
-    """Elements of each that were compared."""
+    parts: list[Part]
     num_changed: int
     changed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Positions of what differs, counted through all tensors, in 32 bits; the elements there on the
+    """Positions of what differs, counted through all parts, in 32 bits; the elements there on the
     device, and in main memory. None: so many differ that they were only counted."""
 
 
@@ -119,17 +115,11 @@ def compare(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> Iterator[Pie
             if num_changed <= _MOST_CHANGED * len(new):
                 positions = differs.nonzero().reshape(-1)
                 changed = positions.int().cpu(), new[positions].cpu(), old[positions].cpu()
-            yield PieceDiff(
-                [part.index for part in piece.parts],
-                [part.first for part in piece.parts],
-                [part.host.numel() for part in piece.parts],
-                num_changed,
-                changed,
-            )
+            yield PieceDiff(piece.parts, num_changed, changed)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """A pair, or a part of one that is too long for a piece."""
 
     host: torch.Tensor
@@ -167,7 +157,7 @@ class _Slot:
 class _Piece:
     """Parts of tensors that lie one behind the other in a slot."""
 
-    def __init__(self, slot: _Slot, parts: list[_Part]) -> None:
+    def __init__(self, slot: _Slot, parts: list[Part]) -> None:
         self.slot = slot
         self.parts = parts
         ends = [0]
@@ -222,12 +212,12 @@ class _Transfer(Closing):
         self._device = pairs[0][1].device
         self._ahead: torch.cuda.Stream | None = None
         self.direct: list[Pair] = []
-        self._others: list[_Part] = []
+        self._others: list[Part] = []
         for index, (host, on_device) in enumerate(pairs):
             if direct and _can_be_direct(host, on_device):
                 self.direct.append((host, on_device))
             elif host.nbytes:
-                self._others.append(_Part(host, on_device, index))
+                self._others.append(Part(host, on_device, index))
 
     def close(self) -> None:
         if self._device.type == "cuda":
@@ -265,7 +255,7 @@ class _Transfer(Closing):
         slots = _make_slots(self._device, sum(align(part.host.nbytes) for part in self._others))
         limit = slots[0].host.numel()
         number, num_bytes = 0, 0
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for part in (part for other in self._others for part in _cut(other, limit)):
             part_bytes = align(part.host.nbytes)
             if parts and num_bytes + part_bytes > limit:
@@ -299,7 +289,7 @@ def _is_flat(host: torch.Tensor, on_device: torch.Tensor) -> bool:
     )
 
 
-def _cut(part: _Part, limit: int) -> Iterator[_Part]:
+def _cut(part: Part, limit: int) -> Iterator[Part]:
     """Cut a pair into parts of at most so many bytes, or of a single element."""
     host, on_device = part.host, part.device
     if host.nbytes <= limit or host.numel() == 1:
@@ -309,16 +299,16 @@ def _cut(part: _Part, limit: int) -> Iterator[_Part]:
         flat = host.reshape(-1), on_device.reshape(-1)
         for first in range(0, host.numel(), step):
             some = slice(first, first + step)
-            yield _Part(flat[0][some], flat[1][some], part.index, first)
+            yield Part(flat[0][some], flat[1][some], part.index, first)
     else:
         dimension = next(d for d, n in enumerate(host.shape) if n > 1)
         rows = max(1, limit // (host.nbytes // host.shape[dimension]))
         for first in range(0, host.shape[dimension], rows):
             place = dimension, first, min(rows, host.shape[dimension] - first)
-            yield from _cut(_Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
+            yield from _cut(Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
 
 
-class PageLock(ProcessBound):
+class PageLock:
     """Lock of memory's pages, from and to which a GPU then copies at full speed.
 
     Of a mapping it must be a shared one: locking a private one copies each page.
@@ -333,8 +323,8 @@ class PageLock(ProcessBound):
     """
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        super().__init__()
         self._address = address
+        self._pid = os.getpid()
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
@@ -355,7 +345,7 @@ class PageLock(ProcessBound):
 
     def release(self) -> None:
         """Unlock the memory, which must not have been unmapped; only the first time."""
-        if self._address and not self._is_inherited:  # a fork has no locks
+        if self._address and self._pid == os.getpid():  # a fork has no locks
             _cuda_runtime().cudaHostUnregister(self._address)
         self._address = 0
 

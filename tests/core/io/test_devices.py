@@ -73,12 +73,14 @@ class TestCompare:
             new[tensor][position] += 1
         found = []
         for piece in devices.compare(list(zip(old, new, strict=True)), copier.copy_tensors):
-            starts = [sum(piece.counts[:number]) for number in range(len(piece.counts))]
+            counts = [part.host.numel() for part in piece.parts]
+            starts = [sum(counts[:number]) for number in range(len(counts))]
             for position, value, replaced in zip(
                 *map(torch.Tensor.tolist, piece.changed), strict=True
             ):
                 number = max(n for n, start in enumerate(starts) if start <= position)
-                tensor, at = piece.indices[number], piece.firsts[number] + position - starts[number]
+                part = piece.parts[number]
+                tensor, at = part.index, part.first + position - starts[number]
                 found.append((tensor, at))
                 assert value == new[tensor][at]
                 assert replaced == old[tensor][at]
