@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,19 @@ class _Outcome(NamedTuple):
     """The message, where it failed."""
     kind: str = RankFailedError.__name__
     """The error's class, where it is one of ours."""
+    may_follow: bool = False
+    """Whether the error may follow from another rank's, as a time-out does."""
+
+    def failed(self, error: Exception) -> Self:
+        """Return the outcome of a step that raised an error."""
+        ours = [one for one in type(error).__mro__ if vars(errors).get(one.__name__) is one]
+        lost = (TimeoutError, ConnectionError, RankFailedError, distributed.DistError)
+        return self._replace(
+            error=str(error) if ours else described(error),
+            kind=(ours or [RankFailedError])[0].__name__,
+            # gloo's are plain ones.
+            may_follow=isinstance(error, lost) or type(error) is RuntimeError,
+        )
 
 
 class Agreement(World):
@@ -120,7 +133,8 @@ class Agreement(World):
             action: no collective may fail in it on some ranks and be waited for by others.
 
         Raises:
-            DBufferError: the error of the first rank that failed, on all of them.
+            DBufferError: the error of the first rank that failed, on all of them; one that lost a
+                connection, or waited in vain, only if no other failed.
             RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
                 another step.
         """
@@ -131,20 +145,16 @@ class Agreement(World):
             begun = _Outcome(self._number, what, None)
             try:
                 mine = json.dumps(begun._replace(value=action()))
-            except DBufferError as error:
-                cause = error
-                names = [one.__name__ for one in type(error).__mro__]  # or that of a base class
-                kind = next(name for name in names if hasattr(errors, name))
-                mine = json.dumps(begun._replace(error=str(error), kind=kind))
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
                 cause = error
-                mine = json.dumps(begun._replace(error=described(error)))
+                mine = json.dumps(begun.failed(error))
             outcomes = self._exchange(what, mine, cause)
-            for rank, one in enumerate(outcomes):
-                if one.error is not None:
-                    self._fails_together = True
-                    raised: type[DBufferError] = getattr(errors, one.kind)
-                    raise raised(f"rank {rank} could not {what}: {one.error}") from cause
+            failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error is not None]
+            if failed:
+                self._fails_together = True
+                rank, one = min(failed, key=lambda each: each[1].may_follow)
+                raised: type[DBufferError] = getattr(errors, one.kind)
+                raise raised(f"rank {rank} could not {what}: {one.error}") from cause
             return [one.value for one in outcomes]
 
     def collect(self, what: str, action: Callable[[], Arrays]) -> list[Arrays]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,25 @@ def test_after_an_error_that_all_raise_they_go_on(world):
         assert failed == "RankFailedError: rank 1 could not work: MemoryError: no room"
         assert untold.startswith("RankFailedError: rank 1 could not tell: TypeError: ")
         assert went_on == [0, 1, 2]
+
+
+def fail_alone(rank: int) -> str:
+    """One rank fails while the others wait for it in a collective of the trainer's."""
+    ranks = Agreement(None, timeout_s=20.0)
+    trainers = distributed.new_group(timeout=datetime.timedelta(seconds=1))
+
+    def work() -> None:
+        if rank == 1:
+            raise dbuffer.StoreFullError("full")
+        distributed.barrier(trainers)
+
+    with pytest.raises(dbuffer.DBufferError) as caught:
+        ranks.each("work", work)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_the_error_of_a_rank_that_only_waited_for_another_is_not_the_one_that_all_raise(world):
+    assert set(world.run(fail_alone)) == {"StoreFullError: rank 1 could not work: full"}
 
 
 def arrays_of(rank: int) -> list[Any]:
