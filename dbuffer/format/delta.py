@@ -158,6 +158,28 @@ class DeltaHeader:
         """Size of the whole file."""
         return self.places[-1]
 
+    @functools.cached_property
+    def _by_width(self) -> dict[int, tuple[Integers, Integers, Integers]]:
+        """Index, first word and end, in the file, of changed tensors, by the bytes of a word."""
+        indices = self.tensors["tensor"].astype(np.int64)
+        widths, offsets, sizes = (
+            np.array(column, np.int64)[indices]
+            for column in (self.layout.widths, self.layout.offsets, self.layout.sizes)
+        )
+        tables = {}
+        for width in (1, 2, 4, 8):
+            (rows,) = (widths == width).nonzero()
+            starts = offsets[rows] // width
+            tables[width] = indices[rows], starts, starts + sizes[rows] // width
+        return tables
+
+    def tensors_in(self, chunk: Chunk) -> tuple[Integers, Integers, Integers]:
+        """Return index, first word and end, in the file, of the tensors in a chunk's range."""
+        indices, starts, ends = self._by_width[chunk.word_bytes]
+        first = int(ends.searchsorted(chunk.first_word, side="right"))
+        end = int(starts.searchsorted(chunk.first_word + chunk.num_words))
+        return indices[first:end], starts[first:end], ends[first:end]
+
     @property
     def checksums(self) -> dict[int, int] | None:
         """Checksum of each changed tensor after the change, by index; None if there are none."""

@@ -250,13 +250,12 @@ def apply_delta(
     """
     if excerpt is None:
         _check_layout(header, contents)
-    tensors = _changed_tensors(header)
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
             if excerpt is None or excerpt.overlaps(chunk):
-                places, values = _decode_chunk(header, number, read_chunk(number), tensors)
+                places, values = _decode_chunk(header, number, read_chunk(number))
                 if excerpt is not None:
                     if not isinstance(places, np.ndarray):
                         places = np.concatenate([np.arange(p.start, p.stop) for p in places])
@@ -277,19 +276,18 @@ def changed_positions(
     Raises:
         StoreCorruptError: a chunk is not as it was written, or does not hold what the header says.
     """
-    tensors = _changed_tensors(header)
     of_chunk: dict[int, list[tuple[int, Integers]]] = {}
     whole: set[int] = set()
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
-            indices, starts, ends = _tensors_in(chunk, tensors)
+            indices, starts, ends = header.tensors_in(chunk)
             if chunk.positions == delta.WHOLE:
                 whole.update(indices.tolist())
                 continue
             streams = _streams(header, number, read_chunk(number))
-            places = _decode_places(chunk, streams, tensors)
+            places = _decode_places(header, chunk, streams)
             cuts = places.searchsorted(ends)
             positions = places - np.repeat(starts, np.diff(cuts, prepend=0))
             parts = zip(indices.tolist(), itertools.pairwise([0, *cuts.tolist()]), strict=True)
@@ -314,33 +312,6 @@ def _check_layout(header: DeltaHeader, contents: FileTensors) -> None:
         )
 
 
-_TensorTable: TypeAlias = tuple[Integers, Integers, Integers]
-"""Index, first word and end, in the file, of tensors with words of one size."""
-
-
-def _changed_tensors(header: DeltaHeader) -> dict[int, _TensorTable]:
-    """Return the tensors that a delta names, by the bytes of their words."""
-    layout, indices = header.layout, header.tensors["tensor"].astype(np.int64)
-    widths, offsets, sizes = (
-        np.array(column, np.int64)[indices]
-        for column in (layout.widths, layout.offsets, layout.sizes)
-    )
-    tables = {}
-    for width in WORDS:
-        (rows,) = (widths == width).nonzero()
-        starts = offsets[rows] // width
-        tables[width] = indices[rows], starts, starts + sizes[rows] // width
-    return tables
-
-
-def _tensors_in(chunk: Chunk, tensors: dict[int, _TensorTable]) -> _TensorTable:
-    """Return those that a chunk's range overlaps."""
-    indices, starts, ends = tensors[chunk.word_bytes]
-    first = int(ends.searchsorted(chunk.first_word, side="right"))
-    end = int(starts.searchsorted(chunk.first_word + chunk.num_words))
-    return indices[first:end], starts[first:end], ends[first:end]
-
-
 def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[memoryview]:
     """Cut a chunk into its streams, if it is as it was written."""
     chunk = header.chunks[number]
@@ -359,27 +330,24 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
 
 
 def _decode_chunk(
-    header: DeltaHeader,
-    number: int,
-    body: bytes | memoryview,
-    tensors: dict[int, _TensorTable],
+    header: DeltaHeader, number: int, body: bytes | memoryview
 ) -> tuple[list[slice] | Integers, Words]:
     """Return the places of a chunk's words in the file, and the words, or what is added to them."""
     chunk, streams = header.chunks[number], _streams(header, number, body)
     places: list[slice] | Integers
     if chunk.positions == delta.WHOLE:
-        places = _whole_ranges(chunk, tensors)
+        places = _whole_ranges(header, chunk)
     else:
-        places = _decode_places(chunk, streams, tensors)
+        places = _decode_places(header, chunk, streams)
     planes = streams[delta.NUM_STREAMS[chunk.positions] :]
     unpacked = [delta.unpack(plane, chunk.num_changed) for plane in planes]
     words: Words = delta.join_planes(unpacked, WORDS[chunk.word_bytes])
     return places, _unzigzag(words) if chunk.values == delta.DIFFERENCES else words
 
 
-def _whole_ranges(chunk: Chunk, tensors: dict[int, _TensorTable]) -> list[slice]:
+def _whole_ranges(header: DeltaHeader, chunk: Chunk) -> list[slice]:
     """Return the ranges of a chunk that replaces all words of changed tensors in its range."""
-    _, starts, ends = _tensors_in(chunk, tensors)
+    _, starts, ends = header.tensors_in(chunk)
     first, end = chunk.first_word, chunk.first_word + chunk.num_words
     starts, ends = np.maximum(starts, first), np.minimum(ends, end)
     if (ends - starts).sum() != chunk.num_changed or (starts[0], ends[-1]) != (first, end):
@@ -387,9 +355,7 @@ def _whole_ranges(chunk: Chunk, tensors: dict[int, _TensorTable]) -> list[slice]
     return list(map(slice, starts.tolist(), ends.tolist()))
 
 
-def _decode_places(
-    chunk: Chunk, streams: list[memoryview], tensors: dict[int, _TensorTable]
-) -> Integers:
+def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview]) -> Integers:
     """Return the ascending places of a chunk's changed words, which are in changed tensors."""
     raw_bytes = chunk.raw_bytes - chunk.num_changed * chunk.word_bytes
     num_streams = delta.NUM_STREAMS[chunk.positions]
@@ -403,7 +369,7 @@ def _decode_places(
     if len(places) != chunk.num_changed or places[0] != 0 or places[-1] != chunk.num_words - 1:
         raise StoreCorruptError("delta: a chunk's positions are not those that its header counts")
     places += chunk.first_word
-    _, starts, ends = _tensors_in(chunk, tensors)
+    _, starts, ends = header.tensors_in(chunk)
     counts = places.searchsorted(ends) - places.searchsorted(starts)
     if counts.sum() != len(places) or counts.min() < 1:
         raise StoreCorruptError("delta: a chunk's positions are not in the tensors it names")
