@@ -326,7 +326,7 @@ def test_a_delta_is_not_patched_upon_a_checkpoint(tmp_path, monkeypatch):
 def refuse(rank: int, invalid: set[int]) -> None:
     """Update, or refuse where the request is invalid."""
     if rank in invalid:
-        _engine[-1][1].refuse(dbuffer.OptionError("no request"))
+        _engine[-1][1].update(dbuffer.OptionError("no request"))
     update(rank, 1)
 
 

@@ -165,39 +165,30 @@ class RankReceiver:
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
 
-    def update(self, request: UpdateRequest) -> None:
+    def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
 
         A version that the engine already has is no error, and nothing is loaded.
 
+        Args:
+            request: the version; or the error of an invalid request, which all ranks then refuse,
+                because they wait for this one.
+
         Raises:
-            OptionError: (a ``ValueError``) the engine stays on another version, on all ranks.
+            OptionError: (a ``ValueError``) the request was invalid, or the engine stays on another
+                version, on all ranks.
             EngineBusyError: its weights are asleep.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
-
-        def switch() -> None:
-            staged = self._take_on_all_ranks(request)
-            self._write_record({} if staged is None else self._load_on_all_ranks(staged))
-
-        self._make_attempt(request.attempt, switch)
-
-    def refuse(self, error: OptionError) -> None:
-        """Let an update fail on all ranks, which wait for this one: its request is invalid.
-
-        Raises:
-            OptionError: (a ``ValueError``) the request was invalid on all ranks.
-            EngineUpdateError, EngineBrokenError: see :meth:`update`.
-        """
-        self._make_attempt(None, lambda: self._gather_offers(None, error, begins=True))
-
-    def _make_attempt(self, attempt: str | None, update: Callable[[], object]) -> None:
-        """Update, and write the outcome into the engine's record."""
-        self._attempt = attempt
+        self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
         self._state.is_updating = True
         try:
-            update()
+            if isinstance(request, OptionError):
+                self._gather_offers(None, request, begins=True)  # raises on all ranks
+            else:
+                staged = self._take_on_all_ranks(request)
+                self._write_record({} if staged is None else self._load_on_all_ranks(staged))
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None

@@ -183,12 +183,12 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         with raising_once(self.vllm_config):
             receiver = self._endpoint.following()
+            request: DBufferUpdateInfo | OptionError
             try:
                 request = DBufferUpdateInfo.parse(update_info)
             except OptionError as error:
-                receiver.refuse(error)
-            else:
-                receiver.update(request)
+                request = error
+            receiver.update(request)
 
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: LoadWeights | None = None
