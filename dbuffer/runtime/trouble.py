@@ -9,12 +9,28 @@ import functools
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from dbuffer.errors import DBufferError, EngineUnreachableError
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Failures in a row."""
+
+    since: float
+    """Time of the first one."""
+    number: int = 0
+    kinds: set[tuple[type[Exception], str | None]] = field(default_factory=set)
+    next_retry_s: float = field(default_factory=lambda: TIMING.retry_min_s)
+    """Backoff after the next one."""
+    log_s: float = field(default_factory=lambda: TIMING.log_min_s)
+    log_at: float = 0.0
+    """Time from which the next one is logged, whatever its kind."""
 
 
 class RetryLoop:
@@ -42,19 +58,12 @@ class RetryLoop:
         self._logger = logger
         self._final = final
         self._stop = stop or threading.Event()
-        self._failing_since: float | None = None
-        self._begin_failing()
+        self._failures: _Failures | None = None
+        """None: none since the last success."""
         self.error: Exception | None = None
         """Error of the last attempt; None: it worked."""
         self.retry_s = 0.0
         """Backoff after the last failure."""
-
-    def _begin_failing(self) -> None:
-        self._kinds: set[tuple[type[Exception], str | None]] = set()
-        self._num_failures = 0
-        self._next_retry_s = TIMING.retry_min_s
-        self._log_s = TIMING.log_min_s
-        self._log_at = 0.0
 
     def attempt(self) -> Self:
         """Begin an attempt."""
@@ -63,13 +72,13 @@ class RetryLoop:
 
     def succeeded(self, what: str) -> bool:
         """Note that ``what`` works; return whether it did not before."""
-        if self._failing_since is None:
+        failures, self._failures = self._failures, None
+        if failures is None:
             return False
-        duration_s = time.monotonic() - self._failing_since
+        duration_s = time.monotonic() - failures.since
         self._logger.warning(
-            "%s works again, after %.1f s and %d failures", what, duration_s, self._num_failures
+            "%s works again, after %.1f s and %d failures", what, duration_s, failures.number
         )
-        self._failing_since = None
         return True
 
     def __enter__(self) -> Self:
@@ -108,26 +117,24 @@ class RetryLoop:
         does not retry the same thing, and the log says so.
         """
         now = time.monotonic()
-        if self._failing_since is None:
-            self._begin_failing()
-            self._failing_since = now
-        self._num_failures += 1
+        failures = self._failures = self._failures or _Failures(now)
+        failures.number += 1
         # A store that was replaced is another failure than one that was emptied.
         kind = type(error), getattr(error, "history", None)
-        if kind not in self._kinds:
-            self._log_at = now + self._log_s
+        if kind not in failures.kinds:
+            failures.log_at = now + failures.log_s
             then = "waiting for a newer version" if is_lasting else "trying again until it works"
             self._log(error, f"{problem}; {then}")
-        elif now >= self._log_at:
-            self._log_s = min(2 * self._log_s, TIMING.log_max_s)
-            self._log_at = now + self._log_s
-            self._log(error, f"{problem}; still failing after {now - self._failing_since:.0f} s")
-        self._kinds.add(kind)
+        elif now >= failures.log_at:
+            failures.log_s = min(2 * failures.log_s, TIMING.log_max_s)
+            failures.log_at = now + failures.log_s
+            self._log(error, f"{problem}; still failing after {now - failures.since:.0f} s")
+        failures.kinds.add(kind)
         self.error = error
-        self.retry_s = self._next_retry_s
+        self.retry_s = failures.next_retry_s
         is_short = is_short or isinstance(error, EngineUnreachableError)
         max_s = TIMING.retry_short_max_s if is_short else TIMING.retry_max_s
-        self._next_retry_s = min(2 * self.retry_s, max_s)
+        failures.next_retry_s = min(2 * self.retry_s, max_s)
 
     def _log(self, error: Exception, message: str) -> None:
         # A server that is not there yet is no error.
