@@ -200,13 +200,13 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def _open(self, hold: Callable[[], Held | None], *, acknowledge: bool) -> Iterator[Snapshot]:
+        reporting = self.reporting if acknowledge else contextlib.nullcontext
         while True:
-            with self.reporting(None) if acknowledge else contextlib.nullcontext():
+            with reporting(None):
                 held = hold()
             if held is None:
                 continue
-            reporting = self.reporting(held.manifest.version)
-            with self._released(held), reporting if acknowledge else contextlib.nullcontext():
+            with self._released(held), reporting(held.manifest.version):
                 try:
                     tensors = self.reader.read(held)
                 except OvertakenError:
