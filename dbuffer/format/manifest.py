@@ -271,6 +271,7 @@ class ReceiverRecord(Record):
     NAME: ClassVar = "receiver record"
     PATTERNS: ClassVar = {
         "receiver": _RECEIVER_ID,
+        "applied_identity": IDENTITY,
         "part_of": _RECEIVER_ID,
         "history": _RUN,
         "attempt": ATTEMPT,
@@ -287,6 +288,8 @@ class ReceiverRecord(Record):
     applied_version: int | None
     held_version: int | None
     updated_at: float
+    applied_identity: str | None = None
+    """Identity of ``applied_version``; None: it is not known."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Metadata of ``applied_version``, as :func:`metadata_for_record` returns it; empty: there is
     no such version."""
@@ -339,13 +342,18 @@ class ReceiverRecord(Record):
         """Whether it is an engine some of whose ranks are half loaded."""
         return self.state == "broken"
 
-    def has_applied(self, version: int, history: str | None) -> bool:
+    def has_applied(self, version: int, history: str | None, identity: str | None = None) -> bool:
         """Whether it has applied ``version`` of this history, or a later one; 0: it has come.
 
         With history None, which is not known yet where there is no store, the number decides.
+        ``identity``: of the version, where it is known: a store that was put back from a copy may
+        have published another one under its number.
         """
         applied = self.applied_version if history in (None, self.history) else None
-        return (applied or 0) >= version
+        is_other = (
+            None not in (identity, self.applied_identity) and identity != self.applied_identity
+        )
+        return (applied or 0) >= version + (is_other and applied == version)
 
     def lag_behind(self, newest: int, history: str, metadata: Mapping[str, Any]) -> Lag | None:
         """Return its lag behind the newest version; None: it has no version, or stays on one.

@@ -223,7 +223,9 @@ class WeightReceiver(Closing, ProcessBound):
                         "the sender waits, and its buffer was taken; open the newest and start over"
                     )
                 if acknowledge:
-                    self._set_applied(held.manifest.version, held.manifest.history)
+                    self._set_applied(
+                        held.manifest.version, held.manifest.identity, held.manifest.history
+                    )
                 return
 
     @contextlib.contextmanager
@@ -310,7 +312,9 @@ class WeightReceiver(Closing, ProcessBound):
                     )
                     continue
                 self._loaded = held.manifest.version
-                self._set_applied(held.manifest.version, held.manifest.history)
+                self._set_applied(
+                    held.manifest.version, held.manifest.identity, held.manifest.history
+                )
                 return self._loaded
 
     def follow(
@@ -394,7 +398,9 @@ class WeightReceiver(Closing, ProcessBound):
         options.whole_number("version", version, at_most=MAX_INTEGER)
         if self._seen is None:
             self._newest()  # its history
-        self._set_applied(version, self.history)
+        seen = self._seen
+        identity = seen.identity if seen is not None and seen.version == version else None
+        self._set_applied(version, identity, self.history)
         self.record.write(held_version=None)
 
     @property
@@ -411,6 +417,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._seen = self._loaded = None
         self.record.set(
             applied_version=None,
+            applied_identity=None,
             metadata={},
             held_version=None,
             history=None,
@@ -478,9 +485,10 @@ class WeightReceiver(Closing, ProcessBound):
             self._remember_metadata(held.manifest)
         return held
 
-    def _set_applied(self, version: int, history: str | None) -> None:
+    def _set_applied(self, version: int, identity: str | None, history: str | None) -> None:
         self.record.set(
             applied_version=version,
+            applied_identity=identity,
             metadata=self._metadata_of(version, history),
             history=history,
             problem=None,

@@ -55,7 +55,7 @@ def wait_applied(
         waiting, num_applied = [], 0
         for records in by_id.values():
             by_id[records[0].receiver] = counted = wait.counted(records)
-            behind = [r for r in counted if not r.has_applied(version, writer.history)]
+            behind = [record for record in counted if not wait.has_applied(record)]
             waiting += behind
             num_applied += len(counted) - len(behind) if names is None else not behind
         if num_applied >= needed:
@@ -99,8 +99,14 @@ class _Wait:
         self._store = store
         self._version = version
         self._writer = writer
+        manifest = store.manifest_of(version, writer.history)
+        self._identity = None if manifest is None else manifest.identity
         self._noted_at: dict[tuple[str, str, str], float] = {}
         """Times at which receivers were first seen in a state."""
+
+    def has_applied(self, record: ReceiverRecord) -> bool:
+        """Whether a receiver has applied the version, or a later one."""
+        return record.has_applied(self._version, self._writer.history, self._identity)
 
     def counted(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         """The records of one id that say what it has applied."""

@@ -154,20 +154,20 @@ class EngineOptions:
             f"version {request.version or request.at_least}: let it follow again without version"
         )
 
-    def is_replaced(self, served: VersionId, history: str | None) -> bool:
+    def is_replaced(self, served: VersionId, newest: VersionId) -> bool:
         """Whether the store's history is another one than that of the engine's version.
 
         Raises:
             VersionRegressedError: it is, and a new history is refused.
         """
-        if not served.is_of_another_history(history):
+        if not served.is_replaced(newest):
             return False
         if self.new_history == "refuse":
             raise VersionRegressedError(
                 f"{self.store} was emptied or replaced, and started over; the engine has version "
                 f"{served.version} of the run before, and serves on with that. To go on with what "
                 "is there now, let it follow the store again with new_history='follow'",
-                history,
+                newest.history,
             )
         return True
 

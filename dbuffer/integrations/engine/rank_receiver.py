@@ -327,13 +327,14 @@ class RankReceiver:
             time.sleep(TIMING.network_look_s)
 
     def _has_already(self, request: UpdateRequest) -> bool:
-        newest = self._stager.newest()
-        version, history = (newest.version, newest.history) if newest else (None, None)
-        goal = request.version or request.at_least or version
-        if goal is None:
+        newest = VersionId.named_by(self._stager.newest())
+        goal = request.version or request.at_least or newest.version
+        if not goal:
             raise VersionError(f"nothing was published in {self.options.store} yet")
         has = self._applied
-        if has is None or self.options.is_replaced(has, request.history or history):
+        if request.history is not None:
+            newest = newest._replace(history=request.history)
+        if has is None or self.options.is_replaced(has, newest):
             return False
         if has.version < goal:
             return False
@@ -357,7 +358,7 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        loaded = VersionId(staged.version, staged.history)
+        loaded = VersionId(staged.version, staged.history, staged.identity)
         self._state.note_loaded(loaded, self.options.store, staged.metadata)
         self._problem = None, None
         self._model.serve_again()
@@ -442,6 +443,7 @@ class RankReceiver:
             self._record.write(
                 applied_version=self._version,
                 metadata={} if self._applied is None else self._state.metadata,
+                applied_identity=None if self._applied is None else self._applied.identity,
                 history=self._history,
                 problem=problem,
                 problem_version=version,

@@ -121,7 +121,7 @@ class FollowerReport:
             goal_manifest: its manifest; None: the store does not have it yet, or no longer.
         """
         version = 0 if applied is None else applied.version
-        newest, history = (version, None) if goal is None else goal
+        newest, history = (version, None) if goal is None else goal[:2]
         is_of_history = applied is None or not applied.is_of_another_history(history)
         newest_metadata, age_s = metadata if goal is None else {}, 0.0
         if goal_manifest is not None:

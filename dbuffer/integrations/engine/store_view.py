@@ -108,10 +108,10 @@ class StoreView:
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
         version = max(newest.version, at_least or 0)
-        has = 0
-        if served is not None and not served.is_of_another_history(newest.history):
-            has = served.version
-        return VersionId(version, newest.history) if version > has else None
+        has = 0 if served is None or served.is_replaced(newest) else served.version
+        if version <= has:
+            return None
+        return newest if version == newest.version else VersionId(version, newest.history)
 
     def _stay_on(
         self, only: int, served: VersionId | None, at_least: int | None
@@ -138,11 +138,10 @@ class StoreView:
         """
         if self._store.exists():
             self._store.check()
-        pointer = store.newest_pointer()
-        newest = VersionId(pointer.version, pointer.history) if pointer else VersionId(0, None)
+        newest = VersionId.named_by(store.newest_pointer())
         if served is None:
             return newest
-        if self.options.is_replaced(served, newest.history):
+        if self.options.is_replaced(served, newest):
             self._log_new_history(served, newest)
         elif newest.version < served.version:
             raise errors.VersionRegressedError(
@@ -165,7 +164,7 @@ class StoreView:
 
     def manifest_of(self, goal: VersionId) -> Manifest | None:
         """Read the manifest of a version; None: it is not, or no longer, in this store."""
-        return self._store.manifest_of(*goal)
+        return self._store.manifest_of(goal.version, goal.history)
 
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event

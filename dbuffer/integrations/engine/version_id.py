@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from dbuffer.format.manifest import ReceiverRecord, step_in
+from dbuffer.format.manifest import Pointer, ReceiverRecord, step_in
 
 UNKNOWN_VERSION = "unknown"
 """Label of an engine without a version."""
@@ -24,13 +24,29 @@ class VersionId(NamedTuple):
     version: int
     history: str | None
     """History that it belongs to; None: there is no store yet that would say."""
+    identity: str | None = None
+    """Identity of what was published; None: it is not known."""
 
     @classmethod
     def of(cls, record: ReceiverRecord | None) -> VersionId | None:
         """Read the version that an engine's record says it serves; None: none of this store."""
         if record is None or record.applied_version is None or record.is_broken:
             return None
-        return cls(record.applied_version, record.history)
+        return cls(record.applied_version, record.history, record.applied_identity)
+
+    @classmethod
+    def named_by(cls, pointer: Pointer | None) -> VersionId:
+        """Return a store's newest version; None: it has none, which is version 0."""
+        return cls(pointer.version, pointer.history, pointer.identity) if pointer else cls(0, None)
+
+    def is_replaced(self, newest: VersionId) -> bool:
+        """Whether a store with this newest version has replaced this one.
+
+        By another history, or, where it was put back from a copy, by another version of one number.
+        """
+        is_other = None not in (self.identity, newest.identity) and self.identity != newest.identity
+        is_again = is_other and self.version == newest.version
+        return is_again or self.is_of_another_history(newest.history)
 
     def is_of_another_history(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""

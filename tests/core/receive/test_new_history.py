@@ -190,9 +190,13 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
     assert scene.engine.version == NEW + 1
 
 
-def test_numbers_of_versions_that_a_store_has_lost_are_of_another_history(scene, tmp_path):
-    """As in a power cut, or by a store that is put back: the trainer publishes them once more."""
-    parts = ("CURRENT", "A", "B")
+@pytest.mark.parametrize("parts", [("CURRENT", "A", "B"), (".",)], ids=["versions", "all"])
+def test_a_number_of_which_a_store_lost_the_version_is_another_versions(scene, tmp_path, parts):
+    """As in a power cut, or by a store that is put back: the trainer publishes it once more.
+
+    Records of receivers tell a sender of it, so that it begins another history; where they were
+    lost as well, the version's identity tells the engine.
+    """
     with scene.background() as follower:
         follower.wait_applied(5, WAIT_S)
         shutil.copytree(scene.store, tmp_path / "before")
