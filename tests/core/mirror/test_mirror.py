@@ -588,13 +588,13 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
 def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
     """From a backup: versions that the readers have had would come again, with other weights."""
     publish(remote, 1)
-    shutil.copytree(remote, remote.with_name("backup"))
+    backup = shutil.copytree(remote, remote.with_name("backup"))
+    publish(backup, *again)  # before the mirror can tell the sender of what was lost
     publish(remote, 2, 3)
     with quick(remote, local).start() as running:
         running.wait_until_current(10)
         shutil.rmtree(remote)
-        remote.with_name("backup").rename(remote)
-        publish(remote, *again)
+        backup.rename(remote)
         if again:
             with pytest.raises(dbuffer.OptionError):
                 running.wait_until_current(10)
