@@ -62,7 +62,7 @@ class BucketTarget:
     """A bucket in which a mirror publishes.
 
     The mirror that was started last is the writer: it puts its own name into the pointer, and the
-    one before finds out with its next put.
+    one before finds out with its next put. Before the first version, the first put decides.
     """
 
     def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
