@@ -184,7 +184,11 @@ class CallbackLoader:
         if history not in (None, version.history):
             raise VersionError(f"the store has history {version.history}, and not {history}")
         loaded = self._loaded
-        if loaded is not None and loaded.history == version.history and version < loaded:
+        if (
+            loaded is not None
+            and loaded.history == version.history
+            and version.version < loaded.version
+        ):
             raise VersionError(
                 f"version {loaded.version} is loaded, and versions never go back: version "
                 f"{version.version} is not loaded"
