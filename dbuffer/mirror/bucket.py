@@ -33,6 +33,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.extras import needed_for
+from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Bucket(Closing):
                 retry_config={"max_retries": 0},
             )
         except (self._errors.BaseError, ValueError) as error:
-            raise OptionError(f"cannot use {self.url}: {_first_line(error)}") from error
+            raise OptionError(f"cannot use {self.url}: {first_line(error)}") from error
 
     @property
     def description(self) -> str:
@@ -304,7 +305,7 @@ class Bucket(Closing):
             else:
                 self._has_credentials = True
                 return result
-            logger.debug("%s of %s failed: %s", kind, name, _first_line(failure))
+            logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
             # The caller logs what lasts, and tries again.
             has_lasted = pause_s is None or time.monotonic() - started > TIMING.request_s
             if has_lasted or self._stop.wait(pause_s):
@@ -315,7 +316,7 @@ class Bucket(Closing):
         scheme = self.url.partition(":")[0]
         return (
             f"no credentials for {self.url}: set {_VARIABLES.get(scheme, _AZURE)} in the "
-            f"environment, or give this host a role ({_first_line(error)})"
+            f"environment, or give this host a role ({first_line(error)})"
         )
 
     def _refused(self, kind: str, name: str, error: Exception) -> StoreAccessError:
@@ -338,13 +339,9 @@ def _tag_of(described: Mapping[str, Any]) -> Tag:
 def _described(error: Exception) -> str:
     reason = _REASON.search(str(error))
     if reason is None:
-        return _first_line(error)
+        return first_line(error)
     status, code, message = reason.groups()
     return f"{status} {code}: {message:.300}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:500]
 
 
 def _obstore() -> Any:

@@ -31,7 +31,7 @@ from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
 from dbuffer.ranks.world import T, World
-from dbuffer.runtime.messages import described
+from dbuffer.runtime.messages import described, first_line
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
@@ -248,7 +248,7 @@ class Agreement(World):
         lost = "a rank was lost (it hangs, was interrupted, or has closed its sender)"
         who = " and ".join(ended) + " has ended" if ended else lost
         raise RankFailedError(
-            f"{who} while the ranks tried to {what} ({str(cause).splitlines()[0]:.200}); "
+            f"{who} while the ranks tried to {what} ({first_line(cause)}); "
             "make a new sender in a new process group"
         ) from cause
 

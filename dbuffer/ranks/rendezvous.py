@@ -15,7 +15,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import first_line, listed
 
 _HERE, _CAME = "here", "came"
 """Words that a rank leaves: as long as it waits, and for good."""
@@ -47,7 +47,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | N
         if away is None or never is None:
             raise RankFailedError(
                 f"rank {rank} of {size} cannot meet the others at {where}, which does not answer "
-                f"({_first_line(error)}): has the process that hosts it ended?"
+                f"({first_line(error)}): has the process that hosts it ended?"
             ) from error
         if not away:
             return  # the last one came at the last moment
@@ -90,7 +90,7 @@ def join(init_method: str, rank: int, size: int, *, meet_s: float, timeout_s: fl
     except RuntimeError as error:
         raise RankFailedError(
             f"rank {rank} of {size} met the others at {where}, but cannot connect to them: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     leave(meeting, rank)  # they are connected, so that no rank waits there any more
 
@@ -114,15 +114,15 @@ def _store_at(init_method: str, rank: int, size: int, timeout_s: float, where: s
     except distributed.DistError as error:
         if rank == 0 and isinstance(error, distributed.DistNetworkError):
             raise RankFailedError(
-                f"rank 0 cannot listen at {where}: {_first_line(error)}"
+                f"rank 0 cannot listen at {where}: {first_line(error)}"
             ) from error
         awaited = list(range(1, size)) if rank == 0 else [0]
         raise RankTimeoutError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for {_named(awaited)}: "
-            f"{_first_line(error)}; {_REMEDY}"
+            f"{first_line(error)}; {_REMEDY}"
         ) from error
     except (RuntimeError, ValueError) as error:
-        raise OptionError(f"ranks cannot meet at {where!r}: {_first_line(error)}") from error
+        raise OptionError(f"ranks cannot meet at {where!r}: {first_line(error)}") from error
     return store
 
 
@@ -140,7 +140,3 @@ def _seconds(duration_s: float) -> datetime.timedelta:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

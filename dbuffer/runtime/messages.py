@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 _MAX_LISTED = 8
 _MAX_MESSAGE = 2000
+_MAX_LINE = 500
 
 
 def listed(items: Sequence[object], separator: str = ", ") -> str:
@@ -22,6 +23,11 @@ def counted(count: float, noun: str) -> str:
 def described(error: BaseException) -> str:
     """Return the type and the message of an error, of which some list a whole model."""
     return f"{type(error).__name__}: {error!s:.{_MAX_MESSAGE}}".rstrip(": ")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; of one without a message, its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:_MAX_LINE]
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,21 @@ def test_steps_of_one_name_are_told_apart_by_their_number(world):
     assert second == ["[0, 0, 0]", "RankFailedError"]
 
 
-def be_interrupted(rank: int) -> tuple[str, bool]:
+def fail_without_a_message() -> None:
+    raise AssertionError
+
+
+def be_interrupted(rank: int, others_do: Callable[[], Any]) -> tuple[str, bool]:
     TIMING.ranks_end_within_s = 0.1  # nobody ends
     ranks = Agreement(None, timeout_s=20.0)
     with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)) as caught:
-        ranks.each("work", interrupt if rank == 2 else lambda: None)
+        ranks.each("work", interrupt if rank == 2 else others_do)
     return f"{caught.type.__name__}: {caught.value}", ranks.is_open
 
 
-def test_an_interrupt_in_a_step_is_heard_of_at_once(world):
-    *others, interrupted = world.run(be_interrupted)
+@pytest.mark.parametrize("others_do", [bool, fail_without_a_message])
+def test_an_interrupt_in_a_step_is_heard_of_at_once(world, others_do):
+    *others, interrupted = world.run(be_interrupted, others_do)
     assert interrupted == ("KeyboardInterrupt: ", False)
     for message, is_open in others:
         assert message.startswith("RankFailedError: a rank was lost")
