@@ -8,6 +8,7 @@ from typing import Any
 from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.io.tensors import pack_checksums
 from dbuffer.store import filesystem
+from dbuffer.store.hold import HeldVersion
 from dbuffer.store.writer import Claim
 
 
@@ -78,3 +79,18 @@ class Footer:
 
     def write(self, file: int) -> None:
         filesystem.write_at(file, self.layout.layout_offset, self.encoded + self.tail)
+
+
+class KeptFooter:
+    """Footer of copies of versions, in which parts are joined; the next one mostly shares it."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[str | None, Footer] | None = None
+        """Footer, with the digest of the layout that it was made of."""
+
+    def of_copy(self, held: HeldVersion) -> Footer:
+        """Return the footer of a copy of a held version."""
+        layout_xxh3 = held.manifest.layout_xxh3
+        if self._kept is None or self._kept[0] != layout_xxh3:
+            self._kept = layout_xxh3, Footer.of(held.read_layout().joined())
+        return self._kept[1]

@@ -6,13 +6,11 @@ import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
-from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.footer import Footer
+from dbuffer.io.footer import KeptFooter
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
@@ -29,16 +27,6 @@ from dbuffer.store.writer import BufferWriter
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layouts:
-    """Layouts of a version, which the next one mostly shares."""
-
-    remote_xxh3: str | None
-    remote: Layout
-    footer: Footer
-    """Footer of the local file, in which parts are joined."""
-
-
 class LocalCopy(Closing):
     """Publishes versions of a remote store once more, and relays acknowledgements to ``records``.
 
@@ -50,7 +38,7 @@ class LocalCopy(Closing):
         self._progress = options.progress
         self._chain: dict[str, int] = {}
         """Deltas up to the version copied last."""
-        self._layouts: _Layouts | None = None
+        self._footer = KeptFooter()
         with contextlib.ExitStack() as begun:
             self._writer, self._mappings = writer, KeptMappings()
             begun.callback(writer.close)
@@ -64,20 +52,19 @@ class LocalCopy(Closing):
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         started = time.monotonic()
-        layouts, manifest = self._layouts_of(held), held.manifest
-        footer = layouts.footer
+        footer, manifest = self._footer.of_copy(held), held.manifest
         hashed = manifest.checksums_xxh3 is not None
         with (
             receiver.reader.reporting_unreadable(held),
             Draft(self._writer, self._mappings, manifest.version, footer, hashed=hashed) as draft,
         ):
             try:
-                checksums = self._fill(draft, held, receiver, layouts.remote)
+                checksums = self._fill(draft, held, receiver)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
             receiver.reader.verify(held, footer.layout, checksums)
             held.require_unchanged()
-            chain = self._copy_deltas(held, draft, layouts)
+            chain = self._copy_deltas(held, draft)
             before, self._chain = self._chain, {}
             draft.commit(
                 manifest.metadata,
@@ -91,9 +78,7 @@ class LocalCopy(Closing):
         delta_bytes = sum(copied) if copied else None
         return Publication.of(manifest.version, footer.layout, started, delta_bytes)
 
-    def _fill(
-        self, draft: Draft, held: HeldVersion, receiver: SourceReceiver, remote: Layout
-    ) -> list[int] | None:
+    def _fill(self, draft: Draft, held: HeldVersion, receiver: SourceReceiver) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
         Only what changed since an earlier version that is here is read, if deltas lead from there
@@ -102,13 +87,16 @@ class LocalCopy(Closing):
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        total = draft.footer.layout.checksums_offset
+        layout = draft.footer.layout
+        total = layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
             checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
-        return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
+        if _is_in_parts(held, draft):
+            layout = held.read_layout()
+        return draft.fill_from(held, layout, self._copier, counter(self._progress, total))
 
     def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
         """Return the identity of the version that a draft's file holds, to apply deltas to.
@@ -142,11 +130,11 @@ class LocalCopy(Closing):
             return filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
         return None
 
-    def _copy_deltas(self, held: HeldVersion, draft: Draft, layouts: _Layouts) -> dict[str, int]:
+    def _copy_deltas(self, held: HeldVersion, draft: Draft) -> dict[str, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
         last = next(reversed(chain), None)
-        if last not in manifest.chain or layouts.footer.layout_xxh3 != layouts.remote_xxh3:
+        if last not in manifest.chain or _is_in_parts(held, draft):
             return {manifest.identity: 0}
         try:
             for identity in manifest.deltas_after(last):
@@ -158,11 +146,9 @@ class LocalCopy(Closing):
             # The version itself is here, whole.
             logger.warning("copying version %d without its deltas: %s", manifest.version, error)
             return {manifest.identity: 0}
-        return trimmed(chain, layouts.footer.layout, None)
+        return trimmed(chain, draft.footer.layout, None)
 
-    def _layouts_of(self, held: HeldVersion) -> _Layouts:
-        if self._layouts is None or self._layouts.remote_xxh3 != held.manifest.layout_xxh3:
-            remote = held.read_layout()
-            footer = Footer.of(remote.joined())
-            self._layouts = _Layouts(held.manifest.layout_xxh3, remote, footer)
-        return self._layouts
+
+def _is_in_parts(held: HeldVersion, draft: Draft) -> bool:
+    """Whether a version's data is in parts, which its draft joins."""
+    return held.manifest.layout_xxh3 != draft.footer.layout_xxh3

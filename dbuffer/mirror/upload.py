@@ -32,7 +32,7 @@ from dbuffer.format.objects import (
     Parts,
     part_object,
 )
-from dbuffer.io.footer import Footer
+from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
@@ -213,8 +213,7 @@ class Upload(Closing):
         self._publish = publish
         self._copier = options.copier
         self._progress = options.progress
-        self._footer: tuple[str | None, Footer] | None = None
-        """Footer of the joined file, with the digest of the layout that it was made of."""
+        self._footer = KeptFooter()
         self._receivers = ReceiversOfBucket(bucket)
         self._relay = AcknowledgementRelay(
             self._receivers, records, interval_s=TIMING.bucket_list_s
@@ -228,7 +227,7 @@ class Upload(Closing):
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
             try:
-                footer = self._footer_of(held)
+                footer = self._footer.of_copy(held)
                 deltas, weights = self._open_deltas(held, opened), None
                 if self._needs_weights(manifest, deltas, footer.layout):
                     weights = self._read_weights(held, receiver, footer)
@@ -379,12 +378,6 @@ class Upload(Closing):
 
         self._bucket.in_parallel(put, range(len(digests)))
         return Parts(content.num_bytes, digests)
-
-    def _footer_of(self, held: HeldVersion) -> Footer:
-        layout_xxh3 = held.manifest.layout_xxh3
-        if self._footer is None or self._footer[0] != layout_xxh3:
-            self._footer = layout_xxh3, Footer.of(held.read_layout().joined())
-        return self._footer[1]
 
 
 class _Content(NamedTuple):
