@@ -885,7 +885,8 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
         assert await second.do("startup") == STARTED
         await asyncio.sleep(2.5 * TIMING.api_server_look_s)
         assert scene.engine.calls == calls, "one that stands by asks the engine nothing"
-        follow, errors = middleware.follow, [dbuffer.StoreAccessError("away for a moment")]
+        follow = middleware.follow
+        errors = [RuntimeError("a bug"), dbuffer.StoreAccessError("away for a moment")]
 
         def follow_later(*args: Any, **more: Any) -> Any:
             if errors:

@@ -10,10 +10,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from dbuffer.errors import DBufferError
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.runtime.timing import TIMING
-from dbuffer.runtime.trouble import log_once
+from dbuffer.runtime.trouble import log_once, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +97,10 @@ class SharedFollower:
             if self.try_lead():
                 try:
                     self._follower = self._follow()
-                except (DBufferError, OSError) as error:
-                    # Another API server may be able to, or this one later.
+                # Another API server may be able to, or this one later, whatever it is.
+                except Exception as error:  # noqa: BLE001
                     message = "no API server follows the engine; trying again: %s"
-                    log_once(logger, message, str(error))
+                    log_once(logger, message, message_of(error))
                     self._resign()
             await asyncio.sleep(TIMING.api_server_look_s)
         logger.info("the API server that followed has ended: this one follows from here on")
