@@ -134,8 +134,9 @@ class HeldObjects(HeldVersion):
             self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(identity) :])
         # Opened once more: the caller closes it.
         path = f"/proc/self/fd/{self._deltas[identity].number}"
-        file = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        return self._bucket.name_of(f"{self._prefix}/deltas/{identity}"), file
+        name = self._bucket.name_of(f"{self._prefix}/deltas/{identity}")
+        with filesystem.os_errors("open a delta in memory", name):
+            return name, Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def _fetch_deltas(self, identities: list[str]) -> None:
         files: dict[str, Descriptor] = {}
