@@ -16,7 +16,7 @@ _custom_ops._supports_onednn = False  # noqa: SLF001
 torch.cpu._is_amx_tile_supported = lambda: False  # noqa: SLF001
 
 _MARKS = Marks()
-_MARKS.watch(Stager, "_stage")
+_MARKS.watch(Stager, Stager._stage)  # noqa: SLF001
 
 
 class LiveWorker:

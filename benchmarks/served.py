@@ -228,13 +228,13 @@ class Followed:
         [rank] = await self.engine.collective_rpc("benchmark_marks")
         staging_at, staged_at = rank["_stage"]
         marks = self._marks.last
-        has_paused_at = marks["pause_noting"][1]
+        has_paused_at = marks["pause"][1]
         drops_at, *_ = marks.get("_cache_resets", (has_paused_at,))  # in place, none is dropped
         ends = (
             sent.flipped_at,
             staging_at,
             staged_at,
-            marks["pause_noting"][0],
+            marks["pause"][0],
             drops_at,
             has_paused_at,
             marks["_load"][1],
@@ -273,9 +273,9 @@ def _follower_marks() -> Marks:
     from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 
     marks = Marks()
-    for function in ("pause_noting", "_cache_resets", "resume"):
+    for function in (AsyncVllm.pause, AsyncVllm._cache_resets, AsyncVllm.resume):  # noqa: SLF001
         marks.watch(AsyncVllm, function)
-    marks.watch(Follower, "_load")
+    marks.watch(Follower, Follower._load)  # noqa: SLF001
     return marks
 
 

@@ -103,19 +103,22 @@ class Marks:
     def __init__(self) -> None:
         self.last: dict[str, tuple[float, float]] = {}
 
-    def watch(self, owner: type, function: str) -> None:
-        """Note every call of ``owner.function`` from now on under the function's name."""
-        original = getattr(owner, function)
+    def watch(self, owner: type, function: Callable[..., Any]) -> None:
+        """Note every call of a method of ``owner`` from now on, under the method's name.
 
-        @functools.wraps(original)
+        It is given itself, and not by its name, so that a type check misses it when it goes.
+        """
+        name = function.__name__
+
+        @functools.wraps(function)
         def noted(*arguments: Any, **more: Any) -> Any:
             began = time.monotonic()
             try:
-                return original(*arguments, **more)
+                return function(*arguments, **more)
             finally:
-                self.last[function] = began, time.monotonic()
+                self.last[name] = began, time.monotonic()
 
-        setattr(owner, function, noted)
+        setattr(owner, name, noted)
 
 
 def synchronize() -> None:
