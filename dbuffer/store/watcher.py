@@ -23,8 +23,8 @@ from watchdog.events import (
     FileSystemEvent,
     FileSystemEventHandler,
 )
-from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
+from watchdog.observers.inotify import InotifyEmitter
 
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.timing import TIMING
@@ -37,18 +37,21 @@ logger = logging.getLogger(__name__)
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 
 
-class _Handler(FileSystemEventHandler):
-    """Sets an event when a file is replaced. It does not refer to who waits for the event."""
+def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
+    """Return an emitter that sets an event when a file is replaced.
 
-    def __init__(self, file_name: str, changed: threading.Event) -> None:
-        self._file_name = file_name
-        self._changed = changed
+    In watchdog's thread that has learned of it, and not by its dispatcher: in a process whose main
+    thread computes, as an engine's does, each switch of threads may take milliseconds. It does not
+    refer to who waits for the event.
+    """
 
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        """End a wait if an event, which the observer's thread has seen, is about the file."""
-        for path in (event.src_path, event.dest_path):
-            if os.path.basename(os.fsdecode(path)) == self._file_name:  # noqa: PTH119
-                self._changed.set()
+    class Emitter(InotifyEmitter):
+        def queue_event(self, event: FileSystemEvent) -> None:
+            for path in (event.src_path, event.dest_path):
+                if os.path.basename(os.fsdecode(path)) == file_name:  # noqa: PTH119
+                    changed.set()
+
+    return Emitter
 
 
 class Watcher(ProcessBound):
@@ -106,9 +109,9 @@ class Watcher(ProcessBound):
             return False
         observer: BaseObserver | None = None
         try:
-            observer = Observer()
+            observer = BaseObserver(_setting(self._changed, self._file.name))
             changes = [FileCreatedEvent, FileMovedEvent]
-            handler = _Handler(self._file.name, self._changed)
+            handler = FileSystemEventHandler()  # which gets none
             observer.schedule(handler, str(directory), event_filter=changes)
             observer.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads

@@ -138,7 +138,7 @@ def test_the_directory_may_vanish_while_it_is_looked_at(directory, watch, monkey
 def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
     """Let watchdog find inotify in a bad state."""
 
-    class BrokenObserver(watcher_module.Observer):  # type: ignore[misc, valid-type]
+    class BrokenObserver(watcher_module.BaseObserver):  # type: ignore[misc, valid-type]
         def schedule(self, *args, **options):
             if at == "schedule":
                 raise OSError(number, os.strerror(number))
@@ -147,7 +147,7 @@ def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
         def start(self):
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(watcher_module, "Observer", BrokenObserver)
+    monkeypatch.setattr(watcher_module, "BaseObserver", BrokenObserver)
 
 
 OUT_OF_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE)

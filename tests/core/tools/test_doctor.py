@@ -297,7 +297,7 @@ def test_without_locks(place, monkeypatch):
 
 @pytest.mark.timing(doctor_event_s=0.1)
 def test_without_events(place, monkeypatch, caplog):
-    monkeypatch.setattr("dbuffer.store.watcher.Observer.start", fail(errno.EMFILE))
+    monkeypatch.setattr("dbuffer.store.watcher.BaseObserver.start", fail(errno.EMFILE))
     examination = doctor.examine(place)
     assert examination.broken == ()
     finding = found_by(examination, "inotify")
