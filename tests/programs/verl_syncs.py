@@ -14,6 +14,7 @@ import dbuffer
 from tests.support import ROOT
 from tests.support.engines.tiny_models import make_model, save_revealing, save_tokenizer
 from tests.support.engines.vllm_engines import (
+    NUM_TOKENS,
     PROMPTS,
     engine_arguments,
     greedy,
@@ -72,7 +73,7 @@ class Rig:
 
     async def ask(self, prompt: tuple[int, ...] = (3, 4, 5)) -> tuple[list[int], int | None]:
         """Tokens of the server's, and the global step that it says they are of."""
-        sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
         answer = await self.replica.server_handle.generate.remote(
             prompt_ids=list(prompt), sampling_params=sampling, request_id=str(time.monotonic())
         )
