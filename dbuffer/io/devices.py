@@ -13,7 +13,6 @@ The device works on the current stream, behind what the caller has queued there.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import align
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor in main memory, and one of the same shape on a device."""
@@ -308,7 +307,7 @@ def _cut(part: Part, limit: int) -> Iterator[Part]:
             yield from _cut(Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
 
 
-class PageLock:
+class PageLock(ProcessBound):
     """Lock of memory's pages, from and to which a GPU then copies at full speed.
 
     Of a mapping it must be a shared one: locking a private one copies each page.
@@ -323,8 +322,8 @@ class PageLock:
     """
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        super().__init__()
         self._address = address
-        self._pid = os.getpid()
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))
         if status:
@@ -345,7 +344,7 @@ class PageLock:
 
     def release(self) -> None:
         """Unlock the memory, which must not have been unmapped; only the first time."""
-        if self._address and self._pid == os.getpid():  # a fork has no locks
+        if self._address and not self._is_inherited:  # a fork has no locks
             _cuda_runtime().cudaHostUnregister(self._address)
         self._address = 0
 
