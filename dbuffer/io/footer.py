@@ -85,12 +85,13 @@ class KeptFooter:
     """Footer of copies of versions, in which parts are joined; the next one mostly shares it."""
 
     def __init__(self) -> None:
-        self._kept: tuple[str | None, Footer] | None = None
-        """Footer, with the digest of the layout that it was made of."""
+        self._kept: tuple[str | None, Layout, Footer] | None = None
+        """Footer, with the layout that it was made of, and the digest of that."""
 
-    def of_copy(self, held: HeldVersion) -> Footer:
-        """Return the footer of a copy of a held version."""
+    def of_copy(self, held: HeldVersion) -> tuple[Layout, Footer]:
+        """Return the layout of a held version, and the footer of its copy."""
         layout_xxh3 = held.manifest.layout_xxh3
         if self._kept is None or self._kept[0] != layout_xxh3:
-            self._kept = layout_xxh3, Footer.of(held.read_layout().joined())
-        return self._kept[1]
+            layout = held.read_layout()
+            self._kept = layout_xxh3, layout, Footer.of(layout.joined())
+        return self._kept[1:]

@@ -8,6 +8,7 @@ import os
 import time
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
+from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import KeptFooter
@@ -52,14 +53,14 @@ class LocalCopy(Closing):
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""
         started = time.monotonic()
-        footer, manifest = self._footer.of_copy(held), held.manifest
+        (remote, footer), manifest = self._footer.of_copy(held), held.manifest
         hashed = manifest.checksums_xxh3 is not None
         with (
             receiver.reader.reporting_unreadable(held),
             Draft(self._writer, self._mappings, manifest.version, footer, hashed=hashed) as draft,
         ):
             try:
-                checksums = self._fill(draft, held, receiver)
+                checksums = self._fill(draft, held, receiver, remote)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
             receiver.reader.verify(held, footer.layout, checksums)
@@ -78,7 +79,9 @@ class LocalCopy(Closing):
         delta_bytes = sum(copied) if copied else None
         return Publication.of(manifest.version, footer.layout, started, delta_bytes)
 
-    def _fill(self, draft: Draft, held: HeldVersion, receiver: SourceReceiver) -> list[int] | None:
+    def _fill(
+        self, draft: Draft, held: HeldVersion, receiver: SourceReceiver, remote: Layout
+    ) -> list[int] | None:
         """Fill a draft with a held version; return its checksums, if it has any.
 
         Only what changed since an earlier version that is here is read, if deltas lead from there
@@ -87,16 +90,13 @@ class LocalCopy(Closing):
         Raises:
             StoreNotFoundError: the version's files are gone.
         """
-        layout = draft.footer.layout
-        total = layout.checksums_offset
+        total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             since, on_bytes = self._put_earlier(draft, held), counter(self._progress, total)
             checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
-        if _is_in_parts(held, draft):
-            layout = held.read_layout()
-        return draft.fill_from(held, layout, self._copier, counter(self._progress, total))
+        return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
 
     def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
         """Return the identity of the version that a draft's file holds, to apply deltas to.
@@ -134,7 +134,8 @@ class LocalCopy(Closing):
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
         last = next(reversed(chain), None)
-        if last not in manifest.chain or _is_in_parts(held, draft):
+        is_joined = manifest.layout_xxh3 != draft.footer.layout_xxh3  # and deltas are of its parts
+        if last not in manifest.chain or is_joined:
             return {manifest.identity: 0}
         try:
             for identity in manifest.deltas_after(last):
@@ -147,8 +148,3 @@ class LocalCopy(Closing):
             logger.warning("copying version %d without its deltas: %s", manifest.version, error)
             return {manifest.identity: 0}
         return trimmed(chain, draft.footer.layout, None)
-
-
-def _is_in_parts(held: HeldVersion, draft: Draft) -> bool:
-    """Whether a version's data is in parts, which its draft joins."""
-    return held.manifest.layout_xxh3 != draft.footer.layout_xxh3

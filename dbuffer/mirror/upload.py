@@ -227,7 +227,7 @@ class Upload(Closing):
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
             try:
-                footer = self._footer.of_copy(held)
+                _, footer = self._footer.of_copy(held)
                 deltas, weights = self._open_deltas(held, opened), None
                 if self._needs_weights(manifest, deltas, footer.layout):
                     weights = self._read_weights(held, receiver, footer)
