@@ -350,10 +350,9 @@ class ReceiverRecord(Record):
         have published another one under its number.
         """
         applied = self.applied_version if history in (None, self.history) else None
-        is_other = (
-            None not in (identity, self.applied_identity) and identity != self.applied_identity
-        )
-        return (applied or 0) >= version + (is_other and applied == version)
+        if applied == version and differ(identity, self.applied_identity):
+            return False
+        return (applied or 0) >= version
 
     def lag_behind(self, newest: int, history: str, metadata: Mapping[str, Any]) -> Lag | None:
         """Return its lag behind the newest version; None: it has no version, or stays on one.
@@ -384,8 +383,7 @@ class ReceiverRecord(Record):
         """Whether it cannot have ``version``; what was wrong with one before says nothing of it."""
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # of the store itself
-        is_of_this_run = None in (history, self.history) or self.history == history
-        return is_of_this_run and self.problem_version >= version
+        return not differ(history, self.history) and self.problem_version >= version
 
     def stays_below(self, version: int) -> bool:
         """Whether it will never apply ``version``, nor a later one."""
@@ -420,6 +418,11 @@ def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | 
     """Return the trainer's steps from one version to another, by their metadata."""
     first, last = step_in(before), step_in(after)
     return None if first is None or last is None else last - first
+
+
+def differ(one: str | None, other: str | None) -> bool:
+    """Whether two histories, or identities, are both known, and not the same."""
+    return None not in (one, other) and one != other
 
 
 def is_receiver_id(text: str) -> bool:

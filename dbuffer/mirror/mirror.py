@@ -46,7 +46,7 @@ from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, has_reached
 from dbuffer.store.hold import OvertakenError
 from dbuffer.store.liveness import Process
 
@@ -284,9 +284,7 @@ class Mirror(Closing, ProcessBound):
 
     def _has(self, newest: Pointer | BucketPointer) -> bool:
         pointer = self._target.newest()
-        if pointer is None or pointer.version < newest.version or pointer.history != newest.history:
-            return False
-        if pointer.version == newest.version and pointer.identity != newest.identity:
+        if pointer is None or pointer.history != newest.history or not has_reached(pointer, newest):
             return False
         is_announced_here = self.is_elected or self._error is not None
         return not is_announced_here or (self._announced or 0) >= newest.version

@@ -10,7 +10,7 @@ from dbuffer.format.manifest import Pointer
 from dbuffer.format.objects import BucketPointer
 from dbuffer.mirror.ends import Source
 from dbuffer.store import kept
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, has_reached
 from dbuffer.store.filesystem import is_locked
 
 SWAPPED = "did you swap source and target? If not, name another target"
@@ -90,11 +90,7 @@ def require_not_put_back(
         OptionError: it holds no version as new as that, or another one under its number.
     """
     newest = source.newest()
-    if (
-        newest is None
-        or newest.version < published.version
-        or (newest.version == published.version and newest.identity != published.identity)
-    ):
+    if newest is None or not has_reached(newest, published):
         raise OptionError(
             f"{source.name} went back, and its newest version is {newest and newest.version} now; "
             f"{target_name} holds a version {published.version} of it that may be in no other "

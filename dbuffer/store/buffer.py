@@ -346,6 +346,15 @@ def require_successor(
         )
 
 
+def has_reached(newest: Pointer | BucketPointer, version: Pointer | BucketPointer) -> bool:
+    """Whether a store's newest version is this one of its history, or a later one.
+
+    A store that was put back from a copy may have another one under its number.
+    """
+    is_same = (newest.version, newest.identity) == (version.version, version.identity)
+    return is_same or newest.version > version.version
+
+
 def other_buffer(buffer: str) -> str:
     """``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
     return places.BUFFERS[1 - places.BUFFERS.index(buffer)]

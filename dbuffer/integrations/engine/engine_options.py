@@ -155,10 +155,10 @@ class EngineOptions:
         )
 
     def is_replaced(self, served: VersionId, newest: VersionId) -> bool:
-        """Whether the store's history is another one than that of the engine's version.
+        """Whether the store has replaced the engine's version; see :meth:`VersionId.is_replaced`.
 
         Raises:
-            VersionRegressedError: it is, and a new history is refused.
+            VersionRegressedError: it has, and a new history is refused.
         """
         if not served.is_replaced(newest):
             return False

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from dbuffer.format.manifest import Pointer, ReceiverRecord, step_in
+from dbuffer.format.manifest import Pointer, ReceiverRecord, differ, step_in
 
 UNKNOWN_VERSION = "unknown"
 """Label of an engine without a version."""
@@ -44,13 +44,12 @@ class VersionId(NamedTuple):
 
         By another history, or, where it was put back from a copy, by another version of one number.
         """
-        is_other = None not in (self.identity, newest.identity) and self.identity != newest.identity
-        is_again = is_other and self.version == newest.version
+        is_again = self.version == newest.version and differ(self.identity, newest.identity)
         return is_again or self.is_of_another_history(newest.history)
 
     def is_of_another_history(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""
-        return None not in (self.history, history) and self.history != history
+        return differ(self.history, history)
 
 
 @dataclass(frozen=True, slots=True)
