@@ -54,23 +54,22 @@ class Stopwatch:
         steps_s, self._steps_s = dict(self._steps_s), defaultdict(float)
         return steps_s
 
-    def watch(self, owner: Any, function: str, step: str) -> None:
-        """Count every call of ``owner.function`` from now on as ``step``."""
-        setattr(owner, function, self._timed(getattr(owner, function), step))
+    def watch(self, owner: Any, function: Callable[..., Any], step: str) -> None:
+        """Count every call of a method of ``owner`` from now on as ``step``.
 
-    def watch_everywhere(self, packages: tuple[str, ...], function: str, step: str) -> None:
-        """Count every call of a function, by whatever module of these packages, as ``step``.
-
-        Raises:
-            LookupError: none of the modules that are imported has such a function.
+        It is given itself, and not by its name, so that a type check misses it when it goes.
         """
-        timed: dict[Any, Any] = {}
+        setattr(owner, function.__name__, self._timed(function, step))
+
+    def watch_everywhere(
+        self, packages: tuple[str, ...], function: Callable[..., Any], step: str
+    ) -> None:
+        """Count every call of a function, by whatever module of these packages, as ``step``."""
+        timed = self._timed(function, step)
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in packages and function in vars(module):
-                original = vars(module)[function]
-                setattr(module, function, timed.setdefault(original, self._timed(original, step)))
-        if not timed:
-            raise LookupError(f"no module of {packages} has {function}, which took {step!r}")
+            is_watched = name.partition(".")[0] in packages
+            if is_watched and vars(module).get(function.__name__) is function:
+                setattr(module, function.__name__, timed)
 
     def _timed(self, function: Callable[..., Any], step: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -129,30 +128,36 @@ def synchronize() -> None:
 
 def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
     from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
     from dbuffer.integrations.engine.rank_channel import RankChannel
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
+    from dbuffer.integrations.vllm.reload_fixes import repack_tied
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     stopwatch = Stopwatch()
     [model] = llm.apply_model(lambda model: model)
-    stopwatch.watch(model, "load_weights", LOADING)
-    for owner, function, step in (
-        (OfflineVllm, "pause", PAUSING),
-        (RankReceiver, "_take_on_all_ranks", AGREEING),
-        (RankChannel, "gather", AGREEING),
-        (WeightLoader, "apply", COPYING),
-        (WeightLoader, "reload", COPYING),
-        (RankReceiver, "_write_record", ACKNOWLEDGING),
-        (OfflineVllm, "weight_version", STAMPING),
-        (OfflineVllm, "set_weight_version", STAMPING),
-        (OfflineVllm, "resume", RESUMING),
-    ):
-        stopwatch.watch(owner, function, step)
+    stopwatch.watch(model, model.load_weights, LOADING)
+    owners: tuple[tuple[type, tuple[Callable[..., Any], ...], str], ...] = (
+        (OfflineVllm, (OfflineVllm.pause,), PAUSING),
+        (RankReceiver, (RankReceiver._take_on_all_ranks,), AGREEING),  # noqa: SLF001
+        (RankChannel, (RankChannel.gather,), AGREEING),
+        (WeightLoader, (WeightLoader.apply, WeightLoader.reload), COPYING),
+        (RankReceiver, (RankReceiver._write_record,), ACKNOWLEDGING),  # noqa: SLF001
+        (OfflineVllm, (OfflineVllm.weight_version, OfflineVllm.set_weight_version), STAMPING),
+        (OfflineVllm, (OfflineVllm.resume,), RESUMING),
+    )
+    for owner, functions, step in owners:
+        for function in functions:
+            stopwatch.watch(owner, function, step)
     for function, step in (
-        ("initialize_layerwise_reload", INITIALISING),
-        ("finalize_layerwise_reload", FINALISING),
-        ("_repack_tied", REPACKING),
+        (initialize_layerwise_reload, INITIALISING),
+        (finalize_layerwise_reload, FINALISING),
+        (repack_tied, REPACKING),
     ):
         stopwatch.watch_everywhere(("vllm", "dbuffer"), function, step)
     return stopwatch
