@@ -123,8 +123,11 @@ def main(options: Namespace) -> int:
             asyncio.run(_measure_rates(folder / pause, found, pause, quick=quick))
             table = _rates_table(pause, found.rates[pause])
             print(f"\n{found.streamed.title}, live layers\n\n{table}", flush=True)
-        asyncio.run(_measure_memory(folder / "memory", found))
-        print(f"\n{found.divided.title}, live layers\n\n{_memory_table(found)}", flush=True)
+        if torch.cuda.device_count() == 1:
+            print("\nOne GPU has no room for two ranks: a node's memory is not measured.")
+        else:
+            asyncio.run(_measure_memory(folder / "memory", found))
+            print(f"\n{found.divided.title}, live layers\n\n{_memory_table(found)}", flush=True)
     title = f"Targets{', sizes too small to judge by' if quick else ''}"
     titles = {name: getattr(found, name).title for name in ("model", "streamed", "divided")}
     as_json = asdict(found) | titles
