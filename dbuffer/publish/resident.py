@@ -173,8 +173,15 @@ class ResidentModel(Publisher):
                 self._move_in(source)
             footer = self._footer_of(source)
             request = PublishRequest(started, source, footer, version, checked)
-            publication = self._publish(request)
-            self._change_sides(source)
+            home = self._home
+            try:
+                publication = self._publish(request)
+                self._change_sides(source)
+            except BaseException:
+                # An interrupt may come when readers have the version, and the model lives in it.
+                if self._home is home:
+                    self._abandon()
+                raise
         duration_s = time.monotonic() - started  # readers of the other buffer included
         return self._count(replace(publication, duration_s=duration_s))
 

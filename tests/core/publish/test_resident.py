@@ -551,6 +551,25 @@ def test_a_publish_that_fails_leaves_the_model_whole(store, monkeypatch, step, e
         assert_tidy(store)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function", ["Publication.of", "ResidentModel._change_sides"])
+def test_an_interrupt_right_after_the_flip_leaves_the_published_bytes_alone(store, model, function):
+    with ResidentModel(model, store) as resident:
+        publish(model, resident, 1)
+        model.step(2)
+        at_step(Step("call", function), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resident.publish()
+        assert newest(store) == 2
+        model.step(3)
+        assert newest(store) == 2, "what was published was trained in"
+        assert resident.publish().version == 3 == newest(store)
+        assert_tidy(store)
+
+
 def test_no_room_for_the_next_is_no_failure_of_this_one(
     store, monkeypatch, warnings, model, resident
 ):
