@@ -8,11 +8,13 @@ applies the version takes it with :meth:`Stager.take`, and releases it afterward
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +208,7 @@ class Stager(ProcessBound):
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
         self._thread.start()
+        _stagers.add(self)
 
     @property
     def store(self) -> Path:
@@ -526,3 +529,13 @@ class Stager(ProcessBound):
                     # before it.
                     self._loop.retry_now()
             self._condition.notify_all()
+
+
+_stagers: weakref.WeakSet[Stager] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all stagers before the interpreter ends: a thread that it ends in torch aborts it."""
+    for stager in list(_stagers):
+        stager.close()

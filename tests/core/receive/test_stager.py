@@ -12,6 +12,8 @@ import gc
 import os
 import re
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
+from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL, Pattern, publish
@@ -657,6 +660,32 @@ def test_close_ends_a_take_and_may_be_called_twice(store):
     follower.release()
     with pytest.raises(dbuffer.ClosedError, match=re.escape(str(store))):
         follower.take(timeout_s=IN_TIME_S)
+
+
+ENDS_WHILE_IT_STAGES = """
+import sys, threading, torch, dbuffer
+from dbuffer.receive.stager import Stager
+
+begun = threading.Event()
+
+def prepare(snapshot):
+    begun.set()
+    for _ in range(500):
+        torch.ones(1 << 20).sum()
+
+with dbuffer.WeightSender(sys.argv[1]) as sender:
+    sender.send({"weight": torch.ones(4)})
+stager = Stager(dbuffer.WeightReceiver(sys.argv[1], receiver_id="rank"), prepare=prepare)
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store):
+    """Python ends threads in the midst of torch's code, which takes that for an error."""
+    command = [sys.executable, "-c", ENDS_WHILE_IT_STAGES, str(store)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list((store / "receivers").glob("*"))
 
 
 def test_close_does_not_wait_for_a_version_that_was_asked_for(store, sender):
