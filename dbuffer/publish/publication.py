@@ -7,8 +7,11 @@ not, an optimizer's step does. What a forward pass writes, a batch norm's statis
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
@@ -20,7 +23,9 @@ from dbuffer.errors import ClosedError, InvalidWeightsError, WaitTimeoutError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import first_line, listed
+
+logger = logging.getLogger(__name__)
 
 _COPIED_BYTES = 1 << 16
 """Longest buffer that is copied before a publish goes on in another thread."""
@@ -62,7 +67,9 @@ class PendingPublication(ProcessBound):
     def __init__(self) -> None:
         super().__init__()
         self._future: Future[Publication] = Future()
-        self._is_reported = False
+        self._unreported: list[str] = []
+        """Message of its error, until something raises that."""
+        weakref.finalize(self, _log_unreported, self._unreported, os.getpid())
 
     def begin(self, publish: Callable[[], Publication]) -> None:
         """Publish from a thread, unless it is cancelled before the thread begins."""
@@ -73,6 +80,7 @@ class PendingPublication(ProcessBound):
             try:
                 publication = publish()
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                self._unreported.append(first_line(error))
                 self._future.set_exception(error)
             else:
                 self._future.set_result(publication)
@@ -113,14 +121,16 @@ class PendingPublication(ProcessBound):
             raise WaitTimeoutError(
                 f"weights were not published within {timeout_s:g} s, and still are being read"
             )
-        self._is_reported = True
+        self._unreported.clear()
         return self._future.result()
 
-    def unreported_error(self) -> BaseException | None:
-        """Wait until it is over; return its error, unless :meth:`wait` has raised that."""
+    def take_unreported_error(self) -> BaseException | None:
+        """Wait until it is over; return its error, unless that was raised or returned before."""
         with contextlib.suppress(CancelledError):
             error = self._future.exception()
-            return None if self._is_reported else error
+            if self._unreported:
+                self._unreported.clear()
+                return error
         return None
 
     def _check_not_forked(self) -> None:
@@ -130,6 +140,13 @@ class PendingPublication(ProcessBound):
                 "this version is being published by the process that sent it, and this is a forked "
                 "child of that: wait for it there"
             )
+
+
+def _log_unreported(unreported: list[str], pid: int) -> None:
+    """Log an error that nothing can raise any more: the program ends, or dropped its sender."""
+    if os.getpid() == pid:  # in a fork, its parent's
+        for problem in unreported:
+            logger.error("weights that were sent with wait=False were not published: %s", problem)
 
 
 def with_short_copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

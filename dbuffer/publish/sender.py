@@ -337,7 +337,7 @@ class WeightSender(Publisher):
         if self._is_inherited or self._publishing_thread == threading.get_ident():
             return
         settled = list(self._pending)
-        errors = [error for each in settled if (error := each.unreported_error()) is not None]
+        errors = [error for each in settled if (error := each.take_unreported_error()) is not None]
         for pending in settled:
             with contextlib.suppress(ValueError):  # another thread has done so
                 self._pending.remove(pending)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import subprocess
 import sys
 import threading
 import weakref
@@ -26,8 +27,10 @@ from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
+from tests.support import ROOT
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
+from tests.support.waiting import until
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
@@ -356,6 +359,48 @@ def test_what_was_sent_last_is_published_though_the_process_ends(store):
     with Child(end_without_closing, store) as child:
         assert child.wait() == 0
     assert torch.equal(received(store)["a"], torch.ones(1 << 22))
+
+
+ENDS_WITHOUT_WAITING = """
+import sys, torch, dbuffer
+
+weights = {"a": torch.ones(1 << 24)}
+sender = dbuffer.WeightSender(sys.argv[1])
+sender.send(weights, wait=False)
+weights["a"].add_(1)
+"""
+
+
+def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store):
+    command = [sys.executable, "-c", ENDS_WITHOUT_WAITING, str(store)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.count("changed while they were being published") == 1
+    assert newest(store) is None
+
+
+def wait_for_the_end_of(pending: dbuffer.PendingPublication) -> None:
+    until("it is over", lambda: pending.is_done)
+
+
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_a_failure_that_nothing_raised_is_logged_when_it_is_dropped(gate, store, caplog, is_raised):
+    sender = dbuffer.WeightSender(store)
+    gate.error = dbuffer.StoreFullError("no room")
+    pending = sender.send(WEIGHTS, wait=False)
+    gate.may_go_on.set()
+    with pytest.raises(dbuffer.StoreFullError) if is_raised else contextlib.nullcontext():
+        sender.close() if is_raised else wait_for_the_end_of(pending)
+    del sender, pending
+    gate.error = None  # it has the calls that it went through, and what these had
+
+    def is_logged() -> bool:
+        gc.collect()
+        return "not published: no room" in caplog.text
+
+    if is_raised:
+        assert not is_logged()
+    else:
+        until("it is logged", is_logged)
 
 
 def test_metrics_count_versions_and_deltas(store):
