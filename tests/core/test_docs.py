@@ -526,7 +526,8 @@ def cell(results: str, name: str, column: int, since: str = "\n") -> str:
         ("benchmarks.md", "latency.txt", "## Inter-token latency", "## From publish to served"),
         ("benchmarks.md", "served.txt", "## From publish to served", "## A step of TRL's trainer"),
         ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
-        ("benchmarks.md", "gpu.txt", "## GPUs", "## Deltas"),
+        ("benchmarks.md", "gpu.txt", "## GPUs", "## An engine on a GPU"),
+        ("benchmarks.md", "gpu-engine.txt", "## An engine on a GPU", "## Deltas"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),
         ("object-storage.md", "objects.txt", "## Speed", "## Troubleshooting"),
         ("across-nodes.md", "fleet.txt", "## A fleet", "¹ If"),
@@ -620,6 +621,10 @@ def stated_figures() -> Iterator[tuple[str, str]]:
     def gpu(name: str, column: int) -> str:
         return cell("gpu.txt", name, column, "15.72 GB in 290")
 
+    table = between(result("gpu-engine.txt"), "on the GPU\n").partition("| median ms")[0]
+    columns = columns_of(table)
+    on_gpu = dict(zip(columns[""], columns["pause ms"], strict=True))
+    ratio = float(on_gpu["dbuffer"]) / float(on_gpu["memcpy of the same bytes"])
     cpu = functools.partial(cell, "cpu.txt")
     torchrl = functools.partial(cell, "torchrl.txt")
     for phrase in (
@@ -631,6 +636,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"{gpu('publish', 3)} of a GPU's link, {float(gpu('publish', 2)):.0f} GB/s",
         f"staged at {gpu('stage', 3)} of a host's memcpy, {float(gpu('stage', 2)):.0f} GB/s",
         f"at {gpu('commit', 3)} of the link, {float(gpu('commit', 2)):.0f} GB/s",
+        f"paused for {on_gpu['dbuffer']} ms, {ratio:.2f} of that copy of its 0.99 GB",
     ):
         yield "which-transport.md", phrase
     of_changes = {name: float(gpu(f"{name}, 1 % changed", 1)) for name in ("publish", "commit")}
