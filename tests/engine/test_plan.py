@@ -36,6 +36,8 @@ SHAPE = (6, 4)
 NUM_SWITCHES = 6
 PLANNED = [False, *[True] * (NUM_SWITCHES - 1)]
 """Switches by copies alone, where the first one verifies the plan."""
+PATCHED = [False, *PLANNED[:-1]]
+"""Switches by patches, where the first delta is copied whole."""
 
 COPIER = Copier(1)
 
@@ -789,7 +791,7 @@ def test_images_and_samples_of_the_other_layers_outlast_a_mismatch():
     tensors = mixed_tensors()
     planned = [switched.switch(tensors := changed_a_little(tensors)) for _ in range(NUM_SWITCHES)]
     assert planned == PLANNED
-    assert switched.patched == PLANNED
+    assert switched.patched == PATCHED
     assert switched.reloads == 4
 
 
@@ -1126,8 +1128,8 @@ def test_what_changed_is_patched_where_somebody_tells(case, staged, monkeypatch)
     monkeypatch.setattr(prepared_switch, "apply_patches", note_and_apply)
     make, make_tensors = COPIES[case]
     switched = patched_often(make, make_tensors(), staged=staged)
-    assert switched.patched == PLANNED
-    assert len(applied) == sum(PLANNED)
+    assert switched.patched == PATCHED
+    assert len(applied) == sum(PATCHED)
 
 
 def test_a_patch_reaches_every_rank_s_share_and_no_other():
@@ -1198,7 +1200,8 @@ def test_a_tensor_of_which_much_changed_leaves_the_others_alone(staged, monkeypa
     switched = Switched(two_layers, tensors, staged=staged)
     switched.changes = differences
     switched.switch(tensors)
-    assert switched.switch(switched.versions[-1] | {"b.weight": random()})
+    for _ in range(2):
+        assert switched.switch(switched.versions[-1] | {"b.weight": random()})
     assert switched.patched[-1]
     _, switch = switched.prepare_next()
     assert switch.patches.by_parameter == {}
@@ -1231,6 +1234,9 @@ def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(is
     switched = Switched(deep_model, newest)
     assert len(list(switched.model.parameters())) > 128
     assert not switched.switch(newest)
+    switched.changes = differences
+    newest = changed_a_little(newest)
+    assert switched.switch(newest)
     for kind in KINDS:
         base = newest
         of_kind = {name: tensor for name, tensor in base.items() if name.startswith(kind)}
@@ -1257,7 +1263,10 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
 def test_samples_are_of_every_parameter_and_move():
     tensors = deep_tensors()
     switched = Switched(deep_model, tensors)
-    switched.switch(tensors)
+    switched.changes = differences
+    for _ in range(2):
+        switched.switch(tensors)
+    switched.changes = None
     samples = []
     for _ in range(3):
         switched.switch(tensors)
@@ -1289,6 +1298,18 @@ def test_samples_are_where_copies_put_them_however_their_parts_lie():
         assert (patched[patched != 0] == parameter[patched != 0]).all()
         for part in (slice(2), slice(2, 3), slice(3, 6), slice(6, 8)):
             assert patched[:, part].any()
+
+
+def test_no_samples_are_drawn_where_no_deltas_come():
+    """They take as long as all else of staging but the copies."""
+    tensors = deep_tensors()
+    switched = Switched(deep_model, tensors)
+    for _ in range(3):
+        switched.switch(tensors)
+    assert switched.loads._held.elements == {}
+    switched.changes = differences
+    switched.switch(tensors)
+    assert switched.loads._held.elements.keys() == dict(switched.model.named_parameters()).keys()
 
 
 # Failures that pass.

@@ -26,7 +26,12 @@ from dbuffer.integrations.engine.plan.prepared_switch import (
     log_copied_whole,
     prepare_switch,
 )
-from dbuffer.integrations.engine.plan.samples import NOTHING_HELD, draw_sample, with_patched
+from dbuffer.integrations.engine.plan.samples import (
+    NOTHING_HELD,
+    Sample,
+    draw_sample,
+    with_patched,
+)
 from dbuffer.integrations.engine.plan.verification import Mismatch, UnverifiableError, Verifier
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -99,6 +104,8 @@ class WeightLoader:
         self._next_skipped = _MIN_SKIPPED
         self._held = NOTHING_HELD
         """Sample of the version that was loaded last, as far as that is known."""
+        self._comes_as_deltas = False
+        """Whether a delta has led to a version. The first is copied whole."""
         self._may_patch = True
         self._rechecks_loaders = True
 
@@ -137,8 +144,7 @@ class WeightLoader:
             self._set_aside(f"a layer could not be packed: {described(error)}")
             return None
         try:
-            switch.sample = draw_sample(identity, switch.copies, plan.parameters, self._random)
-            self._add_patches(switch, changed_since)
+            self._add_patches(switch, identity, changed_since)
         # Memory that is short for a moment, say. The copies are there.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
@@ -195,14 +201,23 @@ class WeightLoader:
         return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(
-        self, switch: PreparedSwitch, changed_since: Callable[[str], Changed | None]
+        self,
+        switch: PreparedSwitch,
+        identity: str,
+        changed_since: Callable[[str], Changed | None],
     ) -> None:
         """Give a switch patches, where it is known what changed since the version that is held."""
+        switch.sample = Sample(identity, {})
         if switch.plan.verified_for is None or not self._may_patch:
             return
         base = self._held
-        changed = changed_since(base.identity) if base.is_held() else None
-        if changed is None:
+        changed = changed_since(base.identity)
+        self._comes_as_deltas |= changed is not None
+        # A sample takes as long as all else of staging but the copies; nobody needs it otherwise.
+        if not self._comes_as_deltas:
+            return
+        switch.sample = draw_sample(identity, switch.copies, switch.plan.parameters, self._random)
+        if changed is None or not base.is_held():
             return
         patches = switch.patches_from(base.identity, changed, self._copier)
         name = self._random.choice(list(switch.copies))
