@@ -15,7 +15,8 @@ python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build
 python3 dev.py measure [options of pytest]           (all tests; writes the seconds of each file,
                                                       by which they are ordered)
 
-Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
+Needs Python 3.11 or later and a package index, and download.pytorch.org if that has no CPU build of
+torch. The first run fetches the
 environment (a minute at most, 2.8 GB); later ones reuse it until what it was made from changes.
 """
 

@@ -1,5 +1,6 @@
 """How Sphinx builds the site: `python3 dev.py docs`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def read_root_page(app, docname, source):
         path = ROOT / ROOT_PAGES[docname]
         app.env.note_dependency(str(path), docname=docname)
         before = path.read_text(encoding="utf-8").replace("](docs/", "](")
-        text = before.replace("](benchmarks/", "](../benchmarks/") + text
+        text = re.sub(r"\]\((?=(?:benchmarks|examples)/)", "](../", before) + text
     for page, file in ROOT_PAGES.items():
         text = text.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")
     source[0] = text

