@@ -37,7 +37,7 @@ from tests.support.engines.tiny_models import (
     version_of,
     wrong_tokens,
 )
-from tests.support.engines.vllm_engines import engine_arguments, judge
+from tests.support.engines.vllm_engines import engine_arguments, greedy_parameters, judge
 from tests.support.soak import is_soak
 
 NUM_STREAMS = 6
@@ -418,6 +418,36 @@ async def interfere_in_a_switch(program: Program) -> None:
             await program.require_served(version)
 
 
+async def switch_after_a_session_only(program: Program) -> None:
+    """A session with streamed input keeps its cache while it waits for more."""
+    from vllm.engine.protocol import StreamingInput
+
+    inputs: asyncio.Queue[list[int] | None] = asyncio.Queue()
+    tokens: list[int] = []
+
+    async def prompts() -> AsyncIterator[StreamingInput]:
+        while (prompt := await inputs.get()) is not None:
+            yield StreamingInput({"prompt_token_ids": prompt}, greedy_parameters(4))
+
+    async def converse() -> None:
+        async for output in program.engine.generate(prompts(), greedy_parameters(4), "session"):
+            tokens[:] = output.outputs[0].token_ids
+
+    async with program.following() as follower, asyncio.TaskGroup() as group:
+        session = group.create_task(converse())
+        await inputs.put(PROMPTS[1])
+        await until(lambda: len(tokens) == 4)
+        program.pauses.clear()
+        version = await program.trainer.publish("reveal")
+        await until(lambda: follower.error is not None)
+        assert "of 1 session with streamed input" in str(follower.error)
+        assert program.pauses == []
+        await inputs.put(None)
+        await session
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        await program.require_served(version)
+
+
 async def wait_for_the_end_of_one_step_only(program: Program) -> None:
     """The core answers between two steps: asked one after the other, each would wait for a step."""
     calls: list[str] = []
@@ -559,6 +589,7 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
         await close_in_a_switch(program, directory)
         await pause_as_a_user(program)
         await interfere_in_a_switch(program)
+        await switch_after_a_session_only(program)
         await wait_for_the_end_of_one_step_only(program)
         await lose_the_weights(program)
         compare = await switch_kept_requests(program)

@@ -13,6 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from dbuffer.errors import EngineBusyError
+from dbuffer.runtime.messages import counted
+
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 """Methods of the core that pause it for a switch, and end that pause."""
 
@@ -48,7 +51,9 @@ def hold_cores(process: Any, in_step: Any) -> None:
     setattr(process, RELEASE, _release)
 
 
-def _hold(core: Any, mode: str) -> Any:
+def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
+    if drops_caches and mode != "abort":  # which ends them
+        _require_no_waiting_session(core)
     hold = vars(core).pop(_HOLD, None)
     if hold is None:
         hold = _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
@@ -58,6 +63,16 @@ def _hold(core: Any, mode: str) -> Any:
         return core.pause_scheduler(mode, False)
     finally:
         setattr(core, _HOLD, hold)
+
+
+def _require_no_waiting_session(core: Any) -> None:
+    """Refuse to hold a core whose caches cannot be dropped: vLLM would fail in the pause."""
+    num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
+    if num_waiting:
+        raise EngineBusyError(
+            f"vLLM cannot drop the caches of {counted(num_waiting, 'session')} with streamed input "
+            "while waiting for more: the switch is made when the input has ended"
+        )
 
 
 def _release(core: Any) -> None:

@@ -185,18 +185,18 @@ class AsyncVllm(Engine):
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode == "in_place":
-            await self._pause_scheduler("keep")
+            await self._pause_scheduler("keep", drops_caches=False)
             return
-        await self._pause_scheduler(mode)
+        await self._pause_scheduler(mode, drops_caches=True)
         # Requests that are kept lose what was computed with the old weights too: it is
         # recomputed, so that no token comes from two versions.
         is_reset, *_ = await asyncio.gather(*self._cache_resets())
         if not is_reset:
             raise EngineUpdateError("the engine could not reset its prefix cache")
 
-    async def _pause_scheduler(self, mode: PauseMode) -> None:
+    async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
         if self.has_own_pause:
-            await self._ask_core(HOLD, mode)
+            await self._ask_core(HOLD, mode, drops_caches)
         else:
             # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
             await self._ask_core("pause_scheduler", mode, False)
