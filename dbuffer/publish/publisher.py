@@ -167,6 +167,7 @@ class Publisher(Closing, ProcessBound, ABC):
         self._copier.close()
         if self._chain is not None:
             self._chain.close()
+        self._base = None  # a mapped file, or a copy of the model
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""

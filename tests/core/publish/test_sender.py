@@ -434,8 +434,9 @@ def test_lags_of_records(sender, store):
 # Its life
 
 
-def test_a_closed_sender_is_of_no_use_and_leaves_no_file_open(store):
-    with dbuffer.WeightSender(store) as sender:
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_closed_sender_is_of_no_use_and_leaves_no_file_open(store, delta):
+    with dbuffer.WeightSender(store, delta=delta) as sender:
         with pytest.raises(dbuffer.StoreBusyError, match=str(os.getpid())):
             dbuffer.WeightSender(store)
         for size in (3, 3, 4, 4):
