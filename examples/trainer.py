@@ -31,7 +31,7 @@ def main() -> None:
     options = parser().parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype="auto").to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     tokens = torch.randint(model.config.vocab_size, (4, 64), device=device)
     with WeightSender(options.store) as sender:
         for step in range(1, options.steps + 1):
