@@ -21,22 +21,13 @@ CHANGED = 0.01
 
 
 def run(directory: Path, model: str) -> dict[str, Any]:
-    from dbuffer.integrations.engine.plan import prepared_switch
-
     family, dtype, packing = model.split()
     set_packing(packed=packing == "packed")
     base = save_model(family, 0, directory)
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights_in(base).items()}
     llm = start_llm(base, dtype=dtype)
     seen: dict[str, Any] = {"at first": greedy(llm), "switched": [], "fresh": [], "deltas": 0}
-    patched: list[int] = []
-    apply_patches = prepared_switch.apply_patches
-
-    def counted(patches: Any, copier: Any) -> None:
-        patched.append(sum(map(len, patches.by_parameter.values())))
-        apply_patches(patches, copier)
-
-    prepared_switch.apply_patches = counted
+    patched = counted_patches()
     generator = torch.Generator().manual_seed(1)
     store = directory / "store"
     with (
@@ -52,6 +43,21 @@ def run(directory: Path, model: str) -> dict[str, Any]:
                 now = save_mixed(base, weights, directory / f"at-{number}")
                 seen["fresh"].append(greedy(start_llm(now, dtype=dtype)))
     return seen | {"patched": len(patched)}
+
+
+def counted_patches() -> list[int]:
+    """The number of patches of each switch from now on that writes some."""
+    from dbuffer.integrations.engine.plan import prepared_switch
+
+    patched: list[int] = []
+    apply_patches = prepared_switch.apply_patches
+
+    def counted(patches: Any, copier: Any) -> None:
+        patched.append(sum(map(len, patches.by_parameter.values())))
+        apply_patches(patches, copier)
+
+    prepared_switch.apply_patches = counted
+    return patched
 
 
 def change(weights: dict[str, torch.Tensor], generator: torch.Generator) -> None:

@@ -14,7 +14,7 @@ from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
-from tests.programs.vllm_deltas import change
+from tests.programs.vllm_deltas import change, counted_patches
 from tests.support.engines.tiny_models import (
     make_model,
     revealing_weights,
@@ -70,16 +70,15 @@ def patch_by_deltas(directory: Path) -> None:
     weights = {name: tensor.bfloat16() for name, tensor in weights_in(base).items()}
     llm = start_llm(base, dtype="bfloat16", **CAPTURED)
     generator = torch.Generator().manual_seed(1)
-    store = directory / "store"
+    store, patched = directory / "store", counted_patches()
     with dbuffer.WeightSender(store, delta=True) as sender, follow(llm, store) as follower:
-        deltas = 0
         for number in range(1, NUM_DELTAS + 1):
             change(weights, generator)
-            deltas += sender.send(weights).delta_bytes is not None
+            sender.send(weights)
             switch = follower.sync()
             assert switch is not None
             assert switch.version == number
-        assert deltas > NUM_DELTAS // 2
+        assert len(patched) > NUM_DELTAS // 2
         now = save_mixed(base, weights, directory / "now")
         assert greedy(llm) == greedy(start_llm(now, dtype="bfloat16", **CAPTURED))
 
