@@ -104,20 +104,23 @@ class Outlook:
 
     async def refusal(self, admission: Admission) -> Refusal | None:
         """Wait for weights that a request takes; return why there are none, else None."""
-        deadline = time.monotonic() + admission.wait_s
+        # An older answer would refuse a request that was sent because a switch is done.
+        not_before = time.monotonic()
+        deadline = not_before + admission.wait_s
         while True:
-            refusal = admission.refusal_by(await self._recent_labels())
+            refusal = admission.refusal_by(await self._labels_since(not_before))
             left_s = deadline - time.monotonic()
             if refusal is None or refusal.is_final or left_s <= 0:
                 return refusal
             await asyncio.sleep(min(TIMING.admission_look_s, left_s))
+            # Any number of requests that wait ask once in this time, but for the last look of each.
+            now = time.monotonic()
+            not_before = now if now >= deadline else now - TIMING.admission_look_s
 
-    async def _recent_labels(self) -> list[WeightLabel]:
-        """Ask, together with all requests that come while a question is under way."""
-        asked_at = time.monotonic()
+    async def _labels_since(self, not_before: float) -> list[WeightLabel]:
+        """Return an answer to a question that was asked at this time or later; ask if need be."""
         async with self._lock:
-            # An older answer would refuse a request that was sent because a switch is done.
-            if self._looked_at < asked_at:
+            if self._looked_at < not_before:
                 looked_at = time.monotonic()
                 self._labels = await self.labels()
                 self._looked_at = looked_at

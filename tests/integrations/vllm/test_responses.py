@@ -18,6 +18,7 @@ from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook, observe
 from dbuffer.integrations.vllm.responses import serve
+from dbuffer.runtime.timing import TIMING
 
 HISTORY = "0123456789abcdef"
 SERVED = WeightLabel("7", HISTORY, {"step": 70})
@@ -233,6 +234,24 @@ def test_requests_that_wait_ask_the_engine_together():
 
     assert asyncio.run(wait()) == [None] * 50
     assert core.num_questions < 20
+
+
+def test_requests_that_came_one_by_one_wait_together():
+    """Each first looks for itself; after that one looks for all."""
+    core = Core(WeightLabel("1"))
+    outlook = outlook_on(core)
+    interval_s = TIMING.admission_look_s
+
+    async def wait_after(delay_s: float) -> Any:
+        await asyncio.sleep(delay_s)
+        return await outlook.refusal(Admission(min_version=2, wait_s=60))
+
+    async def wait() -> list[Any]:
+        asyncio.get_running_loop().call_later(15 * interval_s, core.labels.append, WeightLabel("2"))
+        return await asyncio.gather(*(wait_after(n * interval_s / 10) for n in range(50)))
+
+    assert asyncio.run(wait()) == [None] * 50
+    assert core.num_questions < 50 + 2 * 15 + 10
 
 
 def test_label_that_is_looked_at_is_not_older_than_the_request():
