@@ -16,8 +16,8 @@ python3 dev.py measure [options of pytest]           (all tests; writes the seco
                                                       by which they are ordered)
 
 Needs Python 3.11 or later and a package index, and download.pytorch.org if that has no CPU build of
-torch. The first run fetches the
-environment (a minute at most, 2.8 GB); later ones reuse it until what it was made from changes.
+torch. The first run fetches the environment (a minute at most, 2.8 GB); later ones reuse it until
+what it was made from changes.
 """
 
 import sys

@@ -142,18 +142,19 @@ def watch_steps(llm: Any) -> Stopwatch:
     stopwatch = Stopwatch()
     [model] = llm.apply_model(lambda model: model)
     stopwatch.watch(model, model.load_weights, LOADING)
-    owners: tuple[tuple[type, tuple[Callable[..., Any], ...], str], ...] = (
-        (OfflineVllm, (OfflineVllm.pause,), PAUSING),
-        (RankReceiver, (RankReceiver._take_on_all_ranks,), AGREEING),  # noqa: SLF001
-        (RankChannel, (RankChannel.gather,), AGREEING),
-        (WeightLoader, (WeightLoader.apply, WeightLoader.reload), COPYING),
-        (RankReceiver, (RankReceiver._write_record,), ACKNOWLEDGING),  # noqa: SLF001
-        (OfflineVllm, (OfflineVllm.weight_version, OfflineVllm.set_weight_version), STAMPING),
-        (OfflineVllm, (OfflineVllm.resume,), RESUMING),
+    methods: tuple[tuple[type, Callable[..., Any], str], ...] = (
+        (OfflineVllm, OfflineVllm.pause, PAUSING),
+        (RankReceiver, RankReceiver._take_on_all_ranks, AGREEING),  # noqa: SLF001
+        (RankChannel, RankChannel.gather, AGREEING),
+        (WeightLoader, WeightLoader.apply, COPYING),
+        (WeightLoader, WeightLoader.reload, COPYING),
+        (RankReceiver, RankReceiver._write_record, ACKNOWLEDGING),  # noqa: SLF001
+        (OfflineVllm, OfflineVllm.weight_version, STAMPING),
+        (OfflineVllm, OfflineVllm.set_weight_version, STAMPING),
+        (OfflineVllm, OfflineVllm.resume, RESUMING),
     )
-    for owner, functions, step in owners:
-        for function in functions:
-            stopwatch.watch(owner, function, step)
+    for owner, function, step in methods:
+        stopwatch.watch(owner, function, step)
     for function, step in (
         (initialize_layerwise_reload, INITIALISING),
         (finalize_layerwise_reload, FINALISING),

@@ -595,13 +595,18 @@ def lost_tokens(pause: str) -> str:
     return f"{1 - ours / without:.0%}"
 
 
+def by_way(pauses: str, column: str) -> dict[str, str]:
+    """Return a column of one engine's table in the results of pauses, by the way."""
+    columns = columns_of(pauses.partition("| median ms")[0])
+    return dict(zip(columns[""], columns[column], strict=True))
+
+
 def stated_figures() -> Iterator[tuple[str, str]]:
     """Yield phrases with figures of the results, each with its page."""
     (live,) = (e for e in result("pause.txt").split("\n\nQwen") if "live parameters\n" in e)
-    columns = columns_of(live.partition("| median ms")[0])
-    pauses = dict(zip(columns[""], columns["pause ms"], strict=True))
+    pauses = by_way(live, "pause ms")
     ours, memcpy = pauses["dbuffer"], pauses["memcpy of the same bytes"]
-    total_ms = float(dict(zip(columns[""], columns["total ms"], strict=True))["dbuffer"])
+    total_ms = float(by_way(live, "total ms")["dbuffer"])
     disk, kills = pauses["vLLM, from safetensors"], killed_writers()
     whole = whole_after(kills)
     recomputing, in_place = map(lost_tokens, ("keep", "in_place"))
@@ -623,9 +628,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
     def gpu(name: str, column: int) -> str:
         return cell("gpu.txt", name, column, "15.72 GB in 290")
 
-    table = between(result("gpu-engine.txt"), "on the GPU\n").partition("| median ms")[0]
-    columns = columns_of(table)
-    on_gpu = dict(zip(columns[""], columns["pause ms"], strict=True))
+    on_gpu = by_way(between(result("gpu-engine.txt"), "on the GPU\n"), "pause ms")
     copy_ms = on_gpu["memcpy of the same bytes"]
     ratio = float(on_gpu["dbuffer"]) / float(copy_ms)
     yield "README.md", f"{on_gpu['dbuffer']} ms, where a copy takes {copy_ms}"

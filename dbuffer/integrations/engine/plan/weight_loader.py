@@ -206,7 +206,10 @@ class WeightLoader:
         identity: str,
         changed_since: Callable[[str], Changed | None],
     ) -> None:
-        """Give a switch patches, where it is known what changed since the version that is held."""
+        """Give a switch patches, where it is known what changed since the version that is held.
+
+        And its sample, by which the next one knows that this version is held.
+        """
         switch.sample = Sample(identity, {})
         if switch.plan.verified_for is None or not self._may_patch:
             return
