@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,34 +185,44 @@ def test_versions_come_in_the_order_in_which_they_were_sent(store):
         sender.send(WEIGHTS, wait=False)
 
 
-def at_line(number: int, action: Callable[[str], None]) -> None:
+def at_line(number: int, action: Callable[[FrameType], None]) -> None:
     """Call ``action`` before the ``number``-th line that this thread comes to, of some.
 
-    Those of a sender that begins a thread, and where Python waits for it; with the function's name.
+    Those of a sender that begins a thread, and where Python waits for it.
     """
     files = {sender_module.__file__, publication_module.__file__}
     waits = threading.Condition.wait.__code__
     lines = itertools.count(1)
 
-    def trace(frame: Any, event: str, _argument: Any) -> Any:
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         if frame.f_code.co_filename not in files and frame.f_code is not waits:
             return None
         if event == "line" and next(lines) == number:
             sys.settrace(None)
-            action(frame.f_code.co_name)
+            action(frame)
         return trace
 
     sys.settrace(trace)
 
 
+@pytest.fixture
+def switches_in_waits() -> Iterator[None]:
+    """Threads switch only where one waits, so that each run comes through the same lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switches_in_waits")
 def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate, store):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     went_on = []
 
-    def interrupt(name: str) -> None:
-        if name == "wait":  # for the thread, which may come as far as to publish meanwhile
-            gate.is_there.wait(0.05)
+    def interrupt(frame: FrameType) -> None:
+        if "saved_state" in frame.f_locals:  # the lock that the thread needs to begin is free
+            assert gate.is_there.wait(60)
         raise KeyboardInterrupt
 
     with dbuffer.WeightSender(store) as sender:
