@@ -41,6 +41,10 @@ _WHOLE_SHARE = 0.5
 """A tensor of which more than this changed goes whole: above that share, positions take more
 bytes than the zero differences of unchanged words, and finding them takes four times as long."""
 
+_RUN_BYTES = 2 * BLOCK_BYTES
+"""Bytes that are compared together. Each call of numpy lets go of the interpreter's lock, and then
+waits while another thread has it: few calls, then; and yet a core's cache holds most of a run."""
+
 _SHORT_BYTES = BLOCK_BYTES // 4
 """Shorter tensors are compared many at once, side by side in a buffer: a call of numpy takes as
 long as it takes to compare 20 kB."""
@@ -228,6 +232,15 @@ def _copies(
     return copies
 
 
+class _Run(NamedTuple):
+    """Blocks that are compared at once."""
+
+    blocks: Sequence[int]
+    """Their indices. The words of all have one size."""
+    view: npt.NDArray[np.uint8] | None
+    """The new bytes, side by side in a long tensor; None: these are all blocks of short tensors."""
+
+
 class _RunDiff(NamedTuple):
     """Words that differ in one run."""
 
@@ -242,7 +255,7 @@ class _RunDiff(NamedTuple):
 def _compare(
     before: FileTensors,
     after: Mapping[int, torch.Tensor],
-    runs: Sequence[list[int]],
+    runs: Sequence[_Run],
     copier: Copier,
     digests: dict[int, int] | None,
     max_changed: float,
@@ -260,52 +273,58 @@ def _compare(
     def work(first: int, end: int) -> None:
         nonlocal num_changed
         # Used again for each run, so that it stays in the core's cache.
-        mask, memory = np.empty(BLOCK_BYTES // 8, np.bool_), np.empty(BLOCK_BYTES, np.uint8)
+        mask, memory = np.empty(_RUN_BYTES // 8, np.bool_), np.empty(_RUN_BYTES, np.uint8)
         for number in range(first, end):
             if num_changed > max_changed:
                 return
             run = runs[number]
-            new = _bytes_after(layout, after, run, memory)
-            old = _bytes_before(before, run, len(new))
+            new = run.view
+            if new is None:
+                new = _side_by_side(layout, after, run.blocks, memory)
+            old = _bytes_before(before, run.blocks, len(new))
             if digests is not None:
-                _hash_blocks(layout, run, new, digests)
+                _hash_blocks(layout, run.blocks, new, digests)
             diffs[number] = diff = _compare_run(layout, run, old, new, mask)
             num_changed += diff.num_changed  # less, if another thread does so now: no harm
 
-    sizes = [len(run) * layout.blocks[run[0]].num_bytes for run in runs]
+    sizes = [len(run.blocks) * layout.blocks[run.blocks[0]].num_bytes for run in runs]
     copier.in_parallel(work, cut_work(sizes, copier))
     return [diffs[number] for number in sorted(diffs)]
 
 
-def _runs(layout: Layout, after: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
-    """Group blocks that are compared at once: one of a long tensor, or all of short tensors.
-
-    The tensors of one run have words of one size.
-    """
+def _runs(layout: Layout, after: Mapping[int, torch.Tensor]) -> Iterator[_Run]:
+    """Group the blocks of plain tensors: some of a long one, or all of short ones."""
     short: dict[int, list[int]] = {width: [] for width in WORDS}
     num_bytes = dict.fromkeys(WORDS, 0)
     sizes, widths, firsts = layout.sizes, layout.widths, layout.first_blocks
+    num_together = _RUN_BYTES // BLOCK_BYTES
     for tensor in after:
         size, width = sizes[tensor], widths[tensor]
         blocks = range(firsts[tensor], firsts[tensor + 1])
         if size >= _SHORT_BYTES:
-            yield from ([index] for index in blocks)
+            view = _bytes_of(after[tensor])
+            for at in range(0, len(blocks), num_together):
+                some = blocks[at : at + num_together]
+                first, last = layout.blocks[some[0]], layout.blocks[some[-1]]
+                yield _Run(some, view[first.offset : last.offset + last.num_bytes])
         elif size:
             short[width] += blocks
             num_bytes[width] += size
-            if num_bytes[width] >= BLOCK_BYTES - _SHORT_BYTES:
-                yield short[width]
+            if num_bytes[width] >= _RUN_BYTES - _SHORT_BYTES:
+                yield _Run(short[width], None)
                 short[width], num_bytes[width] = [], 0
-    yield from filter(None, short.values())
+    yield from [_Run(blocks, None) for blocks in short.values() if blocks]
 
 
-def _bytes_before(before: FileTensors, run: Sequence[int], num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the old bytes of a run: a view if its blocks lie side by side, else a copy."""
+def _bytes_before(
+    before: FileTensors, blocks: Sequence[int], num_bytes: int
+) -> npt.NDArray[np.uint8]:
+    """Return the old bytes of blocks: a view if they lie side by side, else a copy."""
     raw = np.frombuffer(before.raw, np.uint8)
-    (first, _), (_, end) = (_place_of(before.layout, run[at]) for at in (0, -1))
+    (first, _), (_, end) = (_place_of(before.layout, blocks[at]) for at in (0, -1))
     if end - first == num_bytes:
         return raw[first:end]
-    places = (_place_of(before.layout, index) for index in run)
+    places = (_place_of(before.layout, index) for index in blocks)
     return np.concatenate([raw[start:end] for start, end in places])
 
 
@@ -316,35 +335,32 @@ def _place_of(layout: Layout, index: int) -> tuple[int, int]:
     return start, start + num_bytes
 
 
-def _bytes_after(
+def _side_by_side(
     layout: Layout,
     after: Mapping[int, torch.Tensor],
-    run: Sequence[int],
+    blocks: Sequence[int],
     memory: npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.uint8]:
-    """Return the new bytes of a run: a view if it is one block, else a copy in ``memory``."""
-    if len(run) == 1:
-        block = layout.blocks[run[0]]
-        return _bytes_of(after[block.tensor])[block.offset : block.offset + block.num_bytes]
+    """Copy the new bytes of blocks into ``memory``, and return them."""
     start = place = memory.ctypes.data
-    for tensor, offset, num_bytes in map(layout.blocks.__getitem__, run):
+    for tensor, offset, num_bytes in map(layout.blocks.__getitem__, blocks):
         ctypes.memmove(place, after[tensor].data_ptr() + offset, num_bytes)
         place += num_bytes
     return memory[: place - start]
 
 
 def _hash_blocks(
-    layout: Layout, run: Sequence[int], data: npt.NDArray[np.uint8], digests: dict[int, int]
+    layout: Layout, blocks: Sequence[int], data: npt.NDArray[np.uint8], digests: dict[int, int]
 ) -> None:
     end = 0
-    for index in run:
+    for index in blocks:
         start, end = end, end + layout.blocks[index].num_bytes
         digests[index] = xxhash.xxh3_64_intdigest(data.data[start:end])
 
 
 def _compare_run(
     layout: Layout,
-    run: Sequence[int],
+    run: _Run,
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     mask: npt.NDArray[np.bool_],
@@ -352,9 +368,9 @@ def _compare_run(
     """Return the differences in a run, from its bytes.
 
     Eight bytes are compared at a time, and single words only where these differ. If most words of a
-    long tensor's block differ, they are only counted.
+    long tensor's run differ, they are only counted.
     """
-    words = WORDS[layout.widths[layout.blocks[run[0]].tensor]]
+    words = WORDS[layout.widths[layout.blocks[run.blocks[0]].tensor]]
     old_words, new_words = old.view(words), new.view(words)
     end = len(old) // 8 * 8
     old_eights, new_eights = old[:end].view(np.uint64), new[:end].view(np.uint64)
@@ -373,17 +389,17 @@ def _compare_run(
     else:
         differs = old_words != new_words
         num_changed = int(np.count_nonzero(differs))
-        if len(run) == 1 and num_changed > len(differs) * _WHOLE_SHARE:
+        if run.view is not None and num_changed > len(differs) * _WHOLE_SHARE:
             return _RunDiff(num_changed, None, new_words, old_words)
         (positions,) = differs.nonzero()
     return _run_diff(layout, run, positions, new_words.take(positions), old_words.take(positions))
 
 
 def _run_diff(
-    layout: Layout, run: Sequence[int], positions: Integers, values: Words, replaced: Words
+    layout: Layout, run: _Run, positions: Integers, values: Words, replaced: Words
 ) -> _RunDiff:
     """Return the differences in a run, from their positions in its words."""
-    tensor, offset, _ = layout.blocks[run[0]]  # of short tensors, the first one's beginning
+    tensor, offset, _ = layout.blocks[run.blocks[0]]  # of short tensors, the first one's beginning
     if offset:
         positions = positions + offset // values.itemsize
     return _RunDiff(len(positions), narrowed(positions, layout.sizes[tensor]), values, replaced)
@@ -415,17 +431,17 @@ def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
 def _changes_of(
     before: FileTensors,
     after: Mapping[int, torch.Tensor],
-    runs: Sequence[list[int]],
+    runs: Sequence[_Run],
     diffs: Sequence[_RunDiff],
 ) -> Iterator[TensorDiff]:
     """Return one change for each tensor that differs, from the differences in runs."""
     layout = before.layout
-    by_tensor: dict[int, list[tuple[list[int], _RunDiff]]] = {}
+    by_tensor: dict[int, list[tuple[_Run, _RunDiff]]] = {}
     for run, diff in zip(runs, diffs, strict=True):
-        if diff.num_changed and len(run) > 1:
+        if diff.num_changed and run.view is None:
             yield from _split(before, after, run, diff)
         elif diff.num_changed:
-            by_tensor.setdefault(layout.blocks[run[0]].tensor, []).append((run, diff))
+            by_tensor.setdefault(layout.blocks[run.blocks[0]].tensor, []).append((run, diff))
     for tensor, some in by_tensor.items():
         num_words = layout.sizes[tensor] // layout.widths[tensor]
         if sum([diff.num_changed for _, diff in some]) > num_words * _WHOLE_SHARE:
@@ -437,12 +453,14 @@ def _changes_of(
 
 
 def _split(
-    before: FileTensors, after: Mapping[int, torch.Tensor], run: Sequence[int], diff: _RunDiff
+    before: FileTensors, after: Mapping[int, torch.Tensor], run: _Run, diff: _RunDiff
 ) -> Iterator[TensorDiff]:
     """Return the change in each tensor of a run of short ones."""
     layout, (_, in_run, values, replaced) = before.layout, diff
-    assert in_run is not None  # noqa: S101 - only one block's words may have been only counted
-    tensors = list(dict.fromkeys([block.tensor for block in map(layout.blocks.__getitem__, run)]))
+    assert in_run is not None  # noqa: S101 - words of short tensors are not only counted
+    tensors = list(
+        dict.fromkeys([block.tensor for block in map(layout.blocks.__getitem__, run.blocks)])
+    )
     sizes = np.array([layout.sizes[tensor] for tensor in tensors], in_run.dtype) // values.itemsize
     ends = sizes.cumsum(dtype=in_run.dtype)
     cuts = in_run.searchsorted(ends)
@@ -464,8 +482,8 @@ def _whole(before: FileTensors, after: Mapping[int, torch.Tensor], tensor: int) 
     return TensorDiff(tensor, None, _bytes_of(after[tensor]).view(old.dtype), old)
 
 
-def _gathered(layout: Layout, run: Sequence[int], diff: _RunDiff) -> _RunDiff:
-    """Gather the words that differ in a block, if they were only counted."""
+def _gathered(layout: Layout, run: _Run, diff: _RunDiff) -> _RunDiff:
+    """Gather the words that differ in a run, if they were only counted."""
     if diff.positions is not None:
         return diff
     (positions,) = (diff.replaced != diff.values).nonzero()
