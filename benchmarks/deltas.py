@@ -24,9 +24,10 @@ from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import Diff, Words, cut_work, find_changes
+from dbuffer.io.changes import Diff, Words, cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
+from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import FileTensors
 
 _THREADS = 2

@@ -10,8 +10,9 @@ import torch
 
 from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import Positions, TensorDiff, cut_work, find_changes, narrowed
+from dbuffer.io.changes import Positions, TensorDiff, cut_work, narrowed
 from dbuffer.io.copier import Copier
+from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish.shards import Box
 from dbuffer.publish.shares import apply_detached

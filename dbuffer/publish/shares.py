@@ -32,12 +32,12 @@ from dbuffer.io.changes import (
     Diff,
     TensorDiff,
     cut_work,
-    find_changes,
     words_of,
     write_changes,
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
+from dbuffer.io.find_changes import find_changes
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
 from dbuffer.publish.chain_head import ChainHead

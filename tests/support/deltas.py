@@ -13,9 +13,9 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, encode_delta
+from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import DTYPES, FileTensors
 
 BASE, IDENTITY = f"{1:016x}-7", f"{2:016x}-8"

@@ -18,6 +18,7 @@ from dbuffer.format.delta import Chunk, DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
+from dbuffer.io import find_changes as io_find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_positions
 from tests.support.deltas import Step, decoded, make_step, random_step, verify_result
@@ -52,7 +53,7 @@ def cut(copier: Copier, **options: bool) -> Step:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io_changes, "_GROUP_CHANGES", 50)
         patch.setattr(io_changes, "_WHOLE_BYTES", 400)
-        patch.setattr(io_changes, "_SHORT_BYTES", 1000)
+        patch.setattr(io_find_changes, "_SHORT_BYTES", 1000)
         patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
         return random_step(rng, dtypes, sizes, shares, copier, **options)
 

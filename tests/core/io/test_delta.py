@@ -16,9 +16,11 @@ from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io import devices
-from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
+from dbuffer.io import find_changes as io_find_changes
+from dbuffer.io.changes import Diff, TensorDiff, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
+from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
@@ -53,7 +55,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(io_changes, "_WHOLE_BYTES", 400)
     monkeypatch.setattr(delta_format, "MAX_CHUNK_WORDS", 3000)
     monkeypatch.setattr(delta_format, "MIN_CHUNK_BYTES", 1)
-    monkeypatch.setattr(io_changes, "_SHORT_BYTES", 512)
+    monkeypatch.setattr(io_find_changes, "_SHORT_BYTES", 512)
 
 
 def assert_right(step, copier, *, times=1):
@@ -112,7 +114,9 @@ def test_tensors_of_several_blocks(copier, monkeypatch, in_pieces, dtype):
     if in_pieces:
         monkeypatch.setattr(devices, "_PIECE_BYTES", (BLOCK_BYTES // 3 * 8,))
         monkeypatch.setattr(
-            io_changes, "_sorted_by_place", lambda _, after, **__: ({}, dict(enumerate(after)), [])
+            io_find_changes,
+            "_sorted_by_place",
+            lambda _, after, **__: ({}, dict(enumerate(after)), []),
         )
     words = BLOCK_BYTES // DTYPES[dtype].itemsize
     sizes = [3 * words + 17, words, words + 1, 5, words // 4 - 1]
@@ -194,9 +198,9 @@ def test_the_header_says_what_it_is_for(copier):
 
 
 class TestOtherTensors:
-    @pytest.mark.parametrize("batch_bytes", [1000, 10_000, io_changes._BATCH_BYTES])
+    @pytest.mark.parametrize("batch_bytes", [1000, 10_000, io_find_changes._BATCH_BYTES])
     def test_are_cast_as_a_publish_would_a_batch_at_a_time(self, copier, monkeypatch, batch_bytes):
-        monkeypatch.setattr(io_changes, "_BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr(io_find_changes, "_BATCH_BYTES", batch_bytes)
         tensors = odd_tensors(1000)
         layout = Layout.of(
             TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
