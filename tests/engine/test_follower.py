@@ -37,7 +37,6 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
-from dbuffer.integrations.vllm import FollowStore, middleware
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.runtime.timing import TIMING
@@ -45,6 +44,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support import waiting
 from tests.support.children import Child, Command
+from tests.support.later import Later
 from tests.support.light_engines import (
     ENGINE,
     WAIT_S,
@@ -56,6 +56,8 @@ from tests.support.light_engines import (
 )
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
+
+middleware = Later("dbuffer.integrations.vllm.middleware")  # needs starlette, which vLLM brings
 
 pytestmark = pytest.mark.timing(
     retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05, api_server_look_s=0.05
@@ -761,6 +763,7 @@ def test_follow_command_survives_trouble_of_a_moment(scene, tmp_path):
 
 # The middleware: what it answers a server that starts, or ends
 
+FOLLOW = "dbuffer.integrations.vllm.middleware.follow"
 STARTED = {"type": "lifespan.startup.complete"}
 ENDED = {"type": "lifespan.shutdown.complete"}
 
@@ -773,7 +776,7 @@ class Lifespan:
         self._scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        app = FollowStore(self._app)
+        app = middleware.FollowStore(self._app)
         self._task = asyncio.create_task(app(self._scope, self._to_app.get, self.answers.put))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -803,12 +806,10 @@ class Lifespan:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleNamespace]:
     """vLLM's client of an engine, whose place the scene's engine takes."""
+    pytest.importorskip("starlette")
     settings = {"store": str(scene.store), "timeout_s": 1, "poll_interval_s": 0.05, "plan": False}
     given = EngineOptions.parse(settings)
-    monkeypatch.setattr(
-        "dbuffer.integrations.vllm.middleware.follow",
-        lambda *_, **__: BackgroundFollower(Follower(scene.engine, given)),
-    )
+    monkeypatch.setattr(FOLLOW, lambda *_, **__: BackgroundFollower(Follower(scene.engine, given)))
     yield SimpleNamespace(
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(_api_process_count=1),
@@ -893,7 +894,7 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
                 raise errors.pop()
             return follow(*args, **more)
 
-        monkeypatch.setattr(middleware, "follow", follow_later)
+        monkeypatch.setattr(FOLLOW, follow_later)
         await first.do("shutdown")
         scene.publish(2)
         await asyncio.to_thread(until, "it is followed", lambda: scene.engine.label == "2")
@@ -1036,7 +1037,7 @@ def serve(connection: Connection, log: Path, case: str) -> None:
 
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
     app = Starlette()
-    app.add_middleware(FollowStore)
+    app.add_middleware(middleware.FollowStore)
     app.state.engine_client = {"no store": engine, "not vLLM": None}[case]
     uvicorn.run(app, port=0)
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from dbuffer import LazyTensor, ShardedWeightSender
 from dbuffer.store import filesystem
 from dbuffer.weights.checkpoint import HeldRows
+from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.patterns import SMALL, SPARSE, Pattern
 
 Case = tuple[Any, dict[str, torch.Tensor]]
@@ -214,18 +215,21 @@ def sums(size: int) -> Case:
     }, full
 
 
-STRIDED = pytest.param(
-    strided,
-    marks=pytest.mark.skipif(
-        torch.__version__ < "2.11", reason="PyTorch 2.10 cannot make such a tensor whole itself"
-    ),
+NEEDS_STRIDED_GATHER = pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="PyTorch 2.10 cannot make such a tensor whole itself"
 )
+STRIDED = pytest.param(strided, marks=NEEDS_STRIDED_GATHER)
+EXPERTS = [
+    pytest.param(experts_by_columns, marks=NEEDS_CONVERSIONS),
+    pytest.param(experts, marks=NEEDS_CONVERSIONS),
+]
+STRIDED_EXPERTS = pytest.param(strided_experts, marks=[NEEDS_CONVERSIONS, NEEDS_STRIDED_GATHER])
 
 
 # In turn on a local and on a network mount, where columns would be gathered.
 CASES = [
     *(made_when_sent, uneven_rows, replicated, fsdp, two_dimensions, partly_fsdp, placements),
-    *(state_dict, experts_by_columns, experts, STRIDED, tied, sums, hsdp, strided_experts),
+    *(state_dict, *EXPERTS, STRIDED, tied, sums, hsdp, STRIDED_EXPERTS),
 ]
 
 

@@ -21,6 +21,7 @@ from dbuffer import ShardedWeightSender
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.publish.shards import Box
 from dbuffer.ranks.agreement import Agreement
+from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.patterns import assert_same, received
 from tests.support.sharded import grid, mesh_of, mixtral, mounted, state_of, whole
 from tests.support.soak import in_turn
@@ -279,6 +280,7 @@ def send_transformers_stages(rank: int, store: Path) -> None:
         assert_same(received(store), full)
 
 
+@NEEDS_CONVERSIONS
 def test_stages_of_a_transformers_module_are_published_as_its_checkpoint(four, store):
     four.run(send_transformers_stages, store)
 

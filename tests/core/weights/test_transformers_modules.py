@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,15 @@ from torch import nn
 import dbuffer
 from dbuffer import ResidentModel, WeightReceiver, WeightSender
 from dbuffer.weights.sources import Describer
+from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.engines.families import CONFIGURATIONS, make_family
 from tests.support.engines.tiny_models import SHAPE
 from tests.support.later import Later
 from tests.support.patterns import assert_same, received
 
 transformers = Later("transformers")
-SPEC = importlib.util.find_spec("transformers")
-FOLDERS = [] if SPEC is None else SPEC.submodule_search_locations or []
 
-pytestmark = pytest.mark.skipif(
-    not any(Path(folder, "core_model_loading.py").exists() for folder in FOLDERS),
-    reason="this transformers saves modules as they are",
-)
+pytestmark = NEEDS_CONVERSIONS
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 """A part of the third expert's rows in ``gate_up_proj``."""

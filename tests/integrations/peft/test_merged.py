@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import dbuffer
 from dbuffer.integrations import peft as integration
 from tests.support.children import Child
+from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.engines.tiny_models import make_model
 from tests.support.later import Later
 from tests.support.peft_parts import (
@@ -102,6 +103,7 @@ def test_what_arrives_is_what_peft_would_merge(store, sender, family, method):
     assert is_tied == (family == "tied-qwen2" and method != "head trained whole")
 
 
+@NEEDS_CONVERSIONS
 def test_experts_that_are_one_parameter_are_merged_once_and_published_one_by_one(
     store, sender, tmp_path, monkeypatch
 ):
