@@ -397,6 +397,8 @@ async def update_async_llm(directory: Path, models: Models, fresh: Fresh) -> Non
     assert [span.version for span in kept.weight_versions] == ["1", "2"]
     assert len(kept.token_ids) == 200
     await require(2, "2")
+    with pytest.raises(dbuffer.EngineBusyError):
+        receiver.shutdown()
     await asyncio.to_thread(receiver.shutdown)
     sender.shutdown()
     pushing = VLLMWeightSyncScheme(remote_addr=str(directory / "async pushed"))

@@ -294,7 +294,6 @@ class DoubleBufferSyncScheme(StoreScheme):
             receiver.wait_for_first(
                 for_all=self._first_weights_for != "worker", timeout_s=self.timeout_s
             )
-        receiver.has_loaded.clear()
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -307,16 +306,14 @@ class DoubleBufferSyncScheme(StoreScheme):
 
         Raises:
             NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` or ``connect`` was not called.
+            ClosedError: the scheme was shut down meanwhile.
         """
         receiver = self._require_receiver()
         if not self.synchronized_on_receiver:
             raise NotReadyError("call connect() before receiving weights")
         wait_s = self.timeout_s if timeout is None else checks.seconds("timeout", timeout)
         receiver.load_newer()
-        if not receiver.has_loaded.wait(wait_s):
-            return None
-        receiver.has_loaded.clear()
-        return self._current_weights()
+        return self._current_weights() if receiver.wait_loaded(wait_s) else None
 
     def _note_applied(self, info: VersionInfo) -> None:
         """Hand new weights on to a collector's own workers; count the policy's versions."""

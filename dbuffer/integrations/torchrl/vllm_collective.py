@@ -7,7 +7,6 @@ returns.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 
 from dbuffer.errors import (
-    ClosedError,
     DBufferError,
     EngineBusyError,
     OptionError,
@@ -44,8 +42,8 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
     engine_in,
+    require_another_thread,
 )
-from dbuffer.integrations.vllm.vllm_engine import IN_ITS_EVENT_LOOP, AsyncVllm, is_async
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store import filesystem
@@ -207,7 +205,6 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._closing = threading.Lock()
-        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="dbuffer-torchrl", daemon=True)
         self._thread.start()
 
@@ -235,7 +232,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._do(super().apply_weights, weights, inplace)
 
     def shutdown(self) -> None:
-        """Stop following, after the switch that is under way. The engine keeps its weights."""
+        require_another_thread(engine_in(self._vllm_engine))
         with self._closing:
             self._closed.set()
         self._wake.set()
@@ -245,11 +242,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
 
     def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call that needs the engine, in the thread that follows; return its outcome."""
-        _require_another_thread(engine_in(self._vllm_engine))
+        require_another_thread(engine_in(self._vllm_engine))
         future: Future[Any] = Future()
         with self._closing:
-            if self._closed.is_set():
-                raise ClosedError("this receiver was shut down")
+            self._require_open()
             self._jobs.put((functools.partial(call, *arguments), future))
         self._wake.set()
         return future.result()
@@ -347,8 +343,8 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                     f"version {version} was not ready within {self._timeout_s:g} s; the engine "
                     "serves on"
                 )
-            if self._closed.wait(_READY_CHECK_S):
-                raise ClosedError("this receiver was shut down")
+            self._closed.wait(_READY_CHECK_S)
+            self._require_open()
         with turns.taken():
             return super()._sync(version)
 
@@ -366,13 +362,3 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         """Return the turns at an ``LLM``; None: the engine takes calls from any thread."""
         engine = getattr(engine_in(self._vllm_engine), "llm_engine", None)
         return None if engine is None else EngineTurns.of(engine)
-
-
-def _require_another_thread(engine: Any) -> None:
-    """Refuse to wait for an ``AsyncLLM`` in its own event loop."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if is_async(engine) and AsyncVllm.loop_of(engine) is running:
-        raise EngineBusyError(IN_ITS_EVENT_LOOP)

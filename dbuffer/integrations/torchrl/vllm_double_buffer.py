@@ -5,13 +5,16 @@ Classes, arguments, methods and defaults are TorchRL's: change the import, and n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import (
+    ClosedError,
     DBufferError,
+    EngineBusyError,
     NotReadyError,
     OptionError,
     WeightsMismatchError,
@@ -37,7 +42,12 @@ from dbuffer.integrations.torchrl.model_metadata import (
     require_same,
 )
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
-from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
+from dbuffer.integrations.vllm.vllm_engine import (
+    IN_ITS_EVENT_LOOP,
+    AsyncVllm,
+    is_async,
+    vllm_engine_of,
+)
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
@@ -232,6 +242,9 @@ class VLLMDoubleBufferWeightReceiver:
         """Version that all engines were switched to; None: to none, or one has lost it since."""
         self._skipped: int | None = None
         """Newest version that was published before the engines' weights were applied by hand."""
+        self._closed = threading.Event()
+        self._in_call = threading.RLock()
+        """Held in each call that needs the followers."""
         self._follow_newest()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
@@ -251,13 +264,16 @@ class VLLMDoubleBufferWeightReceiver:
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             UnsupportedError: it cannot take weights from a store.
             EngineUnreachableError: (a server, or an actor) it does not answer.
+            ClosedError: this receiver was shut down, before or meanwhile.
         """
-        version = self._wait_for_newer(checks.seconds("timeout", timeout))
-        if version is not None:
-            return self._sync(version)
-        if self._applied is None:
-            self._addresses.log_once_if_nothing_is_there()
-        return False
+        timeout_s = checks.seconds("timeout", timeout)
+        with self._open():
+            version = self._wait_for_newer(timeout_s)
+            if version is not None:
+                return self._sync(version)
+            if self._applied is None:
+                self._addresses.log_once_if_nothing_is_there()
+            return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the engine now.
@@ -274,19 +290,41 @@ class VLLMDoubleBufferWeightReceiver:
             OptionError: (a ``ValueError``) ``inplace`` is False.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
+            ClosedError: this receiver was shut down.
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
-        newest = self._follow_newest().wait_for_version(None, 0.0)
-        if weights is not None:
-            self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
-            self._applied, self._skipped = None, newest
-        elif newest is not None:
-            self._sync(newest)
+        with self._open():
+            newest = self._follow_newest().wait_for_version(None, 0.0)
+            if weights is not None:
+                self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
+                self._applied, self._skipped = None, newest
+            elif newest is not None:
+                self._sync(newest)
 
     def shutdown(self) -> None:
-        """Stop following. The engine keeps its weights. A second call does nothing."""
-        self._stop_following()
+        """Stop following, after the switch that is under way. The engine keeps its weights.
+
+        A call in another thread that waits for weights ends. A second call does nothing.
+
+        Raises:
+            EngineBusyError: called in the event loop of an ``AsyncLLM``.
+        """
+        require_another_thread(engine_in(self._vllm_engine))
+        self._closed.set()
+        with self._in_call:
+            self._stop_following()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Make a call that :meth:`shutdown` waits for."""
+        with self._in_call:
+            self._require_open()
+            yield
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError("this receiver was shut down")
 
     def _follow_newest(self) -> WeightReceiver:
         """Follow the store that has weights now, and return its receiver."""
@@ -348,7 +386,9 @@ class VLLMDoubleBufferWeightReceiver:
             history = receiver.history
             # No longer than this: weights may come to the other address.
             wait_s = min(left_s, self._options.poll_interval_s)
-            version = receiver.wait_or_start_over(self._applied or self._skipped, wait_s)
+            newer_than = self._applied or self._skipped
+            version = receiver.wait_or_start_over(newer_than, wait_s, self._closed)
+            self._require_open()
             if receiver.history != history:
                 # The next experiment: the engine's follower logs it, and switches to it.
                 self._applied = self._skipped = None
@@ -362,11 +402,12 @@ class VLLMDoubleBufferWeightReceiver:
         """
         if len(self._followers) == 1:
             # An engine in this process is loaded in the thread that runs it.
-            switches = [self._followers[0].sync(at_least=version)]
+            switches = [self._followers[0].sync(at_least=version, stop_event=self._closed)]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:
                 futures = [
-                    pool.submit(follower.sync, at_least=version) for follower in self._followers
+                    pool.submit(follower.sync, at_least=version, stop_event=self._closed)
+                    for follower in self._followers
                 ]
             failures = [future.exception() for future in futures]
             raise_worst([failure for failure in failures if isinstance(failure, DBufferError)])
@@ -409,6 +450,16 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
     if actors := getattr(engine, "actors", None):
         return [RayFollower(actor, options) for actor in actors]
     return [Follower(vllm_engine_of(engine), options)]
+
+
+def require_another_thread(engine: Any) -> None:
+    """Refuse to wait for an ``AsyncLLM`` in its own event loop."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if is_async(engine) and AsyncVllm.loop_of(engine) is running:
+        raise EngineBusyError(IN_ITS_EVENT_LOOP)
 
 
 def engine_in(target: Any) -> Any:

@@ -88,8 +88,8 @@ class WorkerReceiver:
         """Order of what the model has."""
         self._announced = _NOTHING
         """Order of what ``applied`` was called for last."""
-        self.has_loaded = threading.Event()
-        """Set at each load; cleared by the user."""
+        self._has_loaded = threading.Event()
+        """Set at each load, and by :meth:`shutdown`."""
         self._stop_event = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -119,8 +119,22 @@ class WorkerReceiver:
         for feed in self._feeds:
             self._load_if_newer(feed)
 
+    def wait_loaded(self, timeout_s: float) -> bool:
+        """Wait for a load since the last call, or since :meth:`follow`; return whether one was.
+
+        Raises:
+            ClosedError: it was shut down meanwhile.
+        """
+        if not self._has_loaded.wait(timeout_s):
+            return False
+        if self._stop_event.is_set():
+            raise errors.ClosedError("this receiver was shut down")
+        self._has_loaded.clear()
+        return True
+
     def follow(self) -> None:
         """Load new versions from now on, in the background."""
+        self._has_loaded.clear()
         for feed in self._feeds:
             thread = threading.Thread(
                 target=self._follow, args=(feed,), name=f"dbuffer-{feed.receiver.store.name}"
@@ -143,6 +157,7 @@ class WorkerReceiver:
 
     def shutdown(self) -> None:
         self._stop_event.set()
+        self._has_loaded.set()  # whoever waits for a load waits no longer
         for feed in self._feeds:
             feed.receiver.wake()
         for thread in self._threads:
@@ -189,7 +204,7 @@ class WorkerReceiver:
                     self._applied(staged.info)
                     self._announced = order
                 self._loaded = order
-                self.has_loaded.set()
+                self._has_loaded.set()
             feed.seen = version
             feed.receiver.acknowledge(version)
 

@@ -7,11 +7,13 @@ between forgetting the caches and loading, which separate calls from outside cou
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dbuffer.errors import (
+    ClosedError,
     DBufferError,
     EngineEndedError,
     EngineUnreachableError,
@@ -62,7 +64,12 @@ class RayFollower:
         return self._call(Follower.has_lost, version)
 
     def sync(
-        self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
+        self,
+        *,
+        at_least: int | None = None,
+        timeout_s: float | None = None,
+        force: bool = False,
+        stop_event: threading.Event | None = None,
     ) -> Switch | None:
         """Switch as :meth:`Follower.sync` does; the actor serves on until its ranks are ready."""
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
@@ -73,6 +80,8 @@ class RayFollower:
                     f"the newest version of {self._options.store} was not ready on all ranks "
                     f"within {timeout_s:g} s; the engine serves on"
                 )
+            if stop_event is not None and stop_event.is_set():
+                raise ClosedError("following was stopped")
             time.sleep(_ASK_AGAIN_S)
         return self._call(Follower.sync, at_least=at_least, force=force)
 

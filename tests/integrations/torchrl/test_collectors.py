@@ -579,6 +579,17 @@ def test_receiver_receive_method(scheme):
         assert received["weight"].item() == model.weight.item() == 2.0
 
 
+def test_receive_that_waits_ends_when_the_scheme_is_shut_down(scheme):
+    with following(scheme, parts.ConstantPolicy(-5.0)) as worker, ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(worker.receive, TIMEOUT_S)
+        time.sleep(0.1)  # it waits
+        started = time.monotonic()
+        worker.shutdown()
+        with pytest.raises(dbuffer.ClosedError, match="this receiver was shut down"):
+            receiving.result()
+        assert time.monotonic() - started < TIMEOUT_S / 10
+
+
 RECEIVING = {"worker_idx": 0, "total_frames": -1, "auto_register_policy_transforms": False}
 """Options of a collector that has a scheme of its own to receive by."""
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +43,9 @@ from tests.support.waiting import until
 
 preload("dbuffer.integrations.torchrl.vllm_collective")
 
+SOON_S = 0.1
+"""Long enough for another thread to begin to wait."""
+
 
 class Reader:
     """Stand-in for a `Follower`; it reads the whole version, after ``delay_s``."""
@@ -50,7 +54,7 @@ class Reader:
         self._receiver = dbuffer.WeightReceiver(store)
         self._delay_s = delay_s
 
-    def sync(self, *, at_least: int) -> int:
+    def sync(self, *, at_least: int, stop_event: threading.Event) -> int:
         with self._receiver.open(at_least - 1, acknowledge=False) as snapshot:
             if "refused" in snapshot.tensors:
                 raise dbuffer.EngineUpdateError("there is no place for 'refused'")
@@ -166,13 +170,16 @@ class Llm(LightEngine):
 
 
 @pytest.fixture
-def receiver_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., VLLMWeightReceiver]]:
-    """Makes a receiver that keeps a light engine on the newest weights in `tmp_path / "light"`."""
+def light_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Light engines stand for those of vLLM."""
     monkeypatch.setattr(vllm_double_buffer, "vllm_engine_of", lambda engine: engine)
     for module in (vllm_double_buffer, vllm_collective):
         monkeypatch.setattr(module, "engine_in", lambda engine: engine)
+
+
+@pytest.fixture
+def receiver_of(light_engines: None, tmp_path: Path) -> Iterator[Callable[..., VLLMWeightReceiver]]:
+    """Makes a receiver that keeps a light engine on the newest weights in `tmp_path / "light"`."""
     receivers = []
 
     def make(engine: LightEngine, **more: Any) -> VLLMWeightReceiver:
@@ -206,6 +213,49 @@ def test_generation_waits_for_a_switch_only_while_a_version_is_ready(
     next_one.start()
     next_one.join(WAIT_S)
     assert engine.requests == ["next"]
+
+
+@pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_path, scheme_class):
+    engine, store = LightEngine(), tmp_path / "light"
+    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(1) as pool:
+        sender.send(SMALL.weights(1))
+        receiver = scheme_class(remote_addr=store).create_receiver(engine)
+        until("it is served", lambda: receiver.poll_and_apply(0) or engine.version == 1, WAIT_S)
+        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
+        time.sleep(SOON_S)  # it waits
+        started = time.monotonic()
+        receiver.shutdown()
+        for poll in (polling.result, receiver.poll_and_apply):
+            with pytest.raises(dbuffer.ClosedError, match="this receiver was shut down"):
+                poll(WAIT_S)
+        assert time.monotonic() - started < WAIT_S / 10
+        assert engine.endpoint.receiver is None, "the engine follows on"
+    assert engine.serves == (1, "1")
+
+
+def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
+    engine, store = LightEngine(), tmp_path / "light"
+    is_loading, go_on = threading.Event(), threading.Event()
+
+    def load_slowly() -> None:
+        is_loading.set()
+        assert go_on.wait(WAIT_S)
+
+    engine.model.on_load = load_slowly
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
+    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
+        sender.send(SMALL.weights(1))
+        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
+        assert is_loading.wait(WAIT_S)
+        closing = pool.submit(receiver.shutdown)
+        time.sleep(SOON_S)
+        assert not closing.done()
+        go_on.set()
+        closing.result(WAIT_S)
+        assert polling.result(WAIT_S) is True
+    assert engine.serves == (1, "1")
+    assert engine.endpoint.receiver is None, "the engine follows on"
 
 
 def switch_at_once(followers: list[Follower], scheme: Any) -> None:
