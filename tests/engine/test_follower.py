@@ -389,8 +389,10 @@ def test_pause_that_others_begin_in_a_switch_is_left_to_them(scene):
     assert (engine.paused, engine.is_held) == (True, False)
 
 
-def test_sleeping_server_is_not_resumed_when_following_begins(scene):
+def test_sleeping_server_is_neither_resumed_nor_paused_anew_when_following_begins(scene):
     engine = scene.engine
+    pauses: list[str] = []
+    engine.pause = pauses.append  # "abort" would end its requests, "wait" let them run
     engine.is_server = engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
     engine.endpoint.note_asleep(is_lost=False)
     scene.publish(1)
@@ -398,6 +400,7 @@ def test_sleeping_server_is_not_resumed_when_following_begins(scene):
         with pytest.raises(dbuffer.EngineBusyError):
             follower.sync()
         assert engine.paused
+        assert pauses == []
         engine.endpoint.note_awake()
         assert follower.sync() is not None
         assert engine.paused, "whoever wakes it resumes it"

@@ -54,8 +54,15 @@ PROMPTS = [
     list(range(200, 300)),
     [*range(200, 232), *range(7)],
 ]
+SESSIONS = {
+    "keep": "drop the caches of 1 waiting session",
+    "abort": "abort 1 session",
+}
+"""What vLLM cannot do with a session with streamed input, by the mode of the pause."""
 KEPT_TOKENS = 80
 """In slow steps they take 8 s, in which a version is published and switched to."""
+CACHE_FOR_TWO_BYTES = 11 * 32 * 1024
+"""Room for two of the longest requests, of the four that run together."""
 BIG_LAYER = 65536
 """Size of the hidden layer of a model of 100 MB."""
 
@@ -384,6 +391,39 @@ async def pause_as_a_user(program: Program) -> None:
         assert [span[0] for span in request.result()["spans"]] == [before, str(version)]
 
 
+async def pause_requests_that_are_waited_for(program: Program) -> None:
+    """Requests that a user has paused can finish before a switch only when they are resumed."""
+    async with program.following("wait") as follower:
+        before = await program.label()
+        async with program.answering([PROMPTS[2]], 40) as (request,):
+            await program.engine.pause_generation(mode="keep")
+            version = await program.trainer.publish("reveal")
+            await until(lambda: follower.error is not None)
+            assert isinstance(follower.error, dbuffer.EngineBusyError)
+            assert "has paused 1 request in flight" in str(follower.error)
+            await program.engine.resume_generation()
+        assert [span[0] for span in request.result()["spans"]] == [before]
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        await program.require_served(version)
+
+
+async def sleep_with_requests(program: Program) -> None:
+    """A version that comes while the engine sleeps ends no request before it can be loaded."""
+    async with program.following("abort") as follower:
+        async with program.answering([PROMPTS[2]], 100) as (request,):
+            await program.engine.sleep(level=1, mode="keep")
+            waiting = asyncio.create_task(program.respond(PROMPTS[0], 4))
+            version = await program.trainer.publish("reveal")
+            await until(lambda: follower.error is not None)
+            assert isinstance(follower.error, dbuffer.EngineBusyError)
+            assert not request.done()
+            assert not waiting.done()
+            await program.engine.wake_up()
+            await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        require_attributed(await waiting)
+        await program.require_served(version)
+
+
 async def interfere_in_a_switch(program: Program) -> None:
     """Nothing runs before the switch ends, and then it does what was called meanwhile."""
     tasks: list[asyncio.Task[Any]] = []
@@ -418,8 +458,8 @@ async def interfere_in_a_switch(program: Program) -> None:
             await program.require_served(version)
 
 
-async def switch_after_a_session_only(program: Program) -> None:
-    """A session with streamed input keeps its cache while it waits for more."""
+async def switch_after_a_session_only(program: Program, pause: str, problem: str) -> None:
+    """A session with streamed input keeps its cache while it waits for more, and its context."""
     from vllm.engine.protocol import StreamingInput
 
     inputs: asyncio.Queue[list[int] | None] = asyncio.Queue()
@@ -431,16 +471,19 @@ async def switch_after_a_session_only(program: Program) -> None:
 
     async def converse() -> None:
         async for output in program.engine.generate(prompts(), greedy_parameters(4), "session"):
-            tokens[:] = output.outputs[0].token_ids
+            answer = output.outputs[0]
+            assert answer.finish_reason != "abort"
+            tokens[:] = answer.token_ids
 
-    async with program.following() as follower, asyncio.TaskGroup() as group:
+    async with program.following(pause) as follower, asyncio.TaskGroup() as group:
         session = group.create_task(converse())
         await inputs.put(PROMPTS[1])
         await until(lambda: len(tokens) == 4)
         program.pauses.clear()
         version = await program.trainer.publish("reveal")
         await until(lambda: follower.error is not None)
-        assert "of 1 session with streamed input" in str(follower.error)
+        assert isinstance(follower.error, dbuffer.EngineBusyError)
+        assert str(follower.error).startswith(f"vLLM cannot {problem} with streamed input")
         assert program.pauses == []
         await inputs.put(None)
         await session
@@ -588,8 +631,11 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
             await fail_in_a_pause(program, what)
         await close_in_a_switch(program, directory)
         await pause_as_a_user(program)
+        await pause_requests_that_are_waited_for(program)
+        await sleep_with_requests(program)
         await interfere_in_a_switch(program)
-        await switch_after_a_session_only(program)
+        for pause, problem in SESSIONS.items():
+            await switch_after_a_session_only(program, pause, problem)
         await wait_for_the_end_of_one_step_only(program)
         await lose_the_weights(program)
         compare = await switch_kept_requests(program)
@@ -600,6 +646,14 @@ async def run_one_rank(directory: Path) -> dict[str, int]:
         await lose_the_engine(program)
     compare(directory)
     return {"versions in answers that an engine under load gave": num_versions}
+
+
+async def run_short_of_cache(directory: Path) -> dict[str, int]:
+    """Let requests preempt each other: vLLM does not wait for those that have lost their cache."""
+    async with started(directory, kv_cache_memory_bytes=CACHE_FOR_TWO_BYTES) as program:
+        responses = await switch_under_load(program, "wait", (150, 120, 140), min_switches=4)
+    num_mixed = sum(len(response["spans"]) > 1 for response in responses)
+    return {"answers of two versions of an engine short of cache": num_mixed}
 
 
 async def run_two_ranks(directory: Path) -> dict[str, int]:
@@ -615,5 +669,9 @@ async def run_two_ranks(directory: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    run = {"one-rank": run_one_rank, "two-ranks": run_two_ranks}
+    run = {
+        "one-rank": run_one_rank,
+        "two-ranks": run_two_ranks,
+        "short-of-cache": run_short_of_cache,
+    }
     judge(lambda directory, role: asyncio.run(run[role](directory)))

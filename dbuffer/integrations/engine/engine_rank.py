@@ -20,6 +20,11 @@ from dbuffer.weights.targets import LoadedNames
 ENDPOINT_ATTR = "_dbuffer_endpoint"
 """Attribute of a model that holds its :class:`RankEndpoint`."""
 
+ASLEEP = (
+    "the engine's weights are asleep, and their memory may be gone: wake it up first (its weights "
+    "are enough: tags=['weights']), then sync"
+)
+
 
 class ServingModel(Protocol):
     """The model of one rank, as it serves; called between two steps of the engine."""
@@ -120,7 +125,4 @@ class ModelState:
     def require_awake(self) -> None:
         """Raise :class:`EngineBusyError` while the weights are asleep."""
         if self.is_asleep:
-            raise EngineBusyError(
-                "the engine's weights are asleep, and their memory may be gone: wake it up first "
-                "(its weights are enough: tags=['weights']), then sync"
-            )
+            raise EngineBusyError(ASLEEP)

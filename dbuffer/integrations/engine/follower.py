@@ -429,11 +429,14 @@ class Follower(Closing):
         """Pause the engine for a switch; dbuffer never ends a pause that it did not start.
 
         Raises:
-            EngineBusyError: another program has ended the pause.
+            EngineBusyError: its weights are asleep, or another program has ended the pause.
         """
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
             self._owes_resume = True  # also if pausing fails: the pause may have begun
+        else:
+            # Another mode than that of its pause may end requests, or let them run on.
+            engine.do(RankRequest("awake"))
         engine.pause(self._pause_mode)
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before it could load")

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.errors import EngineBusyError
+from dbuffer.integrations.engine.engine_rank import ASLEEP
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 """Methods of the core that pause it for a switch, and end that pause."""
 
 _HOLD = "dbuffer_current_hold"
+_REFUSED = "the engine cannot be held: "
+"""Beginning of a refusal; vLLM passes an error's words on to the caller, and not its type."""
+_UNTIL_THE_INPUT_ENDS = "with streamed input: the switch is made when the input has ended"
 
 
 @dataclass(slots=True)
@@ -39,6 +43,12 @@ def holds_cores() -> bool:
     return hasattr(core, HOLD)
 
 
+def refusal_in(error: Exception) -> str | None:
+    """Return why a core refused to be held; None: this error of the caller says something else."""
+    _, mark, refusal = str(error).partition(_REFUSED)
+    return refusal if mark else None
+
+
 def hold_cores(process: Any, in_step: Any) -> None:
     """Add them to cores in processes of their own (``EngineCoreProc``, ``DPEngineCoreProc``)."""
     if hasattr(process, HOLD) or not hasattr(process, "is_scheduler_paused"):
@@ -52,27 +62,58 @@ def hold_cores(process: Any, in_step: Any) -> None:
 
 
 def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
-    if drops_caches and mode != "abort":  # which ends them
-        _require_no_waiting_session(core)
-    hold = vars(core).pop(_HOLD, None)
+    """Pause a core for a switch, or return why it sleeps on.
+
+    Raises:
+        EngineBusyError: it cannot be paused now, and was not touched.
+    """
+    if "weights" in core.model_executor.sleeping_tags:
+        # A step would compute with weights that may be gone. Not raised: vLLM logs a traceback for
+        # each error, and this is no more than a state in which an engine may stay for long.
+        return ASLEEP
+    hold: _Hold | None = vars(core).get(_HOLD)
     if hold is None:
         hold = _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
-    if getattr(hold.other_pause, "name", None) == "PAUSED_NEW":
+    other_pause = getattr(hold.other_pause, "name", None)
+    if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
+        raise EngineBusyError(f"{_REFUSED}{refusal}")
+    if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
+    elif other_pause is not None and mode == "wait":
+        mode = "keep"  # no request is in flight, and none may begin
+    vars(core).pop(_HOLD, None)
     try:
         return core.pause_scheduler(mode, False)
     finally:
         setattr(core, _HOLD, hold)
 
 
-def _require_no_waiting_session(core: Any) -> None:
-    """Refuse to hold a core whose caches cannot be dropped: vLLM would fail in the pause."""
+def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
+    """Return why a core that is awake cannot be held now; None: it can."""
+    if mode == "abort" and (num_open := _num_open(core)):
+        # It would leave a session open that no longer knows what was sent before.
+        return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
-    if num_waiting:
-        raise EngineBusyError(
-            f"vLLM cannot drop the caches of {counted(num_waiting, 'session')} with streamed input "
-            "while waiting for more: the switch is made when the input has ended"
+    if num_waiting and drops_caches:
+        what = counted(num_waiting, "waiting session")
+        return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
+    if mode == "wait" and other_pause == "PAUSED_ALL" and (num_begun := _num_begun(core)):
+        return (
+            f"another program has paused {counted(num_begun, 'request')} in flight, which "
+            'pause="wait" lets finish first: the switch is made when the engine was resumed'
         )
+    return None
+
+
+def _num_open(core: Any) -> int:
+    """Return the number of requests whose input is streamed and has not ended."""
+    return sum(getattr(one, "resumable", False) for one in core.scheduler.requests.values())
+
+
+def _num_begun(core: Any) -> int:
+    """Return the number of requests for which anything was computed, preempted ones included."""
+    requests = core.scheduler.requests.values()
+    return sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
 
 
 def _release(core: Any) -> None:

@@ -30,7 +30,7 @@ from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.core_labels import as_core_takes
-from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores
+from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores, refusal_in
 from dbuffer.integrations.vllm.facts import facts_here, facts_of, shared_caches
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -196,7 +196,13 @@ class AsyncVllm(Engine):
 
     async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
         if self.has_own_pause:
-            await self._ask_core(HOLD, mode, drops_caches)
+            try:
+                refusal = await self._ask_core(HOLD, mode, drops_caches)
+            except Exception as error:
+                if (refusal := refusal_in(error)) is None:
+                    raise
+            if refusal is not None:
+                raise EngineBusyError(refusal)
         else:
             # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
             await self._ask_core("pause_scheduler", mode, False)

@@ -28,8 +28,16 @@ def test_tokens_of_an_engine_are_of_the_versions_that_it_reports(directory, reco
 
 
 @IN_SOAKS_ALONE
-def test_two_ranks_switch_as_one_and_stage_no_more_than_they_must(directory, record_property):
+def test_two_ranks_switch_as_one_and_stage_no_more_than_they_must(shm_path, record_property):
     """With a model of 100 MB, and the extension's way."""
     env = environment(processes=True, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    for figure in observe("vllm_async.py", directory, "two-ranks", env=env).items():
+    for figure in observe("vllm_async.py", shm_path, "two-ranks", env=env).items():
+        record_property(*figure)
+
+
+@IN_SOAKS_ALONE
+def test_preempted_requests_go_on_with_the_new_weights_and_say_so(shm_path, record_property):
+    """With pause="wait"; vLLM holds them for ones that have not begun."""
+    env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    for figure in observe("vllm_async.py", shm_path, "short-of-cache", env=env).items():
         record_property(*figure)
