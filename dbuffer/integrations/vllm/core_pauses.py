@@ -76,6 +76,7 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         hold = _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
     other_pause = getattr(hold.other_pause, "name", None)
     if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
+        # Not returned: of several cores' answers, which may differ here, vLLM has the first alone.
         raise EngineBusyError(f"{_REFUSED}{refusal}")
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
