@@ -115,8 +115,14 @@ def observe(
         finally:
             kill_group(process)
     ended = "hung" if code is None else f"exited with {code}"
-    assert code == 0, f"{program} {ended}: {log.read_text(errors='replace')[-TOLD_CHARACTERS:]}"
+    assert code == 0, f"{program} {ended}: {_told_by(log, *sorted(directory.rglob('server.log')))}"
     return json.loads((directory / "observed.json").read_text())
+
+
+def _told_by(*logs: Path) -> str:
+    """The ends of the logs of a program and of the servers that it started."""
+    ends = [log.read_text(errors="replace")[-TOLD_CHARACTERS:] for log in logs]
+    return "\n".join(f"{log}:\n{end}" for log, end in zip(logs, ends, strict=True))
 
 
 def run_tests_with(release: str, file: str, timeout_s: float) -> None:
