@@ -326,6 +326,7 @@ class Follower(Closing):
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
             WaitTimeoutError: some rank did not have it ready in time.
+            ClosedError: ``stop_event`` was set meanwhile.
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)

@@ -34,6 +34,7 @@ from dbuffer.integrations.torchrl import (
     vllm_collective,
     vllm_double_buffer,
 )
+from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
 from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
@@ -232,6 +233,32 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
         assert time.monotonic() - started < WAIT_S / 10
         assert engine.endpoint.receiver is None, "the engine follows on"
     assert engine.serves == (1, "1")
+
+
+def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_path, monkeypatch):
+    engine, store = LightEngine(), tmp_path / "light"
+    is_staging, go_on = threading.Event(), threading.Event()
+    stage = Stager._stage
+
+    def stage_slowly(stager: Stager, *arguments: Any, **more: Any) -> None:
+        is_staging.set()
+        assert go_on.wait(WAIT_S)
+        stage(stager, *arguments, **more)
+
+    monkeypatch.setattr(Stager, "_stage", stage_slowly)
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
+    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
+        sender.send(SMALL.weights(1))
+        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
+        assert is_staging.wait(WAIT_S)
+        closing = pool.submit(receiver.shutdown)
+        try:
+            with pytest.raises(dbuffer.ClosedError, match="following was stopped"):
+                polling.result(WAIT_S)
+        finally:
+            go_on.set()
+        closing.result(WAIT_S)
+    assert engine.version == 0
 
 
 def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
