@@ -28,13 +28,7 @@ import torch
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import (
-    Diff,
-    TensorDiff,
-    cut_work,
-    words_of,
-    write_changes,
-)
+from dbuffer.io.changes import Diff, TensorDiff, cut_work, words_of, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.find_changes import find_changes

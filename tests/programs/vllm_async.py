@@ -58,7 +58,7 @@ SESSIONS = {
     "keep": "drop the caches of 1 waiting session",
     "abort": "abort 1 session",
 }
-"""What vLLM cannot do with a session with streamed input, by the mode of the pause."""
+"""Refusals for a session with streamed input, by the mode of the pause."""
 KEPT_TOKENS = 80
 """In slow steps they take 8 s, in which a version is published and switched to."""
 CACHE_FOR_TWO_BYTES = 11 * 32 * 1024

@@ -36,6 +36,18 @@ def meanwhile(
         later.join()
 
 
+class Gate:
+    """Holds up a thread that comes to it, until it may go on."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+
+    def hold_up(self, timeout_s: float) -> None:
+        """Stop here; called by the thread."""
+        self.is_there.set()
+        assert self.may_go_on.wait(timeout_s)
+
+
 def error_of(function: Callable[[], object]) -> str | None:
     """What it raises, if anything."""
     try:

@@ -24,7 +24,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child
 from tests.support.patterns import SMALL, newest
-from tests.support.waiting import until
+from tests.support.waiting import Gate, until
 
 POLL_S = 0.05
 
@@ -124,24 +124,22 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
     ):
         assert reader.receive() == "come"
         assert (relayed(remote).is_relayed, relayed(remote).has_ended) == (True, False)
-        read = threading.Event()
-        may_go_on = threading.Event()
+        gate = Gate()
         receivers = relay._reader.receivers
 
         def read_and_wait() -> list[ReceiverRecord]:
             found = receivers()
-            read.set()
-            assert may_go_on.wait(20)
+            gate.hold_up(20)
             return found
 
         relay._reader.receivers = read_and_wait
-        assert read.wait(10)  # and what it has read says version 1
+        assert gate.is_there.wait(10)  # and what it has read says version 1
         reader.send()
         assert reader.wait() == 0
         sender.send(SMALL.weights(2))
         with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
-        may_go_on.set()
+        gate.may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=20)
         until("its end is told", lambda: record_of(remote).has_ended)
         assert record_of(remote).applied_version == 2

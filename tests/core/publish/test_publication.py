@@ -30,23 +30,22 @@ from dbuffer.publish.draft import Draft
 from tests.support import ROOT
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
-from tests.support.waiting import until
+from tests.support.waiting import Gate, until
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
 
-class Gate:
+class PublishGate(Gate):
     """Holds up a publish between its bytes being written and its commit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+        super().__init__()
         self.error: Exception | None = None
         fill = Draft.fill
 
         def filled(draft: Draft, *args: Any) -> None:
             fill(draft, *args)
-            self.is_there.set()
-            assert self.may_go_on.wait(60)
+            self.hold_up(60)
             if self.error is not None:
                 raise self.error
 
@@ -57,8 +56,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishGate]:
+    gate = PublishGate(monkeypatch)
     yield gate
     gate.may_go_on.set()
 

@@ -40,7 +40,7 @@ from tests.support.children import Child, preload
 from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
-from tests.support.waiting import until
+from tests.support.waiting import Gate, until
 
 preload("dbuffer.integrations.torchrl.vllm_collective")
 
@@ -237,12 +237,10 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
 
 def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_path, monkeypatch):
     engine, store = LightEngine(), tmp_path / "light"
-    is_staging, go_on = threading.Event(), threading.Event()
-    stage = Stager._stage
+    gate, stage = Gate(), Stager._stage
 
     def stage_slowly(stager: Stager, *arguments: Any, **more: Any) -> None:
-        is_staging.set()
-        assert go_on.wait(WAIT_S)
+        gate.hold_up(WAIT_S)
         stage(stager, *arguments, **more)
 
     monkeypatch.setattr(Stager, "_stage", stage_slowly)
@@ -250,35 +248,29 @@ def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_p
     with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
         sender.send(SMALL.weights(1))
         polling = pool.submit(receiver.poll_and_apply, WAIT_S)
-        assert is_staging.wait(WAIT_S)
+        assert gate.is_there.wait(WAIT_S)
         closing = pool.submit(receiver.shutdown)
         try:
             with pytest.raises(dbuffer.ClosedError, match="following was stopped"):
                 polling.result(WAIT_S)
         finally:
-            go_on.set()
+            gate.may_go_on.set()
         closing.result(WAIT_S)
     assert engine.version == 0
 
 
 def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
-    engine, store = LightEngine(), tmp_path / "light"
-    is_loading, go_on = threading.Event(), threading.Event()
-
-    def load_slowly() -> None:
-        is_loading.set()
-        assert go_on.wait(WAIT_S)
-
-    engine.model.on_load = load_slowly
+    engine, store, gate = LightEngine(), tmp_path / "light", Gate()
+    engine.model.on_load = lambda: gate.hold_up(WAIT_S)
     receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
     with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
         sender.send(SMALL.weights(1))
         polling = pool.submit(receiver.poll_and_apply, WAIT_S)
-        assert is_loading.wait(WAIT_S)
+        assert gate.is_there.wait(WAIT_S)
         closing = pool.submit(receiver.shutdown)
         time.sleep(SOON_S)
         assert not closing.done()
-        go_on.set()
+        gate.may_go_on.set()
         closing.result(WAIT_S)
         assert polling.result(WAIT_S) is True
     assert engine.serves == (1, "1")
