@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -90,6 +91,22 @@ def environment_stays() -> Iterator[None]:
     os.environ.update(before)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """Threads of ours end with their test.
+
+    One that stages or mirrors on would log, into another test, that its store is gone.
+    """
+    before = set(threading.enumerate())
+    yield
+    # These end by themselves: with their object's next beat, and with the process.
+    may_stay = ("dbuffer-heartbeat", "dbuffer-copy")
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("dbuffer-") and not thread.name.startswith(may_stay):
+            thread.join(30.0)
+            assert not thread.is_alive(), f"nobody stopped {thread.name}"
 
 
 @pytest.fixture(autouse=True)

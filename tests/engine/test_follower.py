@@ -69,8 +69,10 @@ until = functools.partial(waiting.until, timeout_s=WAIT_S)
 @pytest.fixture
 def scene(
     store: Path, sender: dbuffer.WeightSender, engine_id: str, caplog: pytest.LogCaptureFixture
-) -> Scene:
-    return Scene(store, engine_id, caplog, sender=sender)
+) -> Iterator[Scene]:
+    scene = Scene(store, engine_id, caplog, sender=sender)
+    yield scene
+    scene.engine.endpoint.end()  # of tests whose engine outlives its followers
 
 
 @pytest.fixture
