@@ -85,6 +85,15 @@ def saved(name: str, **more: Any) -> Case:
     )
 
 
+def few_words(directory: Path, seed: int) -> Path:
+    """A checkpoint of a vocabulary of 30 words."""
+    model = make_model("qwen3", seed)
+    model.resize_token_embeddings(30)
+    path = directory / f"few-words-{seed}"
+    model.save_pretrained(path)
+    return path
+
+
 GROUP = 32
 """Inputs that share a scale."""
 
@@ -230,6 +239,10 @@ TWO_RANKS = {
     f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
     for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
 }
+# Padded to 64 rows, of which the second rank has the last 32.
+TWO_RANKS["a rank without a word, two ranks"] = Case(
+    few_words, arguments={"tensor_parallel_size": 2}
+)
 SEES_OR_HEARS = {
     model_type: Case(
         lambda directory, seed, model_type=model_type: save_media_model(

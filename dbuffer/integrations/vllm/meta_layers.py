@@ -235,6 +235,8 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         # Some buffers are views of parameters.
         loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}
         for name, tensor in tensors:
+            if _has_no_rows(self._padded.get(id(tensor))):
+                continue  # its loader writes zeros, and nothing else
             if storage_of(tensor) not in loaded and self.recorder.is_written(tensor):
                 raise WeightsMismatchError(
                     f"{type(self.model).__name__} writes {name} past its loader, where vLLM's "
@@ -286,10 +288,15 @@ def _is_reloaded_last(module: torch.nn.Module) -> bool:
     )
 
 
+def _has_no_rows(module: Any) -> bool:
+    """Whether this is a small vocabulary's embedding or head, of which a rank has padding alone."""
+    return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements
+
+
 def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield a layer's own tensors that may be missing: reload fills them, or leaves them alone."""
     own = [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
-    yield from own if has_optional_scales(module) else ()
+    yield from own if has_optional_scales(module) or _has_no_rows(module) else ()
     yield from (tensor for tensor in own if not _count_loadable(tensor))
     for name, buffer in module.named_buffers(recurse=False):
         if name in module._non_persistent_buffers_set or name in SKIP_TENSORS:  # noqa: SLF001
