@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import threading
@@ -206,7 +207,9 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def _write(self) -> None:
-        record = self._record = dataclasses.replace(self._record, updated_at=time.time())
+        # The later of two is told by it, so it goes on where the host's clock is put back.
+        now = max(time.time(), math.nextafter(self._record.updated_at, math.inf))
+        record = self._record = dataclasses.replace(self._record, updated_at=now)
         if self._file is None:
             _of_process[self.path] = self
             _remove_ended(self._store, record)

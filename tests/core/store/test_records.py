@@ -59,6 +59,17 @@ def test_what_is_set_is_in_the_store_when_it_is_written(made):
     assert read(made) == record.current
 
 
+def test_a_later_record_has_a_later_time_also_where_the_clock_is_put_back(made, monkeypatch):
+    record, times = RecordFile(made, "one"), []
+    for seconds in (0.0, -3600.0, -3600.0, 1.0):
+        now = time.time() + seconds
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda now=now: now)
+            record.write()
+        times.append(read(made).updated_at)
+    assert times == sorted(set(times))
+
+
 def test_a_store_that_is_not_there_yet_gets_the_record_later(store, caplog):
     record = RecordFile(store, "one")
     record.write(applied_version=1)
