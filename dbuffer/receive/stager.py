@@ -155,6 +155,7 @@ class Stager(ProcessBound):
         applied: version up to which nothing need be staged from the start.
         new_history: ``"follow"``: where the store was started over, stage what it holds now.
             ``"refuse"``: that is a problem with every version, until this stager is closed.
+        on_found: called in the stager's thread with each version, before it is staged.
 
     Raises:
         OptionError: an option is invalid.
@@ -171,6 +172,7 @@ class Stager(ProcessBound):
         version: int | None = None,
         applied: int | None = None,
         new_history: NewHistory = "refuse",
+        on_found: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         options.choice("copy", copy, (True, False, "auto"))
@@ -182,6 +184,7 @@ class Stager(ProcessBound):
         self._check = check
         self._checked: Layout | None = None
         self._prepare = prepare
+        self._on_found = on_found
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._version = version
@@ -387,6 +390,8 @@ class Stager(ProcessBound):
             with self._loop.attempt():
                 version = self._loop.wait(newer_than, exactly=exactly, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
+                    if self._on_found is not None:
+                        self._on_found()
                     try:
                         self._stage(version, is_exact=exactly is not None)
                     except errors.SnapshotEvictedError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
 from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
@@ -53,6 +54,7 @@ def wait_applied(
             if record.part_of is None and (names is None or record.receiver in names):
                 by_id.setdefault(record.receiver, []).append(record)
         waiting, num_applied = [], 0
+        ranks = _ranks_in(everything)
         for records in by_id.values():
             by_id[records[0].receiver] = counted = wait.counted(records)
             behind = [record for record in counted if not wait.has_applied(record)]
@@ -62,12 +64,15 @@ def wait_applied(
             return
         store.require_writer(writer)
         for record in waiting if names is not None else ():
-            of_same = (record.receiver, record.token)
-            ranks = [rank for rank in everything if (rank.part_of, rank.token) == of_same]
-            wait.require_able(record, ranks)
+            wait.require_able(record, ranks[record.receiver, record.token])
         left = deadline - time.monotonic()
         if left <= 0:
-            states = [wait.state(record) for records in by_id.values() for record in records]
+            states = [
+                wait.state(record, ranks[record.receiver, record.token])
+                for records in by_id.values()
+                for record in records
+            ]
+            states += [f"{name} has not come" for name in sorted((names or set()) - by_id.keys())]
             so_far = ", ".join(states) or "no receiver came yet"
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
@@ -115,21 +120,22 @@ class _Wait:
         living = [record for record in records if self._store.may_live(record)]
         return living or [max(records, key=lambda record: record.updated_at)]
 
-    def state(self, record: ReceiverRecord) -> str:
-        """The state of a receiver in a few words, with what keeps it from the version."""
+    def state(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> str:
+        """The state of a receiver in a few words, with what keeps it from the version.
+
+        ``ranks``: the records of its ranks, if it is an engine.
+        """
         verb = "stays" if record.stays_below(self._version) else "is"
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
-        if record.has_problem_with(self._version, self._writer.history):
-            return f"{state}, because of: {record.problem}"
+        for each in (record, *ranks):
+            if each.has_problem_with(self._version, self._writer.history):
+                return f"{state}, because of: {each.problem}"
         return state
 
-    def require_able(self, record: ReceiverRecord, ranks: list[ReceiverRecord]) -> None:
-        """Raise if a receiver will not apply the version: it stays below, cannot, or has ended.
-
-        ``ranks``: the records of its ranks, if it is an engine.
-        """
+    def require_able(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> None:
+        """Raise if a receiver will not apply the version: it stays below, cannot, or has ended."""
         version, started_at = self._version, self._writer.started_at
         if record.stays_below(version):
             raise ReceiverFailedError(
@@ -157,6 +163,17 @@ class _Wait:
         now = time.monotonic()
         seen_at = self._noted_at.setdefault((record.receiver, record.token, state), now)
         return now - seen_at >= limit_s
+
+
+def _ranks_in(
+    records: Sequence[ReceiverRecord],
+) -> Mapping[tuple[str, str], Sequence[ReceiverRecord]]:
+    """Return the records of engines' ranks, by their engine's id and token."""
+    ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
+    for record in records:
+        if record.part_of is not None:
+            ranks[record.part_of, record.token].append(record)
+    return ranks
 
 
 def _at(record: ReceiverRecord, noun: str = "") -> str:

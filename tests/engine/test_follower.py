@@ -83,6 +83,17 @@ def other_store(shm_path: Path) -> str:
     return str(shm_path / "other")
 
 
+def test_first_version_of_a_store_that_comes_later_does_not_fit(store, engine_id, caplog):
+    """When the engine began, there was no store to write its record into."""
+    with Scene(store, engine_id, caplog).background(), dbuffer.WeightSender(store) as sender:
+        sender.send({"another": torch.ones(3)})
+        with pytest.raises(dbuffer.ReceiverFailedError, match="not this model's tensors"):
+            sender.wait_applied(1, receivers=[engine_id], timeout_s=WAIT_S)
+        because = f"{engine_id} is at no version, because of: .*not this model's tensors"
+        with pytest.raises(dbuffer.WaitTimeoutError, match=because):
+            sender.wait_applied(1, receivers=1, timeout_s=0)
+
+
 @pytest.mark.timing(rank_gone_s=0.1)
 def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(scene):
     engine = scene.engine

@@ -88,6 +88,11 @@ class RankReceiver:
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         receiver.reader.share()
+        # The engine's own record: what it serves. Its first rank keeps it.
+        self._record = RecordFile(receiver.store, engine_id)
+        is_ephemeral = instance_id in engine_id
+        self._record.set(token=token, is_ephemeral=is_ephemeral, only_version=options.version)
+        self._write_record()
         self._stager = Stager(
             receiver,
             check=self._model.check,
@@ -98,12 +103,8 @@ class RankReceiver:
             version=options.version,
             # The version to stay on need not be staged again, and would keep the sender waiting.
             applied=self._version if self._version == options.version else None,
+            on_found=self._show_engine,
         )
-        # The engine's own record: what it serves. Its first rank keeps it.
-        self._record = RecordFile(self._stager.store, engine_id)
-        is_ephemeral = instance_id in engine_id
-        self._record.set(token=token, is_ephemeral=is_ephemeral, only_version=options.version)
-        self._write_record()
 
     # Loads that are not dbuffer's
 
@@ -435,6 +436,11 @@ class RankReceiver:
         """Record why an update failed, where the engine passes no answer on."""
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
+
+    def _show_engine(self) -> None:
+        """Write the engine's record into a store that came after it: the version may not fit."""
+        if self.ranks.rank == 0 and not self._record.is_open:
+            self._record.write()
 
     def _write_record(self, stats: dict[str, float] | None = None) -> None:
         """Write what the model has into the engine's record; its first rank does."""
