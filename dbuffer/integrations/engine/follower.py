@@ -263,9 +263,16 @@ class Follower(Closing):
     def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
         record = view.readable_record()
-        if record is not None:
+        if record is not None and not self._is_put_back(record):
             with self._translating("report its version"):
                 self._adopt_record(record)
+
+    def _is_put_back(self, record: ReceiverRecord) -> bool:
+        """Whether a record is an earlier one of the engine: its store was restored from a copy."""
+        last = self._record
+        if last is None or record.attempt == last.attempt:
+            return False
+        return record.updated_at < last.updated_at
 
     def _adopt_record(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""

@@ -190,6 +190,26 @@ def test_going_back_does_not_take_the_next_runs_version_of_that_number(scene):
     assert scene.engine.version == NEW + 1
 
 
+def test_records_that_are_put_back_with_their_store_do_not_label_the_engine(scene, tmp_path):
+    """They say what the engine had when the store was copied."""
+    with scene.follower() as follower:
+        follower.sync()
+        shutil.copytree(scene.store, tmp_path / "before")
+        with dbuffer.WeightSender(scene.store) as sender:
+            sender.send(SMALL.weights(OLD + 1))
+        follower.sync()
+        remove_store(scene.store)
+        shutil.move(tmp_path / "before", scene.store)
+        for _ in range(2):
+            with pytest.raises(VersionRegressedError, match="from version 6 to 5"):
+                follower.sync()
+            assert scene.engine.serves == (OLD + 1, "6")
+            assert follower.applied == 6
+        with dbuffer.WeightSender(scene.store) as sender:
+            sender.send(SMALL.weights(NEW))
+        assert (follower.sync().version, scene.engine.serves) == (6, (NEW, "6"))
+
+
 @pytest.mark.parametrize("parts", [("CURRENT", "A", "B"), (".",)], ids=["versions", "all"])
 def test_a_number_of_which_a_store_lost_the_version_is_another_versions(scene, tmp_path, parts):
     """As in a power cut, or by a store that is put back: the trainer publishes it once more.
