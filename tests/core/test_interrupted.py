@@ -90,7 +90,7 @@ def test_interrupted_at_every_moment_of_a_publish(
             started = time.monotonic()
             with noting(number):
                 assert_goes_on(sender, flip.check(newest(store, verify=True)), pattern)
-            assert time.monotonic() - started < 12.0  # and not half a minute
+            assert time.monotonic() - started < 25.0  # and not half a minute
         shutil.rmtree(store)
     flip.check_all()
     record_property("senders interrupted at a moment of a publish", flip.moments)

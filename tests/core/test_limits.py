@@ -17,7 +17,7 @@ from dbuffer.mirror.mirror import Mirror
 from dbuffer.runtime.timing import TIMING
 from tests.support.children import Child
 from tests.support.patterns import load, publish
-from tests.support.waiting import error_of
+from tests.support.waiting import TIMEOUT_S, error_of
 
 NOBODY = 65534
 
@@ -62,10 +62,10 @@ def live_without_threads(connection: Connection, directory: Path, mount: str) ->
         publish(sender, 3)
         seen["loaded later"] = load(receiver)
         with mirror.start():
-            mirror.wait_until_current(10)
+            mirror.wait_until_current(TIMEOUT_S)
             seen["mirrored"] = load(reader)
             # Acknowledgements are relayed by a thread, which could not begin at first.
-            sender.wait_applied(3, receivers="reader", timeout_s=10)
+            sender.wait_applied(3, receivers="reader", timeout_s=TIMEOUT_S)
     connection.send(seen)
 
 

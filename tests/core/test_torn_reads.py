@@ -288,7 +288,9 @@ def test_no_reader_mixes_versions_or_goes_back(store, case, delta, record_proper
         assert counts["steps back"] == 0
     require_reads(read)
     assert sum(counts[detector] for counts in (written, *read)) > 0, "nothing was put to the test"
-    assert all(counts["concurrent copies"] > 0 for counts in (written, *read))
+    # On a busy machine one reader may have few reads, and each of them by one thread.
+    assert written["concurrent copies"] > 0
+    assert sum(counts["concurrent copies"] for counts in read) > 0
     if not layers.locks and layers.keeps_snapshots_whole:
         assert sum(counts["evicted"] for counts in read) > 0, "no snapshot was put to the test"
 

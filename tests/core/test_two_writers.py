@@ -25,7 +25,7 @@ from tests.support.moments import Step, at_step, stop
 from tests.support.patterns import OTHER, SMALL, newest, publish
 from tests.support.stores import contents
 
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 def send_twice(connection: Connection, store: Path) -> None:
@@ -171,7 +171,7 @@ def test_forked_child_cannot_publish_and_keeps_no_lock(store, in_a_publish):
         assert "fork" in parent.receive()
         parent.wait_until_stopped()
         parent.kill()
-        with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+        with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
             for version in (4, 5):
                 assert sender.send(SMALL.weights(version)).duration_s < SOON_S
         assert newest(store) == 5
@@ -184,7 +184,7 @@ def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
 
 
 def test_forked_child_of_a_receiver_keeps_no_lock(store):
-    with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+    with dbuffer.WeightSender(store, reader_timeout_s=60) as sender:
         sender.send(SMALL.weights(1))
         with Child(fork_with_a_snapshot, store) as parent:
             assert "fork" in parent.receive()

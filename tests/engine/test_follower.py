@@ -175,7 +175,9 @@ def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):
             sender.send(SMALL.weights(4))
             until("it is noticed", lambda: follower.error is not None)
             with nearly_idle():
-                until("it is tried again", lambda: scene.metrics()["retries_total"] >= 3)
+                until(
+                    "it is tried again", lambda: scene.metrics()["retries_total"] >= 3, every_s=0.02
+                )
     assert len(scene.lines()) <= 3
 
 
@@ -197,9 +199,10 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
         until("it is noticed", lambda: isinstance(follower.error, dbuffer.EngineUnreachableError))
         calls = engine.calls
         with nearly_idle():
-            until("four retries", lambda: scene.metrics()["retries_total"] >= 4)
-        during = scene.metrics()
-        assert engine.calls - calls <= 10
+            until("four retries", lambda: scene.metrics()["retries_total"] >= 4, every_s=0.02)
+        calls = engine.calls - calls
+        during = scene.metrics()  # with the retries up to these calls, or more
+        assert calls <= 2 * during["retries_total"] + 2
         [line] = scene.lines()
         assert str(away()) in line
         engine.error = None
@@ -823,9 +826,12 @@ class Lifespan:
 def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleNamespace]:
     """vLLM's client of an engine, whose place the scene's engine takes."""
     pytest.importorskip("starlette")
-    settings = {"store": str(scene.store), "timeout_s": 1, "poll_interval_s": 0.05, "plan": False}
-    given = EngineOptions.parse(settings)
-    monkeypatch.setattr(FOLLOW, lambda *_, **__: BackgroundFollower(Follower(scene.engine, given)))
+    settings = {"store": str(scene.store), "poll_interval_s": 0.05, "plan": False}
+
+    def follow(*_: Any, **__: Any) -> BackgroundFollower:
+        return BackgroundFollower(Follower(scene.engine, EngineOptions.parse(settings)))
+
+    monkeypatch.setattr(FOLLOW, follow)
     yield SimpleNamespace(
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(_api_process_count=1),
@@ -865,9 +871,10 @@ def test_server_does_not_start_whatever_goes_wrong(scene, client):
 
 def test_dummys_weights_are_not_served_when_no_version_comes_in_time(scene, client):
     client.vllm_config.load_config.load_format = "dummy"
+    client.vllm_config.additional_config["dbuffer"]["timeout_s"] = 0.5
     message = asyncio.run(refusal(client))
     assert str(scene.store) in message
-    assert "within 1 s" in message
+    assert "within 0.5 s" in message
 
 
 def test_engine_with_weights_of_its_own_is_ready_without_a_version(scene, client, monkeypatch):

@@ -33,7 +33,7 @@ preload("dbuffer.integrations.engine.rank_receiver")
 SIZE = 3
 BAD = 1
 TIMEOUT_S = 2.0
-SOON_S = 20.0
+SOON_S = 60.0
 NAME = "engine"
 UNFIT = "unfit"
 """A tensor that one of the ranks has no place for."""
@@ -42,9 +42,9 @@ UNFIT = "unfit"
 world = world_of(SIZE, "function")
 
 
-def ranks() -> RankChannel:
+def ranks(timeout_s: float = SOON_S) -> RankChannel:
     channel = RankChannel.of(Coordinator())
-    channel.timeout_s = TIMEOUT_S
+    channel.timeout_s = timeout_s
     return channel
 
 
@@ -56,8 +56,8 @@ def gather_stopped(rank: int) -> list[Any]:
     ranks().gather("meet", begins=True)
     if rank == BAD:
         os.kill(os.getpid(), signal.SIGSTOP)
-    ranks().gather("step")
-    return ranks().gather("another")
+    ranks(TIMEOUT_S).gather("step")
+    return ranks(TIMEOUT_S).gather("another")
 
 
 @pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
@@ -155,8 +155,7 @@ _state: list[tuple[Model, RankReceiver]] = []
 def start(rank: int, store: Path) -> None:
     mine = UnevenRank(Model(), ranks())
     endpoint = RankEndpoint()
-    endpoint.begin(lambda: mine, options(store, NAME, timeout_s=SOON_S))
-    endpoint.receiver.ranks.timeout_s = TIMEOUT_S
+    endpoint.begin(lambda: mine, options(store, NAME))
     _state.append((mine.model, endpoint.receiver))
 
 
@@ -166,6 +165,7 @@ def update(rank: int, version: int, stop_at: str = "") -> int | None:
     receiver._stager.take(version, timeout_s=SOON_S)
     receiver._stager.release()
     model.on_load = lambda: None
+    receiver.ranks.timeout_s = TIMEOUT_S if stop_at else SOON_S
     if rank == BAD and stop_at == "prepare":
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == BAD and stop_at == "load":
@@ -281,7 +281,7 @@ def test_ranks_that_took_different_versions_all_take_the_highest(world, store):
         sender.send(SMALL.weights(2))
         taken = store.with_name("taken")
         world.begin(update_apart, taken)
-        until("one rank has version 2", taken.exists, SOON_S)
+        until("one rank has version 2", taken.exists)
         sender.send(SMALL.weights(3))
         assert [world.outcome(rank) for rank in range(SIZE)] == [3] * SIZE
         sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
@@ -293,7 +293,7 @@ def test_ranks_that_took_different_versions_all_take_the_highest(world, store):
 def replica(connection: Connection, store: Path, instance_id: str) -> None:
     """An engine with its follower: tell what it serves, says, and is called, when asked."""
     engine = LightEngine(instance_id=instance_id)
-    with Follower(engine, options(store, NAME, timeout_s=SOON_S)) as follower:
+    with Follower(engine, options(store, NAME)) as follower:
         follower.start()
         connection.send((engine.version, follower.applied, follower.engine_id))
         while connection.recv() is not None:

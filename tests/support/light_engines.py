@@ -205,7 +205,7 @@ class LightEngine(Engine):
 
 
 def options(store: Path, engine_id: str = "engine", **more: Any) -> EngineOptions:
-    defaults = {"poll_interval_s": 0.05, "timeout_s": 5, "plan": False}
+    defaults = {"poll_interval_s": 0.05, "timeout_s": WAIT_S, "plan": False}
     return EngineOptions(store=str(store), engine_id=engine_id, **defaults | more)
 
 

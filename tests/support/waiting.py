@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 TIMEOUT_S = 120.0
-"""No child is waited for longer: a test that hangs must fail, and say where."""
+"""Nothing is waited for longer: a test that hangs must fail, and say where."""
 
 
 def until(
-    what: str, is_so: Callable[[], Any], timeout_s: float = 10.0, every_s: float = 0.005
+    what: str, is_so: Callable[[], Any], timeout_s: float = TIMEOUT_S, every_s: float = 0.005
 ) -> Any:
     """Wait until it is so; what it is then."""
     deadline = time.monotonic() + timeout_s

@@ -24,6 +24,7 @@ from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors
 from dbuffer.store.filesystem import Descriptor
 from tests.support.children import open_files
 from tests.support.patterns import assert_same, bits, checksum_of, odd_tensors, random_bits
+from tests.support.waiting import TIMEOUT_S
 
 EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
 LONG = [SPAN_BYTES - 64, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES + 17]
@@ -250,7 +251,7 @@ def test_a_read_that_fails_ends_all_threads_before_it_is_told(files, monkeypatch
             gate.set()
             raise OSError(number, os.strerror(number))
         running.add(offset)
-        gate.wait(10)
+        gate.wait(TIMEOUT_S)
         time.sleep(0.02)
         try:
             return preadv(descriptor, buffers, offset)

@@ -37,7 +37,7 @@ from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.object_store import FAULTS, FaultyProxy, Hold, Request, lose_answer
 from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, Sparse, newest
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
@@ -91,7 +91,7 @@ class Way:
         """Send a version, and see it arrive whole."""
         self.sender.send(pattern.weights(version), version=version, **options)
         for each in (self.up, self.down):
-            each.wait_until_current(20)
+            each.wait_until_current(TIMEOUT_S)
         assert_copied(self.local, pattern, version)
 
     @property
@@ -103,7 +103,7 @@ def send(sender: dbuffer.WeightSender, up: Mirror, *versions: int, pattern: Patt
     """Send versions, of which the mirror into the bucket copies each."""
     for version in versions:
         sender.send(pattern.weights(version))
-        up.wait_until_current(20)
+        up.wait_until_current(TIMEOUT_S)
 
 
 def assert_copied(local: Path, pattern: Pattern, version: int) -> None:
@@ -159,7 +159,7 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
     weights = {f"odd {index}": torch.arange(100_001) * index for index in range(3)}
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         sender.send(weights)
-        up.wait_until_current(20)
+        up.wait_until_current(TIMEOUT_S)
     record, manifest = record_of(bucket), manifest_of(remote)
     [weights_file] = (remote / DoubleBuffer(remote).pointer().buffer).glob(manifest.file)
     parts = {name: each for name, each in bucket.list("").items() if "/weights/" in name}
@@ -168,7 +168,7 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
     assert b"".join(contents) == weights_file.read_bytes()
     seen: list[tuple[int, int]] = []
     with mirror(bucket.url, local, progress=lambda *at: seen.append(at)) as down:
-        down.wait_until_current(20)
+        down.wait_until_current(TIMEOUT_S)
     total = manifest.checksums_offset
     assert max(seen) == (total, total)
 
@@ -235,7 +235,7 @@ def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
             way.carry(version, pattern)
         way.sender.send(weights)
         for each in (way.up, way.down):
-            each.wait_until_current(20)
+            each.wait_until_current(TIMEOUT_S)
     with dbuffer.WeightReceiver(local) as receiver, receiver.open(timeout_s=5) as snapshot:
         assert {name: tensor.tolist() for name, tensor in snapshot.tensors.items()} == {
             name: tensor.tolist() for name, tensor in weights.items()
@@ -348,7 +348,7 @@ def test_a_version_that_was_lost_is_not_taken_for_another_one_of_its_number(remo
     with dbuffer.WeightSender(remote) as sender:
         assert sender.send(SMALL.weights(3)).version == 2
         with mirror(remote, bucket.url) as up, pytest.raises(dbuffer.OptionError):
-            up.wait_until_current(10)
+            up.wait_until_current(TIMEOUT_S)
 
 
 # Writers
@@ -473,12 +473,12 @@ def test_a_sender_hears_of_readers_behind_the_bucket(remote, local, bucket_url, 
     with Way(remote, bucket_url, local) as way:
         for version in (1, 2, 3):
             way.sender.send(SMALL.weights(version), metadata={"step": version})
-            with far.open(version - 1, timeout_s=20) as snapshot:
+            with far.open(version - 1, timeout_s=TIMEOUT_S) as snapshot:
                 assert snapshot.version == version
                 with pytest.raises(dbuffer.WaitTimeoutError):
                     way.sender.wait_applied(version, receivers=["far"], timeout_s=0)
             far.acknowledge(version)
-            way.sender.wait_applied(version, receivers=["far"], timeout_s=20)
+            way.sender.wait_applied(version, receivers=["far"], timeout_s=TIMEOUT_S)
         record = DoubleBuffer(remote).receiver("far")
         assert (record.is_relayed, record.metadata) == (True, {"step": 3})
         far.close()
@@ -494,9 +494,9 @@ def test_after_a_version_acknowledgements_are_looked_for_soon(
         for version in (1, 2):
             num_before = len(proxy.requests)
             way.sender.send(SMALL.weights(version))
-            with far.open(version - 1, timeout_s=20):
+            with far.open(version - 1, timeout_s=TIMEOUT_S):
                 pass
-            way.sender.wait_applied(version, receivers=["far"], timeout_s=20)
+            way.sender.wait_applied(version, receivers=["far"], timeout_s=TIMEOUT_S)
     requests = [each for each in proxy.requests[num_before:] if "/receivers/" in each.path]
     assert [each.method for each in requests].count("PUT") == 2  # and one as it ended
 
@@ -507,18 +507,22 @@ def mirror_for_ever(connection: Connection, source: Path | str, target: Path | s
         connection.recv()
 
 
-@pytest.mark.timing(bucket_presumed_dead_after_s=0.5, bucket_heartbeat_s=0.1)
-def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far):
+@pytest.mark.timing(bucket_heartbeat_s=0.1)
+def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, timing):
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url):
         sender.send(SMALL.weights(1))
         with Child(mirror_for_ever, bucket_url, local) as child:
             child.receive()
-            with far.open(timeout_s=20):
+            with far.open(timeout_s=TIMEOUT_S):
                 pass
             far.acknowledge(1)
-            sender.wait_applied(1, receivers=["far"], timeout_s=20)
+            sender.wait_applied(1, receivers=["far"], timeout_s=TIMEOUT_S)
             child.kill()
+        timing.bucket_presumed_dead_after_s = 0.5
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
+
+
+NUM_POLLS = 40
 
 
 def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url):
@@ -528,17 +532,17 @@ def test_idle_mirrors_make_few_requests(remote, local, proxy, bucket_url):
         is_look = request.path.endswith(POINTER_OBJECT) or "list-type" in request.query
         return request.method == "GET" and is_look
 
-    def are_polls(first: int) -> bool:
-        return all(map(is_poll, proxy.requests[first:]))
-
     with Way(remote, bucket_url, local) as way:
         way.carry(1)
-        until("records are put", lambda: are_polls(max(0, len(proxy.requests) - 20)))
-        before = len(proxy.requests)
-        until("time passes", lambda: len(proxy.requests) > before + 20)
-        assert are_polls(before)
-        polls = [each for each in proxy.requests[before:] if each.path.endswith(POINTER_OBJECT)]
-        assert {each.status for each in polls} <= {304, None}  # the last one is in flight
+
+        def last_ones() -> list[Request]:
+            """The last requests, if they are polls, and so many that nothing comes between."""
+            last = proxy.requests[-NUM_POLLS:]
+            return last if len(last) == NUM_POLLS and all(map(is_poll, last)) else []
+
+        last = until("records are put, and then no more", last_ones)
+        polls = [each for each in last if each.path.endswith(POINTER_OBJECT)]
+        assert {each.status for each in polls} <= {304, None}  # the last ones are in flight
 
 
 def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
@@ -547,9 +551,9 @@ def test_a_mirror_counts_its_requests(remote, local, proxy, bucket_url):
         with mirror(remote, bucket_url) as up:
             send(sender, up, 1)
         with mirror(bucket_url, local) as down:
-            down.wait_until_current(20)
+            down.wait_until_current(TIMEOUT_S)
         with mirror(remote, local.with_name("other")) as beside:
-            beside.wait_until_current(20)
+            beside.wait_until_current(TIMEOUT_S)
     assert sum(up.requests.values()) + sum(down.requests.values()) == len(proxy.requests)
     assert up.requests["put"] == sum(
         each.method == "PUT" and "receivers" not in each.path for each in proxy.requests
@@ -595,11 +599,11 @@ def test_other_ways_to_a_mirror(remote, local, bucket_url):
     with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket_url) as up:
         send(sender, up, 1, pattern=SMALL)
     with mirror(remote.as_uri(), local.as_uri()) as copying:
-        copying.wait_until_current(20)
+        copying.wait_until_current(TIMEOUT_S)
     assert newest(local) == 1
     other = local.with_name("other")
     with start_mirror(bucket_url, other, poll_interval_s=POLL_S) as down:
-        down.wait_until_current(20)
+        down.wait_until_current(TIMEOUT_S)
     assert newest(other) == 1
 
 
@@ -627,8 +631,9 @@ def test_each_poll_of_a_mirror_has_an_interval_of_its_own(bucket_url, tmp_path, 
         until("three intervals", lambda: uniform.mock_calls.count(call(0.75, 1.25)) >= 3)
 
 
-@pytest.mark.timing(bucket_grace_s=1.5)
-def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(remote, bucket):
+def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(
+    remote, bucket, timing
+):
     """Also if no mirror runs for as long."""
 
     def put(*versions: int) -> list[int]:
@@ -640,7 +645,8 @@ def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(rem
 
     with dbuffer.WeightSender(remote, checksum=True) as sender:
         one, two, three, four = put(1, 2, 3, 4)
-        time.sleep(2.5)  # the service's clock, in whole seconds
+        time.sleep(1.1)  # by the service's clock, a second at least: it has whole ones
         five = put(5)[-1]
         assert one < two < three < four < five
+        timing.bucket_grace_s = 0.5
         assert put(6)[:-1] == [three, four, five]

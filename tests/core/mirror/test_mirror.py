@@ -32,6 +32,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, _id_of, start_mirror
 from dbuffer.publish.publication import Publication
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.liveness import Process
@@ -53,13 +54,15 @@ from tests.support.stores import (
     small_disk,
     without_flock,
 )
-from tests.support.waiting import meanwhile, until
+from tests.support.waiting import TIMEOUT_S, meanwhile, until
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
 LONG_BYTES = 9 * MEGABYTE
 DISK_BYTES = 24 * MEGABYTE  # holds two of them, and no third
 POLL_S = 0.05
+SOON_S = 30.0
+"""Bound of what takes a moment, on a machine that is busy."""
 
 
 def publish(store: Path, *versions: int, pattern: Pattern = SMALL, **options: Any) -> None:
@@ -74,14 +77,14 @@ def quick(remote: Path, local: Path, **options: Any) -> Mirror:
 
 def arrives(one: Mirror, local: Path, version: int, *patterns: Pattern) -> None:
     """See that a mirror copies the newest version, whole."""
-    one.wait_until_current(10)
+    one.wait_until_current(TIMEOUT_S)
     assert newest(local, *patterns, verify=True) == version
 
 
 def mirror_once(remote: Path, local: Path) -> None:
     """Copy the newest version."""
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
 
 
 def serve(connection: Connection, remote: Path, local: Path, options: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ def test_a_copy_that_gets_a_sender_is_another_history(capsys, remote, local):
     with dbuffer.WeightSender(remote) as sender, quick(remote, local).start() as mirror:
         for version in (1, 2):
             sender.send(SMALL.weights(version))
-            mirror.wait_until_current(30)
+            mirror.wait_until_current(TIMEOUT_S)
     code, _, err = call(capsys, "rollback", local, 1)
     assert code == 2
     assert "roll back where it is published" in err
@@ -225,7 +228,7 @@ class Gate:
 
     def __call__(self, copied: Publication) -> None:
         if copied.version in self._versions:
-            assert self._open.wait(10)
+            assert self._open.wait(TIMEOUT_S)
 
 
 def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
@@ -247,7 +250,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote, local):
         arrives(one, local, 20)
     assert told == [(10, 10, 1, 10), (20, 20, 2, 20)]
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         assert one.version == 20, "found published"
 
 
@@ -259,14 +262,14 @@ def test_what_on_copied_raises_reaches_who_waits(remote, local, kind):
     publish(remote, 1)
     with quick(remote, local, on_copied=on_copied).start() as one:
         with pytest.raises(kind):
-            one.wait_until_current(10)
+            one.wait_until_current(TIMEOUT_S)
 
 
 def test_a_store_that_comes_later(remote, local):
     with quick(remote, local).start() as one:
         assert one.is_elected
         assert one.version is None
-        one.wait_until_current(1)  # there is nothing to wait for
+        one.wait_until_current(TIMEOUT_S)  # there is nothing to wait for
         time.sleep(2 * POLL_S)
         publish(remote, 1)
         arrives(one, local, 1)
@@ -288,7 +291,7 @@ def test_progress_stats_and_metrics(remote, local):
     publish(remote, 5, pattern=LONG)
     with quick(remote, local, progress=lambda *at: seen.append(at)).start() as one:
         metrics.register(one, registry)
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         until("it says so", lambda: one.stats["copied"] == 1)
         assert one.stats["copied_bytes"] == LONG_BYTES
         assert one.stats["copy_s"] > 0
@@ -314,11 +317,11 @@ def test_nothing_is_left_behind(remote, local):
     publish(remote, 1, pattern=LONG)
     threads, files = set(threading.enumerate()), open_below(remote.parent)
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         publish(remote, 2, 3)
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
     one.close()  # once more is fine
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
     assert open_below(remote.parent) == files
     assert_tidy(local)
     assert_tidy(remote)
@@ -434,7 +437,7 @@ def test_a_damaged_local_buffer_is_not_built_upon(remote, local, mount, checksum
     ):
         for version in range(1, 8):
             sender.send(SPARSE.weights(version))
-            one.wait_until_current(10)
+            one.wait_until_current(TIMEOUT_S)
             assert newest(local) == version
             if version == 4:
                 double = DoubleBuffer(local)
@@ -468,21 +471,31 @@ def damaged_on_the_way(
         yield one
 
 
-def test_a_damaged_version_is_not_published(remote, local, caplog):
+@pytest.mark.timing(retry_min_s=0.02)
+def test_a_damaged_version_is_not_published(remote, local, caplog, monkeypatch):
     """The next one is, at once, however often this one was tried."""
+    note_failure = FollowLoop._note_failure
+
+    def note(loop: FollowLoop, error: Exception) -> None:
+        note_failure(loop, error)
+        if one.stats["failures"] == 4:  # no more until the test is over
+            loop.failure = replace(loop.failure, retry_at=time.monotonic() + 1000)
+
+    monkeypatch.setattr(FollowLoop, "_note_failure", note)
     with damaged_on_the_way(remote, local) as one:
-        until("it was tried four times", lambda: one.stats["failures"] >= 4)  # next in 4 s
+        until("it was tried four times", lambda: one.stats["failures"] == 4)
         assert newest(local, verify=True) == 1
         problem = mirror_record(remote).problem
         assert problem.startswith("StoreCorruptError: ")
         assert "was damaged after it was published" in problem
-        told = [r for r in caplog.records if r.levelno >= logging.ERROR]
+        told = [
+            r for r in caplog.records if r.levelno >= logging.ERROR and str(remote) in r.message
+        ]
         assert len(told) == 1, "it is told once"
         until("half a version is removed", lambda: len(list(local.glob("?/weights-*"))) == 1)
         publish(remote, 3)
-        started = time.monotonic()
         arrives(one, local, 3)
-        assert time.monotonic() - started < 3
+        assert one.stats["failures"] == 4
         until("it is forgotten", lambda: mirror_record(remote).problem is None)
     assert_tidy(local)
 
@@ -508,7 +521,7 @@ def test_a_full_local_store_is_tried_again(remote, disk):
     local = disk / "local"
     publish(remote, 1)
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         filler = fill(disk, leave_bytes=MEGABYTE)
         publish(remote, 2, pattern=LONG)
         until("it is noted", lambda: one.stats["failures"] and mirror_record(remote).problem)
@@ -563,21 +576,21 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
     publish(remote, 5)
     target = SMALL.empty()
     with quick(remote, local).start() as one, dbuffer.WeightReceiver(local) as receiver:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         assert receiver.load_into(target) == 5
         remove_store(remote)
         with dbuffer.WeightSender(remote) as sender:
             sender.send(SMALL.weights(3), version=version)
-            one.wait_until_current(10)
+            one.wait_until_current(TIMEOUT_S)
             with pytest.raises(dbuffer.VersionRegressedError):
                 receiver.load_into(target)
             assert SMALL.version_of(target) == 5
             receiver.start_over()
             assert receiver.load_into(target) == version
             assert SMALL.version_of(target) == 3
-            sender.wait_applied(version, receivers=[receiver.receiver_id], timeout_s=10)
+            sender.wait_applied(version, receivers=[receiver.receiver_id], timeout_s=TIMEOUT_S)
             sender.send(SMALL.weights(4))
-            one.wait_until_current(10)
+            one.wait_until_current(TIMEOUT_S)
             assert receiver.load_into(target) == version + 1
         assert_tidy(local)
     said = [record for record in caplog.records if "(mirroring it)" in record.message]
@@ -592,12 +605,12 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
     publish(backup, *again)  # before the mirror can tell the sender of what was lost
     publish(remote, 2, 3)
     with quick(remote, local).start() as running:
-        running.wait_until_current(10)
+        running.wait_until_current(TIMEOUT_S)
         shutil.rmtree(remote)
         backup.rename(remote)
         if again:
             with pytest.raises(dbuffer.OptionError):
-                running.wait_until_current(10)
+                running.wait_until_current(TIMEOUT_S)
     message = refused(remote, local, Mirror.run)
     assert str(remote) in message
     assert message.endswith("? Name another target")  # it has what the source lost
@@ -608,7 +621,7 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
 def test_a_local_store_that_was_removed_is_made_anew(remote, local, what):
     publish(remote, 1)
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         shutil.rmtree(local)
         if what == "contents":
             local.mkdir(mode=0o700)
@@ -688,10 +701,10 @@ def test_killed_at_any_moment_of_a_copy(
             quick(remote, local).start() as one,
         ):
             for later in (last + 1, last + 2):  # into both buffers
-                one.wait_until_current(10)
+                one.wait_until_current(TIMEOUT_S)
                 assert newest(local, verify=True) == later - 1
                 sender.send(SPARSE.weights(later) if delta else SMALL.weights(later))
-            one.wait_until_current(10)
+            one.wait_until_current(TIMEOUT_S)
         assert newest(local, verify=True) == last + 2
         if mount != "network":
             assert_tidy(local)
@@ -753,7 +766,7 @@ def test_one_of_three_is_elected_and_another_takes_over(remote, local):
             killed_at = time.monotonic()
             publish(remote, version)
             until("another copies it", lambda at=version: newest(local) == at)
-            assert time.monotonic() - killed_at < 5
+            assert time.monotonic() - killed_at < SOON_S
             elected = {child: ask(child, "is_elected") for child in elected}
         assert newest(local, verify=True) == 3
 
@@ -762,15 +775,15 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local, shm_
     """At once, also while the network is away."""
     publish(remote, 1)
     with quick(remote, local).start() as first:
-        first.wait_until_current(10)
+        first.wait_until_current(TIMEOUT_S)
         with quick(remote, local).start() as second:
             assert not second.is_elected
-            second.wait_until_current(10)  # the other one brings it
+            second.wait_until_current(TIMEOUT_S)  # the other one brings it
             publish(remote, 2)
-            second.wait_until_current(10)
+            second.wait_until_current(TIMEOUT_S)
             started = time.monotonic()
-        assert time.monotonic() - started < 5
-        first.wait_until_current(10)  # it has told of it, too
+        assert time.monotonic() - started < SOON_S
+        first.wait_until_current(TIMEOUT_S)  # it has told of it, too
         assert (first.version, second.version) == (2, None)
         assert second.stats["copied"] == 0
     with dbuffer.WeightReceiver(local) as receiver, receiver.open():
@@ -779,7 +792,7 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote, local, shm_
             started = time.monotonic()
             with quick(remote, local).start() as second:
                 assert not second.is_elected
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < SOON_S
     assert newest(local) == 2
 
 
@@ -827,7 +840,7 @@ def test_two_remote_stores_do_not_share_a_local_one(remote, local, another):
     publish(remote, 50)
     publish(another, 1)
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         assert str(local) in refused(another, local)
         assert newest(local) == 50
 
@@ -836,9 +849,9 @@ def test_a_mirror_that_became_a_trainers_own_store_is_not_touched(remote, local,
     """What was published there since is in no other place."""
     publish(remote, 1, 2)
     with quick(remote, local).start() as one:
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
         publish(remote, 3)
-        one.wait_until_current(10)
+        one.wait_until_current(TIMEOUT_S)
     publish(another, 1)
     with dbuffer.WeightSender(local) as sender:
         sender.send(SMALL.weights(4))
@@ -898,12 +911,12 @@ def test_one_store_through_two_mounts_stands_idle(remote, shm_path):
             with pytest.raises(dbuffer.OptionError, match=str(local)):
                 one.run()
         with start_mirror(remote, local) as one:
-            one.wait_until_current(5)
-            one._thread.join(5)
+            one.wait_until_current(TIMEOUT_S)
+            one._thread.join(TIMEOUT_S)
             assert not one.is_elected
             assert contents(remote, "mirror.lock", "receivers") == before
             publish(remote, 2)
-            one.wait_until_current(5)
+            one.wait_until_current(TIMEOUT_S)
             assert newest(local) == newest(remote) == 2
     finally:
         subprocess.run(["umount", "--lazy", str(local)], check=True)
@@ -957,7 +970,9 @@ def test_the_command_serves_metrics(remote, local, command):
     publish(remote, 3)
     with command(remote, local, "--json", "--metrics-port", port) as process:
         assert json.loads(process.line(0))["version"] == 3
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S
+        ) as answer:
             text = answer.read().decode()
         assert "dbuffer_mirror_version 3.0" in text
         assert "dbuffer_mirror_elected 1.0" in text

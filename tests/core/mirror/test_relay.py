@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child
 from tests.support.patterns import SMALL, newest
-from tests.support.waiting import Gate, until
+from tests.support.waiting import TIMEOUT_S, Gate, until
 
 POLL_S = 0.05
 
@@ -65,7 +64,7 @@ def load_each(connection: Connection, store: Path, name: str) -> None:
     target = SMALL.empty()
     with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
         while (version := connection.recv()) is not None:
-            assert receiver.wait_for_version(version - 1, 20) == version
+            assert receiver.wait_for_version(version - 1, TIMEOUT_S) == version
             assert receiver.load_into(target) == version == SMALL.version_of(target)
             connection.send(version)
 
@@ -92,7 +91,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
             for reader in readers.values():
                 assert reader.receive() == version
             for receivers in (["near", "far"], 2):
-                sender.wait_applied(version, receivers=receivers, timeout_s=20)
+                sender.wait_applied(version, receivers=receivers, timeout_s=TIMEOUT_S)
             metadata = {"step": version} if version > 1 else {}
             assert record_of(stores[0], "far").metadata == metadata
             assert newest(stores[3], verify=True) == version
@@ -103,7 +102,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
         readers["near"].kill()
         sender.send(SMALL.weights(4))
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"near .*\b3\b"):
-            sender.wait_applied(4, receivers=["near"], timeout_s=20)
+            sender.wait_applied(4, receivers=["near"], timeout_s=TIMEOUT_S)
 
 
 def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
@@ -129,22 +128,22 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
 
         def read_and_wait() -> list[ReceiverRecord]:
             found = receivers()
-            gate.hold_up(20)
+            gate.hold_up(TIMEOUT_S)
             return found
 
         relay._reader.receivers = read_and_wait
-        assert gate.is_there.wait(10)  # and what it has read says version 1
+        assert gate.is_there.wait(TIMEOUT_S)  # and what it has read says version 1
         reader.send()
         assert reader.wait() == 0
         sender.send(SMALL.weights(2))
         with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
         gate.may_go_on.set()
-        sender.wait_applied(2, receivers=["rank"], timeout_s=20)
+        sender.wait_applied(2, receivers=["rank"], timeout_s=TIMEOUT_S)
         until("its end is told", lambda: record_of(remote).has_ended)
         assert record_of(remote).applied_version == 2
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"\b2\b"):
-            sender.wait_applied(3, receivers=["rank"], timeout_s=20)
+            sender.wait_applied(3, receivers=["rank"], timeout_s=TIMEOUT_S)
 
 
 def test_what_concerns_the_sender_is_relayed(relay, remote, local):
@@ -161,7 +160,7 @@ def test_what_concerns_the_sender_is_relayed(relay, remote, local):
         record.write(part_of=None, problem="out of memory", problem_version=2)
         until("its problem is relayed", lambda: record_of(remote).problem)
         with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
-            sender.wait_applied(2, receivers=["rank"], timeout_s=20)
+            sender.wait_applied(2, receivers=["rank"], timeout_s=TIMEOUT_S)
     record.remove()
     until("it has gone", lambda: record_of(remote) is None)
 
@@ -211,16 +210,16 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     time.sleep(3 * TIMING.relay_s)
     (remote / "away").rename(receivers)
     relayed(remote)
-    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert str(remote) not in caplog.text
     # A directory where the record should be: what cannot be replaced.
     record.remove()
     until("it has gone", lambda: record_of(remote) is None)
     (receivers / record.path.name).mkdir()
     record.write(applied_version=2)
-    until("it is told", lambda: caplog.records)
+    until("it is told", lambda: str(remote) in caplog.text)
     time.sleep(3 * TIMING.relay_s)
-    assert len(caplog.records) == 1
-    assert "cannot relay acknowledgements to" in caplog.text
+    [line] = [message for message in caplog.messages if str(remote) in message]
+    assert "cannot relay acknowledgements to" in line
     (receivers / record.path.name).rmdir()
     relayed(remote)
 
@@ -236,11 +235,11 @@ def test_a_mirror_that_is_killed_and_started_again_carries_on(remote, local):
             assert reader.receive() == 1
             assert record_of(remote) is None
             with mirrored(remote, local):  # there is nothing new to copy
-                sender.wait_applied(1, receivers=["rank"], timeout_s=20)
+                sender.wait_applied(1, receivers=["rank"], timeout_s=TIMEOUT_S)
 
 
 def mirror_for_ever(connection: Connection, remote: Path, local: Path) -> None:
     with mirrored(remote, local) as mirror:
-        mirror.wait_until_current(10)
+        mirror.wait_until_current(TIMEOUT_S)
         connection.send("current")
         connection.recv()

@@ -36,6 +36,7 @@ from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SPARSE, Pattern, assert_same, newest, received
 from tests.support.soak import in_turn
 from tests.support.stores import fill, named_files, small_disk, version_files
+from tests.support.waiting import TIMEOUT_S
 
 Tensors = dict[str, torch.Tensor]
 
@@ -237,7 +238,7 @@ def test_a_sender_builds_upon_no_version_that_is(store, mount, earlier, caplog, 
         assert publish(second, 5)[0] is not None
     assert newest(store, verify=checksum) == 5
     assert ("damaged after it was published" in caplog.text) == (earlier == "damaged")
-    assert bool(caplog.records) == (earlier == "damaged")
+    assert (str(store) in caplog.text) == (earlier == "damaged")
 
 
 def test_deltas_that_others_can_write_to_are_refused_and_not_built_upon(
@@ -326,7 +327,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
     with monkeypatch.context() as patch:
         patch.setattr(delta_chain, "encode_delta", encode_and_change)
         with pytest.raises(dbuffer.InvalidWeightsError if is_found else KeyError):
-            sender.send(weights, wait=False).wait(10)
+            sender.send(weights, wait=False).wait(TIMEOUT_S)
     assert newest(store, verify=True) == 2
     assert version_files(store) <= named_files(store), "its delta was left"
     with pytest.raises(dbuffer.VersionError):
@@ -363,7 +364,7 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
             step()
             with monkeypatch.context() as patch:
                 patch.setattr(holder, name, and_step)
-                assert sender.send(weights, wait=False).wait(10).delta_bytes is not None
+                assert sender.send(weights, wait=False).wait(TIMEOUT_S).delta_bytes is not None
             for _ in range(2):
                 assert sender.send(weights).delta_bytes is not None
                 with reader.open() as snapshot:

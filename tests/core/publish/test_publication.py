@@ -30,7 +30,7 @@ from dbuffer.publish.draft import Draft
 from tests.support import ROOT
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
-from tests.support.waiting import Gate, until
+from tests.support.waiting import TIMEOUT_S, Gate, until
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
@@ -371,18 +371,27 @@ def test_what_was_sent_last_is_published_though_the_process_ends(store):
 
 
 ENDS_WITHOUT_WAITING = """
-import sys, torch, dbuffer
+import sys, threading, torch, dbuffer
+from dbuffer.publish.draft import Draft
 
-weights = {"a": torch.ones(1 << 24)}
+fill, have_changed = Draft.fill, threading.Event()
+
+def filled(draft, *args):
+    fill(draft, *args)
+    have_changed.wait()
+
+Draft.fill = filled
+weights = {"a": torch.ones(1 << 20)}
 sender = dbuffer.WeightSender(sys.argv[1])
 sender.send(weights, wait=False)
 weights["a"].add_(1)
+have_changed.set()
 """
 
 
 def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store):
     command = [sys.executable, "-c", ENDS_WITHOUT_WAITING, str(store)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stderr.count("changed while they were being published") == 1
     assert newest(store) is None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import shutil
 import signal
 import sys
@@ -125,9 +124,9 @@ def resident(model: Patterned, store: Path) -> Iterator[ResidentModel]:
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning so far."""
-    return lambda: [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+def warnings(store: Path, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged as a warning of the store so far."""
+    return lambda: [message for message in caplog.messages if str(store) in message]
 
 
 # What it publishes

@@ -334,7 +334,7 @@ def test_waiting_ends_at_once_when_the_store_is_removed(sender, store, receivers
         waiting = pool.submit(sender.wait_applied, 1, receivers=receivers, timeout_s=60)
         shutil.rmtree(store)
         with pytest.raises(dbuffer.StoreNotFoundError):
-            waiting.result(10)
+            waiting.result(50)
     with dbuffer.WeightSender(store) as other:
         other.send(WEIGHTS, version=5)
         apply_newest(store)
@@ -343,7 +343,8 @@ def test_waiting_ends_at_once_when_the_store_is_removed(sender, store, receivers
             sender.wait_applied(1, receivers=receivers, timeout_s=60)
 
 
-def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, store):
+def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, store, timing):
+    timing.last_word_s = 0.05  # of the store itself
     sender.send(WEIGHTS)
     with dbuffer.WeightReceiver(store, receiver_id="one") as one:
         # Without a version the store itself is the problem, so every version is.
@@ -356,6 +357,7 @@ def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, stor
             because = f"one is at no version, because of: {problem}"
             with pytest.raises(dbuffer.WaitTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
+        timing.last_word_s = 60.0
         with ThreadPoolExecutor() as pool:  # a problem with the store may be over
             waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
             until("it waits", waiting.running)

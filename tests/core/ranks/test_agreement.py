@@ -20,6 +20,7 @@ from tests.support.moments import at_call
 from tests.support.patterns import newest
 from tests.support.sharded import Way, mounted
 from tests.support.soak import in_turn
+from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import world_of
 
 world = world_of(3)
@@ -31,7 +32,7 @@ def interrupt() -> None:
 
 def skip_a_step(rank: int) -> list[str]:
     """One rank makes a call that the others do not make, and all go on."""
-    ranks, went = Agreement(None, timeout_s=20.0), []
+    ranks, went = Agreement(None, timeout_s=TIMEOUT_S), []
     for number in range(5):
         if number == 2 and rank == 1:
             continue
@@ -52,7 +53,7 @@ def test_a_rank_at_another_step_is_lost_on_all(world):
 
 def skip_one_of_two(rank: int) -> list[str]:
     """As before, where the step that is missed has the name of the next."""
-    ranks, went = Agreement(None, timeout_s=20.0), []
+    ranks, went = Agreement(None, timeout_s=TIMEOUT_S), []
     for number in range(3):
         with contextlib.suppress(KeyboardInterrupt), ranks.call():
             if number == 1 and rank == 1:
@@ -77,7 +78,7 @@ def fail_without_a_message() -> None:
 
 def be_interrupted(rank: int, others_do: Callable[[], Any]) -> tuple[str, bool]:
     TIMING.ranks_end_within_s = 0.1  # nobody ends
-    ranks = Agreement(None, timeout_s=20.0)
+    ranks = Agreement(None, timeout_s=TIMEOUT_S)
     with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)) as caught:
         ranks.each("work", interrupt if rank == 2 else others_do)
     return f"{caught.type.__name__}: {caught.value}", ranks.is_open
@@ -93,7 +94,7 @@ def test_an_interrupt_in_a_step_is_heard_of_at_once(world, others_do):
 
 
 def fail_then_go_on(rank: int) -> tuple[list[str], list[int]]:
-    ranks = Agreement(None, timeout_s=20.0)
+    ranks = Agreement(None, timeout_s=TIMEOUT_S)
 
     def fail() -> None:
         raise MemoryError("no room") if rank == 1 else dbuffer.StoreFullError("full")
@@ -116,7 +117,7 @@ def test_after_an_error_that_all_raise_they_go_on(world):
 
 def fail_alone(rank: int) -> str:
     """One rank fails while the others wait for it in a collective of the trainer's."""
-    ranks = Agreement(None, timeout_s=20.0)
+    ranks = Agreement(None, timeout_s=TIMEOUT_S)
     trainers = distributed.new_group(timeout=datetime.timedelta(seconds=1))
 
     def work() -> None:
@@ -148,7 +149,7 @@ def described(arrays: list[Any]) -> list[Any]:
 
 
 def collect_arrays(rank: int) -> list[list[Any]]:
-    ranks = Agreement(None, timeout_s=20.0)
+    ranks = Agreement(None, timeout_s=TIMEOUT_S)
     return list(map(described, ranks.collect("tell", lambda: arrays_of(rank))))
 
 
@@ -172,7 +173,7 @@ def meet_again(rank: int) -> list[int]:
         with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
             Agreement(None, timeout_s=1.0)
     distributed.barrier()  # or the one would come in time for the first try of the others
-    return Agreement(None, timeout_s=20.0).each("count", lambda: rank)
+    return Agreement(None, timeout_s=TIMEOUT_S).each("count", lambda: rank)
 
 
 def test_a_rank_that_is_interrupted_as_they_meet_can_meet_them_again(world):

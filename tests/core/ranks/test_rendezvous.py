@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
-SOON_S = 0.5
+SOON_S = 0.2
 
 
 @pytest.fixture(params=["file", "tcp", "env"])
@@ -68,7 +70,7 @@ def test_rank_that_comes_alone_says_whom_it_waited_for(place, rank):
     with Child(join_and_sum, place, rank, 2, SOON_S) as child:
         bases, message, took_s = child.receive()
     assert {"RankTimeoutError", "RankFailedError", "TimeoutError", "RuntimeError"} <= bases
-    assert f"rank {rank} of 2 waited 0.5 s" in message
+    assert f"rank {rank} of 2 waited {SOON_S:g} s" in message
     assert f"for rank {1 - rank}" in message
     assert named(place) in message
     assert "rank_timeout_s" in message
@@ -77,7 +79,16 @@ def test_rank_that_comes_alone_says_whom_it_waited_for(place, rank):
 
 def test_those_who_do_not_come_are_named(tmp_path):
     """Also who came and gave up, or has left."""
-    stores = [distributed.FileStore(str(tmp_path / "meeting"), 4) for _ in range(2)]
+    both = threading.Barrier(2)
+
+    class Meeting(distributed.FileStore):
+        """Where two begin to wait when both have left word."""
+
+        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+            both.wait(TIMEOUT_S)
+            super().wait(keys, timeout)
+
+    stores = [Meeting(str(tmp_path / "meeting"), 4) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         early, late = (
             pool.submit(meet, store, rank, 4, timeout_s=SOON_S)
@@ -137,7 +148,7 @@ def make_sender_on_rank_0(rank: int, store: Path) -> str:
 def test_sender_that_one_rank_makes_alone(store, tmp_path):
     with World(tmp_path, 2) as world:
         message = world.run(make_sender_on_rank_0, store)[0]
-    assert "rank 0 of 2 waited 0.5 s" in message
+    assert f"rank 0 of 2 waited {SOON_S:g} s" in message
     assert "for rank 1, which did not come" in message
     assert str(tmp_path) in message
 
@@ -154,6 +165,6 @@ def make_bridge(connection: Connection, place: str, store: Path) -> None:
 def test_bridge_that_one_rank_makes_alone(store, tmp_path):
     with Child(make_bridge, f"file://{tmp_path}/meeting", store) as child:
         message, *left = child.receive()
-    assert "rank 1 of 2 waited 0.5 s" in message
+    assert f"rank 1 of 2 waited {SOON_S:g} s" in message
     assert "for rank 0, which did not come" in message
     assert left == [False, False]

@@ -21,7 +21,7 @@ from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
 from tests.support.stores import assert_tidy, remove_store
 
 TIMEOUT_S = 0.1
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture

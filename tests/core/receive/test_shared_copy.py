@@ -25,6 +25,7 @@ import dbuffer
 from dbuffer.io import chain_reader
 from dbuffer.receive import shared_copy
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
@@ -79,6 +80,10 @@ class Rank:
     def release(self) -> None:
         self._stager.release(applied=self._staged.version)
         self._staged = None
+
+    def wait_for_progress(self, stall_s: float) -> None:
+        """Wait for so long, from the next version on, for a process that reads for all."""
+        TIMING.shared_stall_s = stall_s
 
     def logged(self) -> list[str]:
         return self.messages
@@ -362,6 +367,7 @@ def test_others_read_by_themselves_while_the_one_that_reads_is_stopped(how, stor
         ranks.children[index].signal(signal.SIGCONT)
         halting.go_on()
         assert ranks.one(index).switch(version + 1) < 2.15
+        ranks.all("wait_for_progress", WAIT_S)  # a busy machine may hold up the one that reads
         sender.send(WEIGHTS.weights(version + 2))
         assert ranks.switch(version + 2) < 0.15
 

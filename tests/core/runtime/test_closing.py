@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import signal
@@ -317,10 +318,16 @@ def test_a_snapshot_can_be_copied_in_a_forked_child(store):
 
 
 def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path):
-    first = Descriptor(os.open(tmp_path / "first", os.O_CREAT | os.O_RDWR))
+
+    def opened(name: str) -> Descriptor:
+        """At the first free number that is so high that no other thread gets it by chance."""
+        with (tmp_path / name).open("w") as file:
+            return Descriptor(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 900))
+
+    first = opened("first")
     number = first.number
     first.close()
-    second = Descriptor(os.open(tmp_path / "second", os.O_CREAT | os.O_RDWR))
+    second = opened("second")
     assert second.number == number
     with pytest.raises(ClosedError):
         os.write(first.number, b"not here")

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ from tests.support.stores import weights_files
 from tests.support.waiting import until
 
 NAME = "boxed"
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
@@ -194,6 +195,7 @@ def test_a_receiver_lives_on_when_the_mirror_that_told_of_it_has_ended(
 @pytest.mark.timing(heartbeat_s=0.02)
 def test_an_idle_receiver_touches_its_record_and_writes_it_again(store):
     """Another host that could not see it may have taken it for dead, and removed its record."""
+    threads = set(threading.enumerate())
     receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
     assert receiver.load_into(SMALL.empty()) == 1
     path = path_of(store)
@@ -203,6 +205,7 @@ def test_an_idle_receiver_touches_its_record_and_writes_it_again(store):
     path.unlink()
     until("it is there again", lambda: applied_by(store) == [1])
     del receiver  # and nothing is left that could be alive
+    until("its thread ends", lambda: set(threading.enumerate()) <= threads)
     make_old(path)
     time.sleep(0.2)
     assert time.time() - path.stat().st_mtime > 60
@@ -372,7 +375,7 @@ def test_listing_reads_what_has_changed(store, sender, monkeypatch):
     real = filesystem.open_regular
 
     def count(path: Path, *args: Any, **options: Any) -> filesystem.Descriptor:
-        if path.parent.name == RECEIVERS_DIRECTORY:
+        if path.parent == store / RECEIVERS_DIRECTORY:
             reads.append(path.name)
         return real(path, *args, **options)
 

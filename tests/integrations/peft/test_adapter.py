@@ -25,6 +25,7 @@ from tests.support.peft_parts import (
     reference,
     train,
 )
+from tests.support.waiting import TIMEOUT_S
 
 peft = Later("peft")
 pytestmark = NEEDS_PEFT
@@ -140,7 +141,7 @@ class TestLoading:
                 assert child.receive() == (version, bits(reference(model)))
             child.send("load")
             assert child.receive() == (None, bits(reference(model)))
-            sender.wait_applied(2, timeout_s=10)
+            sender.wait_applied(2, timeout_s=TIMEOUT_S)
 
     def test_under_another_name(self, sender, receiver):
         source, target = model_of(1), model_of(2)
@@ -222,7 +223,7 @@ class TestSaving:
             train(model, step)
             integration.send_adapter(sender, model)
             saved.append(integration.save_adapter(receiver, tmp_path))
-            sender.wait_applied(step + 1, timeout_s=10)
+            sender.wait_applied(step + 1, timeout_s=TIMEOUT_S)
         assert [one.version for one in saved] == [1, 2, 3, 4]
         assert len({one.path for one in saved} | {one.number for one in saved}) == 8
         assert sorted(tmp_path.iterdir()) == sorted([begun, *(one.path for one in saved[-2:])])

@@ -140,7 +140,7 @@ def test_message_says_what_stands_where(places, prepare, said, caplog):
     addresses = Addresses(remote, local)
     for _ in range(2):
         addresses.log_once_if_nothing_is_there()
-    [line] = caplog.messages
+    [line] = [message for message in caplog.messages if str(remote) in message]
     before, after = line.split(", and in ")
     assert str(remote) in before
     assert said[0] in before

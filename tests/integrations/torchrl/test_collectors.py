@@ -57,7 +57,7 @@ def collector_class(class_name: str) -> Any:
     return getattr(collectors, class_name)
 
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 """For a scheme that is to run into its time-out."""
 ENOUGH_WEIGHTS = 300 if is_soak() else 30
 """Weights that each worker acts by."""
@@ -587,7 +587,7 @@ def test_receive_that_waits_ends_when_the_scheme_is_shut_down(scheme):
         worker.shutdown()
         with pytest.raises(dbuffer.ClosedError, match="this receiver was shut down"):
             receiving.result()
-        assert time.monotonic() - started < TIMEOUT_S / 10
+        assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 RECEIVING = {"worker_idx": 0, "total_frames": -1, "auto_register_policy_transforms": False}
@@ -770,7 +770,7 @@ def test_a_worker_that_was_killed(address, scheme, policy):
 
 def test_a_worker_that_stands_still(address, policy):
     """A stopped process costs the trainer its time-out, and catches up."""
-    scheme = parts.DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
+    scheme = parts.DoubleBufferSyncScheme(address)
     with parts.collecting(policy, scheme) as collector:
         stopped = Path(f"/proc/{collector.procs[1].pid}/task")
         os.kill(collector.procs[1].pid, signal.SIGSTOP)
@@ -784,8 +784,10 @@ def test_a_worker_that_stands_still(address, policy):
                 ),
                 TIMEOUT_S,
             )
+            patience_s, scheme.timeout_s = scheme.timeout_s, PATIENCE_S
             with pytest.raises(TimeoutError, match="worker-1"):
                 update(collector, policy, 2.0)
+            scheme.timeout_s = patience_s
         finally:
             os.kill(collector.procs[1].pid, signal.SIGCONT)
         come_to(collector, 2.0)
@@ -891,6 +893,7 @@ def test_first_weights_that_never_come(address):
     worker = receiving(scheme, model)
     with pytest.raises(TimeoutError):
         worker.connect(worker_idx=0)
+    scheme.timeout_s = worker.timeout_s = TIMEOUT_S
     scheme.connect()
     worker.connect(worker_idx=0)  # again, when they are there
     assert model.weight.item() == 1.0

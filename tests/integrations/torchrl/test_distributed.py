@@ -130,7 +130,7 @@ def records(address: Path) -> dict[str, Any]:
     return {record.receiver: record for record in store.receivers()}
 
 
-def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
+def wait_for_end(pid: int, timeout_s: float = TIMEOUT_S) -> None:
     until(f"process {pid} has ended", lambda: not Path(f"/proc/{pid}").exists(), timeout_s)
 
 

@@ -73,7 +73,7 @@ class Reader:
 
 
 def scheme_of(store: Path, **more: Any) -> VLLMWeightSyncScheme:
-    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=30.0, poll_interval_s=0.05, **more)
+    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=WAIT_S, poll_interval_s=0.05, **more)
 
 
 def follow(connection: Connection, store: Path, delay_s: float) -> None:
@@ -230,7 +230,7 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
         for poll in (polling.result, receiver.poll_and_apply):
             with pytest.raises(dbuffer.ClosedError, match="this receiver was shut down"):
                 poll(WAIT_S)
-        assert time.monotonic() - started < WAIT_S / 10
+        assert time.monotonic() - started < WAIT_S / 2
         assert engine.endpoint.receiver is None, "the engine follows on"
     assert engine.serves == (1, "1")
 
@@ -342,7 +342,7 @@ def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(recei
         engine.endpoint.note_asleep(is_lost=True)
         engine.model.tensors = {name: torch.zeros(1) for name in SMALL.names}
         until("it has none", lambda: applied(store) == [None], WAIT_S)
-        assert "EngineBusyError" in str(records(store)[0].problem)
+        until("it says why", lambda: "EngineBusyError" in str(records(store)[0].problem), WAIT_S)
         engine.endpoint.note_awake()
         receiver.poll_and_apply(0)  # at once; by itself it would do so soon
         assert engine.serves == (1, "1")

@@ -24,6 +24,7 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
 from tests.support.stores import bytes_read, remove_store
+from tests.support.waiting import TIMEOUT_S
 
 STEP = 7
 
@@ -59,7 +60,12 @@ class Ends:
     """The actor's first rank, and a rollout worker."""
 
     def __init__(
-        self, store: Path, *, local_store: str | None = None, timeout_s: float = 5.0, **actor: Any
+        self,
+        store: Path,
+        *,
+        local_store: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **actor: Any,
     ) -> None:
         self.new_actor = functools.partial(ActorSync, str(store), **actor)
         self.new_rollout = functools.partial(
