@@ -127,7 +127,7 @@ class TestCopier:
     def test_closing_ends_its_threads(self, make_mapped, byte_specs):
         before = set(threading.enumerate())
         Copier(1).checksums(make_mapped(byte_specs))  # in the caller's thread
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
         copier = Copier(4)
         copier.checksums(make_mapped(byte_specs))
         assert set(threading.enumerate()) - before

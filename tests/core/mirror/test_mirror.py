@@ -55,6 +55,7 @@ from tests.support.stores import (
     without_flock,
 )
 from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.watches import begin_watching
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
@@ -315,6 +316,7 @@ def test_progress_stats_and_metrics(remote, local):
 
 def test_nothing_is_left_behind(remote, local):
     publish(remote, 1, pattern=LONG)
+    begin_watching(remote)
     threads, files = set(threading.enumerate()), open_below(remote.parent)
     with quick(remote, local).start() as one:
         one.wait_until_current(TIMEOUT_S)

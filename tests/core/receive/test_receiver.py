@@ -26,6 +26,7 @@ from tests.support.damage import flip_bit, weights_file
 from tests.support.patterns import OTHER, SMALL
 from tests.support.soak import in_turn
 from tests.support.waiting import meanwhile
+from tests.support.watches import begin_watching
 
 SOON_S = 20.0
 """Bound on a busy machine; what it bounds would otherwise take 30 s or more."""
@@ -620,6 +621,7 @@ class TestStore:
 class TestLife:
     def test_closed_it_is_of_no_use_and_leaves_no_thread_and_no_file_open(self, sender, store):
         sender.send(weights_of(1))
+        begin_watching(store)
         files, threads = open_files("inotify", str(store)), set(threading.enumerate())
         with dbuffer.WeightReceiver(store, num_threads=4) as receiver:
             receiver.wait_for_version(1, timeout_s=0.05)

@@ -39,6 +39,7 @@ from tests.support.patterns import OTHER, SMALL, Pattern, publish
 from tests.support.soak import in_turn
 from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.watches import begin_watching
 
 SOON_S = 20.0
 """Bound of what would take a minute if it were wrong."""
@@ -619,6 +620,7 @@ def counts() -> tuple[int, int]:
 def leaving_nothing(store: Path) -> Iterator[None]:
     """No thread, no descriptor and no record is left of a stager that was closed in the block."""
     gc.collect()  # what other tests have left
+    begin_watching(store.parent)
     before = counts()
     yield
     # What other tests had begun may end meanwhile, and what was closed here takes its moment.

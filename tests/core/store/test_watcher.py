@@ -23,6 +23,7 @@ from dbuffer.store.watcher import Watcher
 from tests.support.soak import in_turn
 from tests.support.stores import remove_store
 from tests.support.waiting import meanwhile, until
+from tests.support.watches import begin_watching
 
 LONG_S = 300.0
 """A poll interval that no test waits for."""
@@ -34,6 +35,7 @@ SOON_S = 60.0
 def directory(tmp_path):
     path = tmp_path / "store"
     path.mkdir()
+    begin_watching(tmp_path)
     return path
 
 

@@ -32,6 +32,7 @@ from tests.support.later import Later
 from tests.support.soak import IN_SOAKS_ALONE, in_turn, is_soak
 from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S, until
+from tests.support.watches import begin_watching
 
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
@@ -1024,6 +1025,7 @@ def test_pickling_at_any_time(address, policy):
 
 def test_nothing_is_left_behind(address, scheme, policy):
     """No thread in the trainer, no process, no lock; and the stores are whole."""
+    begin_watching(address.parent)
     threads = set(threading.enumerate())
     with parts.collecting(policy, scheme, env=parts.SlowEnv) as collector:
         processes = list(collector.procs)
