@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +23,12 @@ from tensordict import TensorDict
 
 import dbuffer
 from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.store import acknowledgements
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child, open_files
 from tests.support.patterns import assert_same, bits, checksum_of, random_bits, received
-from tests.support.waiting import until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -343,7 +345,9 @@ def test_waiting_ends_at_once_when_the_store_is_removed(sender, store, receivers
             sender.wait_applied(1, receivers=receivers, timeout_s=60)
 
 
-def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, store, timing):
+def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(
+    sender, store, timing, monkeypatch
+):
     timing.last_word_s = 0.05  # of the store itself
     sender.send(WEIGHTS)
     with dbuffer.WeightReceiver(store, receiver_id="one") as one:
@@ -358,9 +362,18 @@ def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(sender, stor
             with pytest.raises(dbuffer.WaitTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
         timing.last_word_s = 60.0
+        has_looked, require_able = threading.Event(), acknowledgements._Wait.require_able
+
+        def note(*arguments: Any) -> None:
+            try:
+                require_able(*arguments)
+            finally:
+                has_looked.set()
+
+        monkeypatch.setattr(acknowledgements._Wait, "require_able", note)
         with ThreadPoolExecutor() as pool:  # a problem with the store may be over
             waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
-            until("it waits", waiting.running)
+            assert has_looked.wait(TIMEOUT_S)
             one.load_into({name: tensor.clone() for name, tensor in WEIGHTS.items()})
             waiting.result()
         one.record.write(problem="tensor 'a' is odd", problem_version=1)
