@@ -33,6 +33,8 @@ preload("dbuffer.integrations.engine.rank_receiver")
 SIZE = 3
 BAD = 1
 TIMEOUT_S = 2.0
+GIVEN_UP_S = 0.2
+"""Time-out of a rank that goes on when the others have given it up: none of them comes."""
 SOON_S = 60.0
 NAME = "engine"
 UNFIT = "unfit"
@@ -56,8 +58,9 @@ def gather_stopped(rank: int) -> list[Any]:
     ranks().gather("meet", begins=True)
     if rank == BAD:
         os.kill(os.getpid(), signal.SIGSTOP)
-    ranks(TIMEOUT_S).gather("step")
-    return ranks(TIMEOUT_S).gather("another")
+    timeout_s = GIVEN_UP_S if rank == BAD else TIMEOUT_S
+    ranks(timeout_s).gather("step")
+    return ranks(timeout_s).gather("another")
 
 
 @pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
@@ -166,10 +169,15 @@ def update(rank: int, version: int, stop_at: str = "") -> int | None:
     receiver._stager.release()
     model.on_load = lambda: None
     receiver.ranks.timeout_s = TIMEOUT_S if stop_at else SOON_S
-    if rank == BAD and stop_at == "prepare":
+
+    def stop() -> None:
+        receiver.ranks.timeout_s = GIVEN_UP_S
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == BAD and stop_at == "prepare":
+        stop()
     if rank == BAD and stop_at == "load":
-        model.on_load = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        model.on_load = stop
     receiver.update(UpdateRequest(at_least=version))
     return model.version
 
@@ -179,6 +187,7 @@ def look(rank: int) -> tuple[int | None, bool]:
     return model.version, model.refuses is not None
 
 
+@pytest.mark.timing(last_word_s=0.2)
 @pytest.mark.parametrize(("stop_at", "mended_by"), [("prepare", 3), ("load", 3), ("load", 2)])
 def test_an_engine_with_a_stopped_rank_refuses_and_is_mended_by_an_update(
     world, store, stop_at, mended_by

@@ -196,16 +196,18 @@ class Command(Child):
     """``dbuffer ARGUMENTS``, but for the start of an interpreter that imports torch: seconds.
 
     Its output goes to files in the directory. The command line itself is imported by the fork, as
-    it looks at its output and its environment then.
+    it looks at its output and its environment then. ``closed``: numbers of its standard streams
+    that are closed when it begins.
     """
 
-    def __init__(self, directory: Path, *arguments: object) -> None:
+    def __init__(self, directory: Path, *arguments: object, closed: tuple[int, ...] = ()) -> None:
         number = len(list(directory.glob("command-*.out")))
         self._output = directory / f"command-{number}.out"
         self._errors = directory / f"command-{number}.err"
         for path in (self._output, self._errors):
             path.touch()
-        super().__init__(_command, self._output, self._errors, [str(each) for each in arguments])
+        given = [str(each) for each in arguments]
+        super().__init__(_command, self._output, self._errors, given, closed)
 
     def output(self) -> str:
         """What it has printed so far."""
@@ -239,12 +241,21 @@ class Command(Child):
         return self.wait(timeout_s), self.output(), self.errors()
 
 
-def _command(connection: Connection, output: Path, errors: Path, arguments: list[str]) -> None:
+def _command(
+    connection: Connection,
+    output: Path,
+    errors: Path,
+    arguments: list[str],
+    closed: tuple[int, ...],
+) -> None:
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     # As an interpreter opens them, whatever those of the process that this is a fork of are.
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for number in closed:
+        os.close(number)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
     sys.argv = ["dbuffer", *arguments]
     from dbuffer.__main__ import main
 

@@ -751,6 +751,7 @@ def test_what_is_overwritten_while_it_is_copied_is_not_published(remote, local):
 # Several, and stores that are not what was meant
 
 
+@pytest.mark.timing(stand_by_s=0.05)
 def test_one_of_three_is_elected_and_another_takes_over(remote, local):
     publish(remote, 1)
     with contextlib.ExitStack() as stack:

@@ -114,8 +114,9 @@ def acknowledge_and_end(connection: Connection, store: Path, history: str) -> No
     os._exit(0)  # dbuffer's own end would wait for nobody either
 
 
+@pytest.mark.timing(last_word_s=0.2)
 def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
-    """However late the mirror is with it: the sender waits for it, and not for a second or two."""
+    """However late the mirror is with it: the sender waits for it, and not only for a while."""
     history = DoubleBuffer(remote).pointer().history
     with (
         dbuffer.WeightSender(remote) as sender,

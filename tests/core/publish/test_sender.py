@@ -396,6 +396,7 @@ def run_one(store: Path, version: int | None = None) -> None:
         assert child.wait() == 0
 
 
+@pytest.mark.timing(last_word_s=0.2)
 def test_waiting_ends_at_once_when_a_named_receiver_has_ended(store):
     dbuffer.WeightSender(store).close()
     run_one(store)

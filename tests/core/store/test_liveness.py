@@ -37,6 +37,8 @@ from tests.support.patterns import SMALL, newest, publish
 from tests.support.stores import weights_files
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timing(last_word_s=0.2)
+
 NAME = "boxed"
 SOON_S = 60.0
 

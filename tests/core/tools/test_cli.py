@@ -393,15 +393,19 @@ def test_output_into_a_pipe_that_nothing_reads_ends_the_command(store):
 
 @pytest.mark.timing(quiet_wait_s=0.01)
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_closed_streams_hinder_nothing(store, checkpoint, closed):
+def test_closed_streams_hinder_nothing(tmp_path, store, checkpoint, closed):
     """As a supervisor may start it: what would go there is lost, and stays out of the store."""
-    redirections = " ".join(f"{number}>&-" for number in closed)
-    for name in ("publish", "verify"):
-        arguments = [checkpoint, store] if name == "publish" else [store]
-        command = shlex.join([sys.executable, "-m", "dbuffer", name, *map(str, arguments)])
-        done = subprocess.run(["sh", "-c", f"{command} {redirections}"], capture_output=True)
-        assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
-    assert bool(done.stdout) is (1 not in closed)
+    for name, *arguments in (("publish", checkpoint, store), ("verify", store)):
+        with Command(tmp_path, name, *arguments, closed=closed) as command:
+            code, out, err = command.communicate()
+        assert (code, "Traceback" in err) == (0, False)
+    assert bool(out) is (1 not in closed)
+
+
+def test_an_interpreter_without_streams_publishes(store, checkpoint):
+    command = shlex.join([sys.executable, "-m", "dbuffer", "publish", str(checkpoint), str(store)])
+    subprocess.run(["sh", "-c", f"{command} 0>&- 1>&- 2>&-"], check=True)
+    assert verify_store(DoubleBuffer(store))[0].version == 3
 
 
 def test_a_publish_says_for_which_receiver_it_waits(tmp_path, store, checkpoint):

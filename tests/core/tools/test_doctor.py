@@ -490,7 +490,6 @@ def test_what_killed_doctors_left_goes_after_a_while(place):
 # The command
 
 
-@pytest.mark.usefixtures("as_users_have_it")
 def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     """It names the guarantee that cannot hold, if there is one."""
     path, before = place / "[bold]a store", signal.getsignal(signal.SIGTERM)
