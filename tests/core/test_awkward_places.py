@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ import torch
 import dbuffer
 from tests.support.children import Child
 from tests.support.patterns import OTHER, SMALL, load, newest, publish
+from tests.support.programs import run_program
 
 # Stores that cannot be written, move, vanish or come late
 
@@ -217,11 +217,10 @@ for store in sys.argv[1:]:
 """
 
 
-def test_a_last_publish_at_exit_needs_no_threads(shm_path):
+def test_a_last_publish_at_exit_needs_no_threads(shm_path, tmp_path):
     """By a sender that has published before, and by one that has started no thread yet."""
     warm, cold = shm_path / "warm", shm_path / "cold"
-    command = [sys.executable, "-c", AT_EXIT, str(warm), str(cold)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_program(tmp_path, AT_EXIT, warm, cold)
     assert (done.returncode, done.stdout) == (0, "published\n" * 2), done.stderr
     assert done.stderr.count("with fewer") >= 2
     for store, version in ((warm, 2), (cold, 1)):

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import json
-import subprocess
 import sys
 import threading
 import weakref
@@ -27,10 +26,10 @@ from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
-from tests.support import ROOT
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
-from tests.support.waiting import TIMEOUT_S, Gate, until
+from tests.support.programs import run_program
+from tests.support.waiting import Gate, until
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 
@@ -389,9 +388,8 @@ have_changed.set()
 """
 
 
-def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store):
-    command = [sys.executable, "-c", ENDS_WITHOUT_WAITING, str(store)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store, tmp_path):
+    done = run_program(tmp_path, ENDS_WITHOUT_WAITING, store)
     assert done.stderr.count("changed while they were being published") == 1
     assert newest(store) is None
 

@@ -13,8 +13,6 @@ import itertools
 import os
 import re
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,13 +30,13 @@ from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
-from tests.support import ROOT
 from tests.support.children import Child
 from tests.support.damage import flip_bit
 from tests.support.patterns import OTHER, SMALL, Pattern, publish
+from tests.support.programs import run_program
 from tests.support.soak import in_turn
 from tests.support.stores import remove_store
-from tests.support.waiting import TIMEOUT_S, meanwhile, until
+from tests.support.waiting import meanwhile, until
 from tests.support.watches import begin_watching
 
 SOON_S = 20.0
@@ -684,10 +682,9 @@ begun.wait()
 """
 
 
-def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store):
+def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store, tmp_path):
     """Python ends threads in the midst of torch's code, which takes that for an error."""
-    command = [sys.executable, "-c", ENDS_WHILE_IT_STAGES, str(store)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = run_program(tmp_path, ENDS_WHILE_IT_STAGES, store)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list((store / "receivers").glob("*"))
 
