@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import dbuffer
 from dbuffer.runtime.extras import EXTRAS, needed_for
 from tests.support.commands import call
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,10 +50,9 @@ def test_a_command_says_what_to_install(monkeypatch, capsys, tmp_path, module, a
     assert err.endswith(f" needs {package}: pip install {package}{clone}\n")
 
 
-def test_without_typer_the_command_line_says_what_to_install():
+def test_without_typer_the_command_line_says_what_to_install(tmp_path):
     code = "import sys; sys.modules['typer'] = None; from dbuffer.__main__ import main; main()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(tmp_path, code)
     assert (done.returncode, done.stdout) == (1, "")
     install = "pip install typer, or '.[cli]' in a clone of dbuffer"
     assert done.stderr == f"dbuffer: the command line needs typer: {install}\n"
