@@ -148,10 +148,10 @@ def poll(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
         assert list(store.parent.iterdir()) == [store]
         sender.update_weights(misfit(models[1]))
         with pytest.raises(dbuffer.EngineUpdateError, match=HEAD):
-            receiver.poll_and_apply(timeout=10)
+            receiver.poll_and_apply(timeout=TIMEOUT_S)
         assert greedy(llm) == fresh[2]
         sender.update_weights(models[1])
-        assert receiver.poll_and_apply(timeout=10)
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S)
         assert greedy(llm) == fresh[1]
         receiver.shutdown()  # and again at the end of the block
         another = scheme.create_receiver(llm)
@@ -201,7 +201,7 @@ def send_to_holders(store: Path, llm: Any, models: Models, fresh: Fresh) -> None
     for seed, holder in ((2, wrapper), (1, LocalLLMWrapper(llm, 1, "model"))):
         with both_ends(scheme, holder) as (receiver, sender):
             sender.update_weights(models[seed])
-            assert receiver.poll_and_apply(timeout=10) is True
+            assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
             assert greedy(llm) == fresh[seed]
     prompt = Tokens(prompt=torch.tensor([PROMPTS[0]]), batch_size=1)
     response = wrapper(TensorDict(tokens=prompt, batch_size=1))["tokens"].response
@@ -230,7 +230,7 @@ def send_by_scheme(store: Path, llm: Any, models: Models, fresh: Fresh) -> None:
     scheme.init_on_receiver(model_id="policy", context=SimpleNamespace(policy=llm))
     trainer.init_on_sender("policy", SimpleNamespace(policy=models[2]))
     trainer.send()
-    assert [scheme.receive(timeout=10), scheme.receive(timeout=0)] == [True, None]
+    assert [scheme.receive(timeout=TIMEOUT_S), scheme.receive(timeout=0)] == [True, None]
     assert greedy(llm) == fresh[2]
     trainer.shutdown()
     scheme.shutdown()
@@ -309,7 +309,7 @@ def find_addresses(directory: Path, llm: Any, models: Models, fresh: Fresh) -> N
 
     def send(receiver: Any, seed: int) -> None:
         sender.update_weights(models[seed])
-        assert receiver.poll_and_apply(timeout=10) is True
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
         assert greedy(llm) == fresh[seed]
 
     with following(directory / "empty" / "store", there) as receiver:
@@ -532,7 +532,7 @@ def poll_hosted(store: Path, engine: Any, actors: list[Any], models: Models, fre
             answers_of(actor)  # fills caches that must not outlive the weights
         for seed in (1, 2):
             sender.update_weights(models[seed])
-            assert receiver.poll_and_apply(timeout=20) is True
+            assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
             assert receiver.poll_and_apply(timeout=0) is False
             for actor in actors:
                 responses = responses_of(actor)
@@ -561,7 +561,7 @@ def poll_under_load(store: Path, actor: Any, models: Models, fresh: Fresh) -> No
     with both_ends(VLLMDoubleBufferSyncScheme(str(store)), actor) as (receiver, sender):
         for number in range(1, SWITCHES_UNDER_LOAD + 1):
             sender.update_weights(models[2 - number % 2])
-            assert receiver.poll_and_apply(timeout=20)
+            assert receiver.poll_and_apply(timeout=TIMEOUT_S)
             if number == 1:
                 for thread in threads:
                     thread.start()
@@ -608,17 +608,17 @@ def lose_an_actor(store: Path, actor: Any, models: Models, fresh: Fresh) -> None
 
     with both_ends(VLLMDoubleBufferSyncScheme(str(store)), actor) as (receiver, sender):
         sender.update_weights(models[1])
-        assert receiver.poll_and_apply(timeout=20)
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S)
         sender.update_weights(misfit(models[1]))
         with pytest.raises(dbuffer.EngineUpdateError, match=HEAD):
-            receiver.poll_and_apply(timeout=20)
+            receiver.poll_and_apply(timeout=TIMEOUT_S)
         assert answers_of(actor) == fresh[1]
         sender.update_weights(models[2])
-        assert receiver.poll_and_apply(timeout=20)
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S)
         before = answers_again()
         ray.kill(actor, no_restart=False)
         until("another actor", lambda: answers_again() not in (before, None), TIMEOUT_S)
-        assert receiver.poll_and_apply(timeout=1) is True
+        assert receiver.poll_and_apply(timeout=TIMEOUT_S) is True
         assert answers_of(actor) == fresh[2]
         ray.kill(actor)
         with contextlib.suppress(ray.exceptions.RayActorError):
@@ -626,7 +626,7 @@ def lose_an_actor(store: Path, actor: Any, models: Models, fresh: Fresh) -> None
                 ray.get(actor.__ray_ready__.remote())
         sender.update_weights(models[1])
         with pytest.raises((dbuffer.EngineEndedError, dbuffer.EngineUnreachableError)):
-            receiver.poll_and_apply(timeout=20)
+            receiver.poll_and_apply(timeout=TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import dbuffer
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import greedy, judge, leave, start_llm, vllm_release
+from tests.support.waiting import TIMEOUT_S
 
 IS_OF_THEM = () < vllm_release() < (0, 25)
 
@@ -93,7 +94,7 @@ def take_dense_and_sparse_updates(case: Case) -> None:
     version = case.engine.trainer_send_weights(iter(WEIGHTS.items()), {"sender": case.sender})
     case.receive(version=version)
     assert case.model.has(WEIGHTS)
-    case.sender.wait_applied(version, receivers="the-engine", timeout_s=10.0)
+    case.sender.wait_applied(version, receivers="the-engine", timeout_s=TIMEOUT_S)
     patches = iter([patch("a", [1, 6], [9.0, 8.0])])
     arguments = SimpleNamespace(sender=case.sender)
     version = case.engine.trainer_send_sparse_weights(_iterator=patches, _trainer_args=arguments)
@@ -250,7 +251,7 @@ def observe_updates(
         update(llm, session, {"version": version})
         dense.append([seed, greedy(llm)])
     seen: dict[str, Any] = {"dense": dense, "misfit": {}}
-    sender.wait_applied(version, receivers="engine", timeout_s=30.0)
+    sender.wait_applied(version, receivers="engine", timeout_s=TIMEOUT_S)
     seen["applied"] = True
 
     spoilt = models[1].state_dict() | {"model.norm.weight": torch.ones(3)}

@@ -38,7 +38,7 @@ from tests.support.engines.vllm_engines import (
 )
 from tests.support.soak import is_soak
 from tests.support.stores import receiver_records
-from tests.support.waiting import error_of, until
+from tests.support.waiting import TIMEOUT_S, error_of, until
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 FAMILIES = ("qwen3-moe", "qwen3", "llama", "tied-qwen2")
@@ -123,7 +123,7 @@ def switch_pair(directory: Path, swap: str) -> Pair:
     with dbuffer.WeightSender(store, checksum=True) as sender:
         # As a checkpoint, and as a module in the trainer's own dtype.
         with follow(by_backend, store, verify=True) as follower:
-            sender.wait_applied(switch(follower, sender, checkpoints[1]), timeout_s=10)
+            sender.wait_applied(switch(follower, sender, checkpoints[1]), timeout_s=TIMEOUT_S)
             assert greedy(by_backend) == fresh[1]
             reported.append(told_by(by_backend))
             switch(follower, sender, make_model(family, 0))
@@ -321,7 +321,8 @@ def follow_a_local_copy(directory: Path, checkpoint: Path, fresh: list[list[list
         version = sender.send(make_model("qwen3", 0)).version
         with follow(llm) as follower:
             assert follower.sync(at_least=version).version == version
-            sender.wait_applied(version, receivers=1, timeout_s=10)  # carried to the remote store
+            # Acknowledgements are carried to the remote store.
+            sender.wait_applied(version, receivers=1, timeout_s=TIMEOUT_S)
             assert greedy(llm) == fresh[0]
             sender.send(make_model("qwen3", 0))
     # Its receiver has the last version ready, and the sender maps nothing any more.

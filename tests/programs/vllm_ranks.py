@@ -200,7 +200,7 @@ def run(directory: Path) -> None:
 
 
 def drive_by_stock_calls(engine: Engine) -> None:
-    engine.init(timeout_s=1)
+    engine.init()
     switch_once(engine)
     with failing(engine) as fails:
         engine.publish_other()
