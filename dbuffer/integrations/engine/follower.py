@@ -269,10 +269,7 @@ class Follower(Closing):
 
     def _is_put_back(self, record: ReceiverRecord) -> bool:
         """Whether a record is an earlier one of the engine: its store was restored from a copy."""
-        last = self._record
-        if last is None or record.attempt == last.attempt:
-            return False
-        return record.updated_at < last.updated_at
+        return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_record(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""
