@@ -304,6 +304,9 @@ def check_style() -> None:
 
 def main(arguments: list[str]) -> NoReturn:
     """Make sure of the environment and become the program asked for."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit()
     if not arguments or arguments[0] not in COMMANDS:
         sys.exit(__doc__)
     # Two first runs at once would clear each other's work; exec closes the descriptor.

@@ -193,7 +193,7 @@ def switch_ms() -> dict[str, float]:
 
     return {
         "publish": middle(lambda s: s["publish_s"]),
-        "notice": middle(lambda s: s["total_s"] - s["publish_s"] - s["stage_s"] - s["pause_s"]),
+        "other": middle(lambda s: s["total_s"] - s["publish_s"] - s["stage_s"] - s["pause_s"]),
         "stage": middle(lambda s: s["stage_s"]),
         "pause": middle(lambda s: s["pause_s"]),
         **{step: middle(lambda s, step=step: s["steps_s"][step]) for step in PAUSE_STEPS},
@@ -218,7 +218,7 @@ def switch() -> Picture:
 def _measured_switch(picture: Picture, ms: dict[str, float]) -> None:
     left, per_ms, end = 80.0, 2.61, 256.0
     flip = ms["publish"]
-    staging = flip + ms["notice"]
+    staging = flip + ms["other"]
     pause = staging + ms["stage"]
     resume = pause + ms["pause"]
 
@@ -245,7 +245,7 @@ def _measured_switch(picture: Picture, ms: dict[str, float]) -> None:
         bar(y, resume, end, "soft", "serves 8")
         bar(y + 32, flip, staging, "soft")
         bar(y + 32, staging, pause, "ours", f"stage {ms['stage']:.1f}")
-        picture.text(at(flip) - 6, y + 50, f"notice {ms['notice']:.1f} ms", "small", RIGHT)
+        picture.text(at(flip) - 6, y + 50, f"notice, agree {ms['other']:.1f} ms", "small", RIGHT)
         picture.text(at(pause) + 6, y + 50, "commit: agree, copy, acknowledge", "small")
     picture.arrow((left, 284), (at(end), 284), head=False)
     for tick in range(0, 251, 50):
@@ -255,8 +255,8 @@ def _measured_switch(picture: Picture, ms: dict[str, float]) -> None:
     picture.note(
         328,
         f"In the pause: {steps}. Medians of 7 from benchmarks/results/pause.json: 0.99 GB, live "
-        "parameters, on a CPU; notice is the rest of the total. The engine had one rank and no "
-        "requests. The second rank is drawn like the first, and was not measured.",
+        "parameters, on a CPU; to notice and agree is the rest of the total. The engine had one "
+        "rank and no requests. The second rank is drawn like the first, and was not measured.",
     )
 
 

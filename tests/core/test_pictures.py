@@ -68,7 +68,7 @@ def test_the_figures_of_the_switch_are_measured():
         each["samples"]["dbuffer"] for each in kept if each["engine"] == "live parameters"
     )
     rest_s = [s["total_s"] - s["publish_s"] - s["stage_s"] - s["pause_s"] for s in switches]
-    assert f"notice {1e3 * median(rest_s):.1f} ms" in drawn
+    assert f"notice, agree {1e3 * median(rest_s):.1f} ms" in drawn
     steps = table("pause.txt", "290 tensors, live parameters", "median ms of the pause")
     for step in ("pause, reset caches", "agree between ranks", "copy by plan", "acknowledge"):
         assert f"{step.replace(', ', ' and ')} {steps[step][0]} ms" in drawn

@@ -74,14 +74,18 @@ class SlurmJob:
 
 def kubernetes_objects() -> dict[str, Any]:
     """Objects of the manifests, by kind and name."""
-    objects = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
-    return {f"{each['kind']}/{each['metadata']['name']}": each for each in objects}
+    return {
+        f"{each['kind']}/{each['metadata']['name']}": each
+        for file in EXAMPLES.glob("kubernetes*.yaml")
+        for each in yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    }
 
 
 def pods() -> list[dict[str, Any]]:
     """Specifications of the pods of the manifests."""
     kinds = kubernetes_objects().values()
-    return [each["spec"]["template"]["spec"] for each in kinds if "template" in each["spec"]]
+    templates = [each["spec"]["template"] for each in kinds if "template" in each["spec"]]
+    return [each["spec"] for each in [*templates, *kinds] if "containers" in each["spec"]]
 
 
 def containers() -> list[dict[str, Any]]:

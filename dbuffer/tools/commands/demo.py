@@ -25,11 +25,11 @@ _ENVIRONMENT = {
 
 
 def demo() -> None:
-    """Train a tiny model by reinforcement learning with a real vLLM engine. Takes a minute.
+    """Train a tiny model by reinforcement learning with a real vLLM engine.
 
-    The engine follows the trainer through a store: the reward only climbs if the weights reach it.
-    Exit code 1 if at the end its greedy answers differ from those of a fresh engine on the final
-    checkpoint.
+    It takes one to three minutes. The engine follows the trainer through a store: the reward only
+    climbs if the weights reach it. Exit code 1 if at the end its greedy answers differ from those
+    of a fresh engine on the final checkpoint.
     """
     os.environ |= _ENVIRONMENT | os.environ
     warnings.simplefilter("ignore")

@@ -353,11 +353,10 @@ class WeightLoader:
 
 def _log_verified(plan: CopyPlan, verified_s: float) -> None:
     logger.info(
-        "fast path: switches to %.3f GB are copies into %d parameters from now on, %d layers that "
-        "are packed while the engine serves, and a reload of %d others, as the reload of all was "
-        "found to do no more (verifying took %.0f ms)",
-        plan.copied_bytes / 1e9,
+        "fast path: from now on a switch copies into %d parameters (%.3f GB), uses %d layers "
+        "packed beforehand, and reloads %d (verified in %.0f ms)",
         len(plan.parameters),
+        plan.copied_bytes / 1e9,
         len(plan.packed),
         len(plan.reloaded),
         1e3 * verified_s,
