@@ -40,7 +40,10 @@ def mirror(
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            help="Serve Prometheus metrics on this port.", metavar="PORT", min=1, max=65535
+            help="Serve Prometheus metrics on this port (needs prometheus-client).",
+            metavar="PORT",
+            min=1,
+            max=65535,
         ),
     ] = None,
     as_json: shared.JsonLinesOption = False,
