@@ -11,6 +11,7 @@ from typing import Any
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
+from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD
 from tests.support.engines.async_engines import STEP_TIMEOUT_S, Asking, answer_afresh
 from tests.support.engines.async_engines import until as until_async
 from tests.support.engines.in_workers import let_fail, let_wait, let_work
@@ -20,7 +21,12 @@ from tests.support.engines.tiny_models import (
     save_model,
     save_revealing,
 )
-from tests.support.engines.vllm_engines import PROMPTS, engine_arguments, leave
+from tests.support.engines.vllm_engines import (
+    PROMPTS,
+    engine_arguments,
+    greedy_parameters,
+    leave,
+)
 from tests.support.engines.vllm_servers import BACKEND_FLAGS, WAIT_S, Server, following
 from tests.support.ports import free_port
 from tests.support.waiting import error_of, until
@@ -186,6 +192,9 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
             seeds[str(version)] = 1 + version % 2
             last = await program.send(make_model(family, seeds[str(version)]))
             await follower.wait_applied_async(last, STEP_TIMEOUT_S)
+    seeds[str(last + 1)], seeds[str(last + 2)] = 2, 1
+    await switch_in_a_pause_that_begins(program, follower, make_model(family, 2))
+    last = await switch_after_a_session(program, follower, make_model(family, 1))
     seen = {
         "last": last,
         "reached": follower.applied,
@@ -197,6 +206,65 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
     at_first = [(prompt, 4) for prompt in PROMPTS]
     fresh = answer_afresh(directory, family, program.responses, seeds, at_first)
     return seen | fresh | {"responses": program.responses}
+
+
+async def switch_in_a_pause_that_begins(program: Program, follower: Any, weights: Any) -> None:
+    """Publish; let another program pause the engine when the switch begins to.
+
+    One replica then has both pauses in flight when the other has ended the first.
+    """
+    client = program.engine.engine_core
+    call, pausing = client.call_utility_async, []
+
+    async def call_after_a_pause(method: str, *arguments: Any) -> Any:
+        if method == HOLD and not pausing:
+            pausing.append(asyncio.create_task(program.engine.pause_generation(mode="keep")))
+            await asyncio.sleep(LATE_S / 2)
+        return await call(method, *arguments)
+
+    client.call_utility_async = call_after_a_pause
+    await follower.wait_applied_async(await program.send(weights), STEP_TIMEOUT_S)
+    client.call_utility_async = call
+    await asyncio.wait_for(pausing[0], STEP_TIMEOUT_S)
+    assert await program.engine.is_paused()
+    await asyncio.wait_for(program.engine.resume_generation(), STEP_TIMEOUT_S)
+    program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
+
+
+async def switch_after_a_session(program: Program, follower: Any, weights: Any) -> int:
+    """Publish while a session with streamed input waits on one replica, and holds up the switch."""
+    from vllm.engine.protocol import StreamingInput
+
+    client = program.engine.engine_core
+    call = client.call_utility_async
+    may_end = asyncio.Event()
+    tokens: list[int] = []
+
+    async def call_unchecked(method: str, *arguments: Any) -> Any:
+        """As if the session began just after the check."""
+        return None if method == CHECK else await call(method, *arguments)
+
+    async def prompts() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput({"prompt_token_ids": PROMPTS[0]})
+        await may_end.wait()
+
+    async def converse() -> None:
+        asked = prompts(), greedy_parameters(4), "session"
+        async for output in program.engine.generate(*asked, data_parallel_rank=REPLICAS[0]):
+            tokens[:] = output.outputs[0].token_ids
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(converse())
+        await until_async(lambda: len(tokens) == 4)
+        client.call_utility_async = call_unchecked
+        version = await program.send(weights)
+        await until_async(lambda: isinstance(follower.error, dbuffer.EngineBusyError))
+        client.call_utility_async = call
+        program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
+        may_end.set()
+    await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+    program.responses += await asyncio.wait_for(program.of_each(), STEP_TIMEOUT_S)
+    return version
 
 
 def reach_late(engine: Any, replica: int) -> None:

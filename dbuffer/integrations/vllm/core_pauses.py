@@ -19,6 +19,12 @@ from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"
 """Methods of the core that pause it for a switch, and end that pause."""
+CHECK = "dbuffer_require_holdable"
+"""Method of the core that raises what :data:`HOLD` with these arguments would, and does no more.
+
+Asked first of cores that step together: a core that is held may end requests, for nothing if
+another one then refuses.
+"""
 
 _HOLD = "dbuffer_current_hold"
 _REFUSED = "the engine cannot be held: "
@@ -57,6 +63,7 @@ def hold_cores(process: Any, in_step: Any) -> None:
         setattr(process, name, _deferring(getattr(process, name)))
     for kind in (process, in_step):
         kind.resume_scheduler = _resuming(kind.resume_scheduler)
+    setattr(process, CHECK, _require_holdable)
     setattr(process, HOLD, _hold)
     setattr(process, RELEASE, _release)
 
@@ -71,22 +78,63 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
         # A step would compute with weights that may be gone. Not raised: vLLM logs a traceback for
         # each error, and this is no more than a state in which an engine may stay for long.
         return ASLEEP
-    hold: _Hold | None = vars(core).get(_HOLD)
-    if hold is None:
-        hold = _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
+    hold = _current_hold(core)
+    try:
+        _require_holdable(core, mode, drops_caches)
+    except EngineBusyError as error:
+        if not _steps_with_others(core) or core.is_scheduler_paused():
+            raise
+        return _pause_and_refuse(core, hold, error)
     other_pause = getattr(hold.other_pause, "name", None)
-    if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
-        # Not returned: of several cores' answers, which may differ here, vLLM has the first alone.
-        raise EngineBusyError(f"{_REFUSED}{refusal}")
     if other_pause == "PAUSED_NEW":
         mode = "wait"  # it may still wait for its requests, and any other mode would end that
     elif other_pause is not None and mode == "wait":
         mode = "keep"  # no request is in flight, and none may begin
     vars(core).pop(_HOLD, None)
     try:
-        return core.pause_scheduler(mode, False)
+        return _pause(core, mode)
     finally:
         setattr(core, _HOLD, hold)
+
+
+def _current_hold(core: Any) -> _Hold:
+    """Return the hold of a core; a new one, which the core does not know yet, if it has none."""
+    hold: _Hold | None = vars(core).get(_HOLD)
+    return hold or _Hold(core.scheduler.pause_state if core.is_scheduler_paused() else None)
+
+
+def _pause(core: Any, mode: str) -> Any:
+    """Pause a core, or wait for the end of a pause that has begun."""
+    if not _steps_with_others(core) or not core.is_scheduler_paused():
+        return core.pause_scheduler(mode, False)
+    # Paused anew, it would make one more step, and wait for the others in it. They make none if
+    # they were paused anew before the first pause was complete, and have ended both with it.
+    core._pause_complete = lambda: not core.has_work()  # noqa: SLF001
+    try:
+        return core.pause_scheduler(mode, False)
+    finally:
+        del core._pause_complete  # noqa: SLF001
+
+
+def _pause_and_refuse(core: Any, hold: _Hold, error: EngineBusyError) -> Future[Any]:
+    """Pause a core, which the others that step with it need to be paused; fail when it is."""
+    refused: Future[Any] = Future()
+    paused = core.pause_scheduler("keep", False)
+    setattr(core, _HOLD, hold)
+    paused.add_done_callback(lambda _: refused.set_exception(error))
+    return refused
+
+
+def _steps_with_others(core: Any) -> bool:
+    """Whether a core makes each step together with others, and agrees with them on pauses."""
+    return hasattr(core, "pending_pause")
+
+
+def _require_holdable(core: Any, mode: str, drops_caches: bool) -> None:
+    other_pause = getattr(_current_hold(core).other_pause, "name", None)
+    if (refusal := _refusal(core, mode, other_pause, drops_caches)) is not None:
+        # Not returned: of several cores' answers, which may differ here, vLLM has the first alone.
+        raise EngineBusyError(f"{_REFUSED}{refusal}")
 
 
 def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:

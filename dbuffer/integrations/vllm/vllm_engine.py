@@ -30,7 +30,7 @@ from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.core_labels import as_core_takes
-from dbuffer.integrations.vllm.core_pauses import HOLD, RELEASE, holds_cores, refusal_in
+from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD, RELEASE, holds_cores, refusal_in
 from dbuffer.integrations.vllm.facts import facts_here, facts_of, shared_caches
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -197,6 +197,8 @@ class AsyncVllm(Engine):
     async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
         if self.has_own_pause:
             try:
+                if self.facts().begins_paused:  # its cores step together
+                    await self._ask_core(CHECK, mode, drops_caches)
                 refusal = await self._ask_core(HOLD, mode, drops_caches)
             except Exception as error:
                 if (refusal := refusal_in(error)) is None:

@@ -120,7 +120,11 @@ def test_one_replica_pauses_while_the_other_serves(dense):
 
 
 def test_replicas_that_step_together_switch_as_one(lockstep):
-    """No token is of a mix: with experts of one version and attention of another it would be."""
+    """No token is of a mix: with experts of one version and attention of another it would be.
+
+    The last two switches are begun in a pause of another program, and while one replica refuses to
+    be paused: neither may let a replica wait for a step that the other one does not make.
+    """
     assert lockstep["reached"] == lockstep["last"]
     assert lockstep["tokens"] == lockstep["fresh engines"]
     for replica in REPLICAS:
