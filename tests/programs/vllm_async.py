@@ -144,10 +144,14 @@ class Program(Asking):
         self.pauses: list[str] = []
         self.in_next_pause: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Called once the engine is paused for the next switch."""
+        self.before_next_label: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self._call = engine.engine_core.call_utility_async
         engine.engine_core.call_utility_async = self._call_noting_pauses
 
     async def _call_noting_pauses(self, method: str, *arguments: Any) -> Any:
+        if method == "set_weight_version" and self.before_next_label is not None:
+            action, self.before_next_label = self.before_next_label, None
+            await action()
         result = await self._call(method, *arguments)
         if method == HOLD:
             self.pauses.append(arguments[0])
@@ -527,12 +531,21 @@ async def lose_the_weights(program: Program) -> None:
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         await program.require_served(version)
         await program.engine.collective_rpc("reload_weights")
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            while await program.label() != str(version):
-                response = await program.respond(PROMPTS[0], 4)
-                known = [span for span in response["spans"] if span[0] != "unknown"]
-                assert wrong_tokens(response | {"spans": known}) == []
-        await program.require_served(version)
+        await require_none_mislabeled_until(program, version)
+        # When a switch has loaded, and the engine is not labeled yet.
+        program.before_next_label = lambda: program.engine.collective_rpc("reload_weights")
+        version = await program.trainer.publish("reveal")
+        await until(lambda: program.before_next_label is None)
+        await require_none_mislabeled_until(program, version)
+
+
+async def require_none_mislabeled_until(program: Program, version: int) -> None:
+    async with asyncio.timeout(STEP_TIMEOUT_S):
+        while await program.label() != str(version):
+            response = await program.respond(PROMPTS[0], 4)
+            known = [span for span in response["spans"] if span[0] != "unknown"]
+            assert wrong_tokens(response | {"spans": known}) == []
+    await program.require_served(version)
 
 
 async def lose_the_engine(program: Program) -> None:

@@ -263,9 +263,14 @@ class Follower(Closing):
     def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
         record = view.readable_record()
-        if record is not None and not self._is_put_back(record):
-            with self._translating("report its version"):
-                self._adopt_record(record)
+        if record is None or self._is_put_back(record):
+            return
+        with self._translating("report its version"):
+            if VersionId.of(record) != self._applied:
+                # A core believes no label that may be of a record from before another load.
+                self._engine.call(RankRequest("awake"))
+                record = view.readable_record() or record
+            self._adopt_record(record)
 
     def _is_put_back(self, record: ReceiverRecord) -> bool:
         """Whether a record is an earlier one of the engine: its store was restored from a copy."""

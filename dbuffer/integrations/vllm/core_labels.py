@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.runtime.trouble import log_once
@@ -33,6 +33,8 @@ ADMITTED = "dbuffer_label"
 """Attribute of an output of vLLM: encoded label of the weights of its first token."""
 
 _ENCODED = "dbuffer_encoded_label"
+_IS_VOID = "dbuffer_labels_are_void"
+"""Attribute of a core: whether what a follower knows of its weights may be of before a load."""
 
 
 def as_core_takes(label: WeightLabel) -> str:
@@ -56,6 +58,8 @@ def label_cores(core: Any, process: Any) -> None:
 
     def set_weight_version(core: Any, weight_version: str) -> None:
         label = WeightLabel.decode(weight_version)
+        if label.history is not None and getattr(core, _IS_VOID, False):
+            label, weight_version = WeightLabel(), UNKNOWN_VERSION
         set_version(core, label.version)
         setattr(core, _ENCODED, weight_version)
         _end_unmet(core, label)
@@ -73,6 +77,18 @@ def label_cores(core: Any, process: Any) -> None:
     if attach is not None:
         core._attach_weight_version = attach_label  # noqa: SLF001
     process.add_request = _admitting(process.add_request)
+
+
+def drop_label(core: Any) -> None:
+    """Answer as of unknown weights, until a follower that asks the workers anew labels them."""
+    if hasattr(core, "set_weight_version"):  # not in vLLM 0.23
+        core.set_weight_version(UNKNOWN_VERSION)
+        setattr(core, _IS_VOID, True)
+
+
+def note_follower(core: Any) -> None:
+    """Believe the next label: it is of a follower that asks the workers now."""
+    setattr(core, _IS_VOID, False)
 
 
 def tell_labels(request_state: Any) -> None:

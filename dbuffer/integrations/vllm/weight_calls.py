@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from dbuffer.integrations.engine.foreign_loads import falling_asleep, loading, waking_up, watch
-from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm.config import BACKEND, CALL
+from dbuffer.integrations.vllm.core_labels import drop_label, note_follower
 
 _WEIGHTS = "weights"
 _KEEPS_WEIGHTS = 1
@@ -89,6 +89,7 @@ def _core_sleeping(core: Any, level: int = 1, *_: Any, **__: Any) -> _Context:
 def _core_calling(core: Any, method: Any, *_: Any, **__: Any) -> _Context:
     if method == CALL:
         core.dbuffer_follows = True
+        note_follower(core)
     elif method in (_TRANSFERS[0], _START_DRAFT):
         core.dbuffer_is_draft = method == _START_DRAFT
     is_transfer = method in _TRANSFERS and not getattr(core, "dbuffer_is_draft", False)
@@ -102,8 +103,8 @@ def _core_calling(core: Any, method: Any, *_: Any, **__: Any) -> _Context:
 
 def _drop_version(core: Any) -> None:
     is_followed = getattr(core, "dbuffer_follows", False) or _has_our_backend(core.vllm_config)
-    if is_followed and hasattr(core, "set_weight_version"):  # not in vLLM 0.23
-        core.set_weight_version(UNKNOWN_VERSION)
+    if is_followed:
+        drop_label(core)
 
 
 def _has_our_backend(vllm_config: Any) -> bool:
