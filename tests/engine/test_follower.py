@@ -485,6 +485,19 @@ def test_second_follower_of_an_engine_and_a_store_is_refused(scene):
         assert scene.engine.version == 2
 
 
+def test_ranks_that_were_let_follow_no_store_follow_again(scene):
+    """As by vLLM's `shutdown_weight_transfer_engine`, by which a trainer takes its leave."""
+    with scene.serving() as follower:
+        scene.engine.do(RankRequest("end"))
+        lose_weights(scene.engine)
+        assert follower.sync() is not None
+        assert scene.engine.serves == (1, "1")
+        scene.engine.do(RankRequest("end"))
+        scene.publish(2)
+        assert follower.sync() is not None
+        assert scene.engine.serves == (2, "2")
+
+
 def test_first_follower_hears_of_a_second_with_another_store(scene, other_store, monkeypatch):
     monkeypatch.setattr(scene.engine, "close", lambda: None)
     with scene.serving() as first:

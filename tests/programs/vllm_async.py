@@ -518,7 +518,7 @@ async def wait_for_the_end_of_one_step_only(program: Program) -> None:
 
 
 async def lose_the_weights(program: Program) -> None:
-    """Put it to sleep while a version comes, wake it, and load past dbuffer."""
+    """Put it to sleep while a version comes, wake it, load past dbuffer, take the store away."""
     async with program.following() as follower:
         await program.engine.sleep(level=2)
         assert await program.label() == "unknown"
@@ -537,6 +537,9 @@ async def lose_the_weights(program: Program) -> None:
         version = await program.trainer.publish("reveal")
         await until(lambda: program.before_next_label is None)
         await require_none_mislabeled_until(program, version)
+        # What a trainer of vLLM's own weight transfer calls when it ends.
+        await program.engine.shutdown_weight_transfer_engine()
+        await follower.wait_applied_async(await program.trainer.publish("reveal"), STEP_TIMEOUT_S)
 
 
 async def require_none_mislabeled_until(program: Program, version: int) -> None:

@@ -138,8 +138,9 @@ class LightEngine(Engine):
     def restart(self) -> None:
         """Start again on the checkpoint, all at once: a follower may look at any moment."""
         again = LightEngine(is_server=self.is_server, instance_id="another start")
-        self.endpoint.end()
+        before = self.endpoint
         self.__dict__.update(again.__dict__)
+        before.end()
 
     def _call(self) -> None:
         self.calls += 1

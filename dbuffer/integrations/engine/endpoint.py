@@ -102,7 +102,8 @@ class RankEndpoint:
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
-                self.begin(make_rank, request.options, if_idle=request.if_idle)
+                how = {"if_idle": request.if_idle, "takes_over": request.takes_over}
+                self.begin(make_rank, request.options, **how)
             case "update":
                 assert request.update is not None  # noqa: S101 - parsed
                 self.following().update(request.update)
@@ -117,13 +118,24 @@ class RankEndpoint:
                 self.end()
 
     def begin(
-        self, make_rank: Callable[[], EngineRank], options: EngineOptions, *, if_idle: bool = False
+        self,
+        make_rank: Callable[[], EngineRank],
+        options: EngineOptions,
+        *,
+        if_idle: bool = False,
+        takes_over: bool = True,
     ) -> None:
-        """Follow a store, on all ranks or on none; ``if_idle``: unless all of them do already.
+        """Follow a store, on all ranks or on none.
+
+        Args:
+            make_rank: makes this rank.
+            options: the store, and how to follow it.
+            if_idle: do nothing if all ranks follow with these options already.
+            takes_over: do it also if some rank follows with others.
 
         Raises:
             UnsupportedError: some rank cannot, whatever becomes of the store.
-            EngineUpdateError: some rank cannot now.
+            EngineUpdateError: some rank cannot now, or follows with other options.
         """
         rank = make_rank()
         options = replace(
@@ -138,6 +150,11 @@ class RankEndpoint:
                 before = None if self.receiver is None else asdict(self.receiver.options)
                 if all(rank.ranks.gather(before == asdict(options), begins=True)):
                     return
+            if not takes_over and any(rank.ranks.gather(self.receiver is not None)):
+                raise errors.EngineUpdateError(
+                    "another follower let the engine follow another store, or with other options. "
+                    "An engine has one follower: close one of them, and make the other one again"
+                )
             self.end()
             self.receiver = self._start_on_all_ranks(rank, options)
         except errors.RankFailedError as failure:

@@ -247,8 +247,21 @@ class Follower(Closing):
             self._refresh_applied(self._view)
         if self._view is None or not self._is_certain or self.has_restarted():
             self.start()
+        elif self._view.missing_ranks():
+            self._begin_again(self._view)
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
+
+    def _begin_again(self, view: StoreView) -> None:
+        """Let the ranks follow again if something let them follow no store."""
+        is_ours_to_end = self._engine.has_own_pause or not self._engine.is_paused()
+        with (
+            self._paused_if(view.facts.begins_paused and is_ours_to_end),
+            self._translating("follow the store again"),
+        ):
+            begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
+            self._engine.do(begin)
+        self._refresh_applied(view)
 
     def _require_undisturbed(self, view: StoreView) -> None:
         """Raise if another follower began with the engine, and begin again when that one has ended.

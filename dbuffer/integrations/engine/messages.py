@@ -36,6 +36,8 @@ class RankRequest:
     """Options to begin with."""
     if_idle: bool = False
     """Whether to begin only if some rank does not follow this store yet, with these options."""
+    takes_over: bool = True
+    """Whether to begin also if a rank follows another store, or with other options."""
     update: UpdateRequest | None = None
     tensors: tuple[TensorSpec, ...] = ()
     """Tensors to check."""
@@ -72,7 +74,11 @@ def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec,
 
 
 _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "begin": {"options": EngineOptions.parse, "if_idle": partial(checks.flag, "if_idle")},
+    "begin": {
+        "options": EngineOptions.parse,
+        "if_idle": partial(checks.flag, "if_idle"),
+        "takes_over": partial(checks.flag, "takes_over"),
+    },
     "update": {"update": UpdateRequest.parse},
     "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
