@@ -570,7 +570,8 @@ class Outside:
         self.recover(version)
 
     def train(self) -> None:
-        """vLLM's trainer interface, in a process of its own."""
+        """vLLM's trainer interface, in a process of its own; the one before was killed."""
+        assert self.server.client.post("/start_weight_update").status_code == 200
         trainer = start_program(self.directory, "train", self.server.url)
         log = self.directory / "train.log"
         assert trainer.wait(WAIT_S) == 0, log.read_text(errors="replace")[-TOLD_CHARACTERS:]

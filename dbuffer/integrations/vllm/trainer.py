@@ -148,7 +148,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             version = self._publish_source()
         if version is None:
             return
-        self.client.start_weight_update()
+        self._start()
         try:
             self.client.update_weights({"version": version})
         except BaseException:
@@ -158,6 +158,15 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 self.client.finish_weight_update()
             raise
         self._finish(version)
+
+    def _start(self) -> None:
+        try:
+            self.client.start_weight_update()
+        except Exception:  # noqa: BLE001 - a client's errors are of any class
+            # A trainer that was killed may have left an update open.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            self.client.start_weight_update()
 
     def _finish(self, version: int) -> None:
         # In vLLM 0.26, engines have no weight version to be set.
