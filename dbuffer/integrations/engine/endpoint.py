@@ -152,8 +152,9 @@ class RankEndpoint:
                     return
             if not takes_over and any(rank.ranks.gather(self.receiver is not None)):
                 raise errors.EngineUpdateError(
-                    "another follower let the engine follow another store, or with other options. "
-                    "An engine has one follower: close one of them, and make the other one again"
+                    f"{options.engine_id} no longer follows {options.store}: another follower let "
+                    "the engine follow another store, or with other options. An engine has one "
+                    "follower: close one of them, and make the other one again"
                 )
             self.end()
             self.receiver = self._start_on_all_ranks(rank, options)
