@@ -229,14 +229,22 @@ class Inside:
             server.kill()
             self.publish(sender, 8)
             flags = ["--no-enable-prefix-caching"]
-            server = self.start(*flags, timeout_s=LONG_TIMEOUT_S, pause="in_place")
+            how = {"timeout_s": LONG_TIMEOUT_S, "pause": "in_place"}
+            server = self.start(*flags, development=True, **how)
             server.wait_ready()
             assert server.answer() == tokens_of(8)
+            self.have_no_second_follower(server)
             self.follow_one(server, sender, 9)
             last = self.go_on_in_place(server, sender, 9)
             self.end_while_versions_come(server, sender, last)
 
-    def start(self, *flags: str, timeout_s: int = ENGINE_TIMEOUT_S, **options: Any) -> Server:
+    def start(
+        self,
+        *flags: str,
+        timeout_s: int = ENGINE_TIMEOUT_S,
+        development: bool = False,
+        **options: Any,
+    ) -> Server:
         """Start the server, by the same command each time but for the port and these."""
         number = len(list(self.directory.glob("server-*.log")))
         return Server(
@@ -247,6 +255,7 @@ class Inside:
             *("--load-format", "dummy"),
             *flags,
             port=free_port(),
+            development=development,
         )
 
     def publish(self, sender: dbuffer.WeightSender, version: int) -> None:
@@ -275,6 +284,12 @@ class Inside:
         assert command.process.wait(WAIT_S) == EXIT_FAILED
         assert "VLLM_SERVER_DEV_MODE=1" in command.errors()
         assert "--middleware dbuffer.integrations.vllm.FollowStore" in command.errors()
+
+    def have_no_second_follower(self, server: Server) -> None:
+        """In development mode, too, it is not driven from outside."""
+        command = FollowCommand(self.store, server.url, self.directory, "--timeout-s", "0.1")
+        assert command.process.wait(WAIT_S) == EXIT_FAILED
+        assert "follows a store by itself (FollowStore)" in command.errors()
 
     def follow_each_publish(self, server: Server, sender: dbuffer.WeightSender) -> None:
         for version in range(2, 6):

@@ -81,14 +81,18 @@ class EngineServer(Engine):
             raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
         return body[key]
 
-    def request(self, method: str, path: str, **more: Any) -> Any:
-        """Send a request; return the response, of ``httpx``. ``more`` is httpx's."""
+    def _response(self, method: str, path: str, **more: Any) -> Any:
+        """Send a request; return the response, of whatever status."""
         try:
-            response = self._client.request(method, path, **more)
+            return self._client.request(method, path, **more)
         except self._httpx.HTTPError as error:
             raise EngineUnreachableError(
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
+
+    def request(self, method: str, path: str, **more: Any) -> Any:
+        """Send a request; return the response, of ``httpx``. ``more`` is httpx's."""
+        response = self._response(method, path, **more)
         if response.status_code in _UNAVAILABLE:
             raise EngineUnreachableError(
                 f"{self.url} answers {path} with {response.status_code}: {response.text:.200}"

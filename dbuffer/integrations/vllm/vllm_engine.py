@@ -309,9 +309,20 @@ class VllmServer(EngineServer):
 
     def facts(self) -> EngineFacts:
         facts = facts_of(self._get("/server_info", "vllm_config", config_format="json"))
+        if self._follows_by_itself():
+            raise UnsupportedError(
+                f"{self.url} follows a store by itself (FollowStore), and an engine has one "
+                "follower: leave it to that, or start the server without the middleware"
+            )
         if facts.configured is not None:  # its workers have begun, under its own name
             return facts
         return dataclasses.replace(facts, name=f"vllm-{self._name()}")
+
+    def _follows_by_itself(self) -> bool:
+        """Whether the server has the middleware, which answers this route as nothing else does."""
+        with contextlib.suppress(ValueError, TypeError):
+            return "replicas" in self._response("GET", "/ready").json()
+        return False
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         body = {"method": CALL, "kwargs": {"request": request.as_json()}}
