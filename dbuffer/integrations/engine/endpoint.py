@@ -130,7 +130,7 @@ class RankEndpoint:
         Args:
             make_rank: makes this rank.
             options: the store, and how to follow it.
-            if_idle: do nothing if all ranks follow with these options already.
+            if_idle: only write their records, if all ranks follow with these options already.
             takes_over: do it also if some rank follows with others.
 
         Raises:
@@ -149,6 +149,7 @@ class RankEndpoint:
                 # vLLM's ``init_info`` is of a class of its own.
                 before = None if self.receiver is None else asdict(self.receiver.options)
                 if all(rank.ranks.gather(before == asdict(options), begins=True)):
+                    self.following().write_records()
                     return
             if not takes_over and any(rank.ranks.gather(self.receiver is not None)):
                 raise errors.EngineUpdateError(

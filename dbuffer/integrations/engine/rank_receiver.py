@@ -88,6 +88,7 @@ class RankReceiver:
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
         receiver.reader.share()
+        self._rank_record = receiver.record
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(receiver.store, engine_id)
         is_ephemeral = instance_id in engine_id
@@ -436,6 +437,12 @@ class RankReceiver:
         """Record why an update failed, where the engine passes no answer on."""
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
+
+    def write_records(self) -> None:
+        """Write the records once more: their store may have been put back from a copy."""
+        self._rank_record.write()
+        if self.ranks.rank == 0:
+            self._record.write()
 
     def _show_engine(self) -> None:
         """Write the engine's record into a store that came after it: the version may not fit."""

@@ -6,6 +6,7 @@ than the one that the engine has; all three must be told apart from it.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.light_engines import WAIT_S, LightEngine, Scene
+from tests.support.light_engines import WAIT_S, LightEngine, Scene, options
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 from tests.support.waiting import until
@@ -208,6 +209,24 @@ def test_records_that_are_put_back_with_their_store_do_not_label_the_engine(scen
         with dbuffer.WeightSender(scene.store) as sender:
             sender.send(SMALL.weights(NEW))
         assert (follower.sync().version, scene.engine.serves) == (6, (NEW, "6"))
+
+
+def test_a_follower_that_begins_believes_no_record_that_was_put_back(scene, tmp_path):
+    """Ranks that follow already, as those of a configured engine do, write theirs again."""
+    configured = options(scene.store, scene.engine_id)
+    facts = dataclasses.replace(scene.engine.facts(), configured=configured)
+    scene.engine.facts = lambda: facts
+    with scene.follower() as follower:
+        follower.sync()
+    shutil.copytree(scene.store, tmp_path / "before")
+    with dbuffer.WeightSender(scene.store) as sender, scene.follower() as follower:
+        sender.send(SMALL.weights(OLD + 1))
+        follower.sync()
+    remove_store(scene.store)
+    shutil.move(tmp_path / "before", scene.store)
+    with scene.follower() as follower:
+        follower.start()
+        assert (follower.applied, scene.engine.serves) == (6, (OLD + 1, "6"))
 
 
 @pytest.mark.parametrize("parts", [("CURRENT", "A", "B"), (".",)], ids=["versions", "all"])
