@@ -111,7 +111,7 @@ def _one_line(text: object) -> str:
 def status_parts(status: dict[str, Any]) -> list[Part]:
     """Return the status of a store or a bucket: its versions, its receivers, and problems."""
     receivers = status["receivers"]
-    table = _receiver_table(receivers) if receivers else "no receiver yet"
+    table = _receiver_table(receivers) if receivers else "no receiver"
     tables = [_buffer_table(status), *_objects_of(status), table]
     if _is_bucket(status):
         return [_describe_store(status), *_problems_of(status), *tables]

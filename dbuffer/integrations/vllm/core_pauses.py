@@ -72,8 +72,8 @@ def _hold(core: Any, mode: str, drops_caches: bool) -> Any:
     """Pause a core for a switch, or return why it sleeps on.
 
     Raises:
-        EngineBusyError: it cannot be held now. It was not touched, unless it steps with others: then
-            it is paused as they are, until :data:`RELEASE`.
+        EngineBusyError: it cannot be held now. It was not touched, unless it steps with others: it
+            is then paused as they are, until :data:`RELEASE`.
     """
     if "weights" in core.model_executor.sleeping_tags:
         # A step would compute with weights that may be gone. Not raised: vLLM logs a traceback for
