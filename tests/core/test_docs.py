@@ -619,8 +619,8 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"| trainer killed {kills['killed'][0]} times in mid-write | {whole[0]} times a whole "
         f"version can be read | TorchRL's double buffer: {whole[1]} times; {kills['a mix'][1]} "
         "times it loads a mix",
-        f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model as a delta; "
-        f"{cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, as some "
+        f"| {cell('delta.txt', 'bytes of a publish on a network mount, *', 2)} of the model as a "
+        f"delta; {cell('delta.txt', 'mean over 60 such publishes, *', 2)} on average, as some "
         "versions go out in full",
     ):
         yield "README.md", phrase
