@@ -145,6 +145,8 @@ class LocalCopy(Closing):
                 chain = {**chain, identity: num_bytes}
         except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
             # The version itself is here, whole.
-            logger.warning("copying version %d without its deltas: %s", manifest.version, error)
+            logger.warning(
+                "copying version %d without its deltas: %s", manifest.version, str(error)
+            )
             return {manifest.identity: 0}
         return trimmed(chain, draft.footer.layout, None)

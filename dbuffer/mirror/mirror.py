@@ -294,7 +294,7 @@ class Mirror(Closing, ProcessBound):
         try:
             self._run(self._stop)
         except OneStoreError as error:
-            logger.info("%s", error)
+            logger.info("%s", str(error))
         # No caller is there to raise it to: `wait_until_current` raises it, and the log has it.
         except BaseException as error:
             self._error = error

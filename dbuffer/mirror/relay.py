@@ -111,7 +111,7 @@ class AcknowledgementRelay:
         except (DBufferError, OSError, MemoryError, RuntimeError) as error:
             if str(error) != self._problem:  # logged once; it is tried again
                 message = "cannot relay acknowledgements to %s: %s"
-                logger.warning(message, self._writer.name, error)
+                logger.warning(message, self._writer.name, str(error))
             self._problem = str(error)
 
     def _relay(self) -> None:

@@ -266,7 +266,9 @@ class Upload(Closing):
                 read = functools.partial(filesystem.read_at, file.number)
                 deltas[identity] = _Content(num_bytes, read)
         except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("copying version %d without its deltas: %s", manifest.version, error)
+            logger.warning(
+                "copying version %d without its deltas: %s", manifest.version, str(error)
+            )
             return None
         return deltas
 

@@ -269,7 +269,7 @@ class ResidentModel(Publisher):
                 "%s: the model stays in ordinary memory until the next publish, which copies it: "
                 "%s",
                 self.store,
-                error,
+                str(error),
             )
 
     def _abandon(self) -> None:

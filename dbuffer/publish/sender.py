@@ -342,7 +342,7 @@ class WeightSender(Publisher):
             with contextlib.suppress(ValueError):  # another thread has done so
                 self._pending.remove(pending)
         for error in errors[1:]:
-            logger.error("another version that was sent was not published, either: %s", error)
+            logger.error("another version that was sent was not published, either: %s", str(error))
         if errors:
             raise errors[0]
 

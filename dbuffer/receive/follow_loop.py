@@ -198,9 +198,9 @@ class FollowLoop(RetryLoop):
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
-            self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
+            self._logger.warning("%s was overtaken, starting over: %s", self._doing, str(error))
         elif self._new_history == "follow" and _is_new_history(error):
-            self._logger.warning("%s (%s it)", error, self._doing)
+            self._logger.warning("%s (%s it)", str(error), self._doing)
             self.used()
             self._receiver.start_over()
             self.has_started_over = True

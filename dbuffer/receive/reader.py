@@ -97,7 +97,7 @@ class VersionVerifier:
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
         except (*UNDECODABLE, StoreNotFoundError) as error:
-            logger.warning("reading version %d whole: %s", manifest.version, error)
+            logger.warning("reading version %d whole: %s", manifest.version, str(error))
             return None
         if wrong:
             logger.warning(

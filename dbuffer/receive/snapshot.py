@@ -194,7 +194,7 @@ class Snapshot(ProcessBound):
         try:
             changes = ChainReader(self._held, layout).changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
-            logger.warning("%s: reading it whole: %s", self.path, error)
+            logger.warning("%s: reading it whole: %s", self.path, str(error))
             return None
         return {layout.specs[index].name: positions for index, positions in changes.items()}
 

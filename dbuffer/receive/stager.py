@@ -444,7 +444,7 @@ class Stager(ProcessBound):
                 record.count(evictions=1)
             else:
                 # It is released anyway; opening the next version meets this error again.
-                logger.warning("releasing a version of %s: %s", self.store, error)
+                logger.warning("releasing a version of %s: %s", self.store, str(error))
             # A cycle of references, with the mapping of a file that may be long gone in it.
             traceback.clear_frames(error.__traceback__)
 

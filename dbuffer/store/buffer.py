@@ -305,7 +305,7 @@ def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
     try:
         return read()
     except errors.StoreCorruptError as error:
-        logger.warning("ignoring a damaged record, which a sender replaces: %s", error)
+        logger.warning("ignoring a damaged record, which a sender replaces: %s", str(error))
         return None
 
 

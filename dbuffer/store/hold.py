@@ -194,7 +194,9 @@ class Held(HeldVersion):
             OvertakenError: what is there now is to be read.
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
-        logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
+        logger.warning(
+            "version %d was removed while it was read: %s", self.manifest.version, str(error)
+        )
         if patience.wait(self.manifest.identity):
             raise OvertakenError from error
         self.raise_for_loss(error)

@@ -121,7 +121,7 @@ class NetworkFiles(WeightsFiles):
             unnamed = readers.keys() - (self._named_versions() if readers else set())
         except (DBufferError, OSError) as error:
             # What is published is published, and room is not worth a publish that fails.
-            logger.warning("cannot see who reads old versions, keeping them: %s", error)
+            logger.warning("cannot see who reads old versions, keeping them: %s", str(error))
             return
         for path, retired in list(self._retired.items()):
             versions = unnamed if retired.versions is None else retired.versions
@@ -131,7 +131,7 @@ class NetworkFiles(WeightsFiles):
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:  # it takes room, and does no harm
-                    logger.warning("cannot remove the old version %s: %s", path, error)
+                    logger.warning("cannot remove the old version %s: %s", path, str(error))
                 del self._retired[path]
 
     def _is_needed(self, path: Path, retired: _Retired, reader: str | None) -> bool:

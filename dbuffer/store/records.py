@@ -180,7 +180,7 @@ class RecordFile(OwnRecord):
             except (errors.StoreAccessError, errors.StoreNotFoundError) as error:
                 if self._can_write:
                     receiver = self._record.receiver
-                    logger.warning("receiver %s cannot acknowledge: %s", receiver, error)
+                    logger.warning("receiver %s cannot acknowledge: %s", receiver, str(error))
                 self._can_write = False
             self._keep_writing()
 

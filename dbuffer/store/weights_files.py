@@ -214,7 +214,7 @@ class LocalFiles(WeightsFiles):
         except FileNotFoundError:
             return None
         except StoreCorruptError as error:
-            logger.warning("making a new weights file: %s", error)
+            logger.warning("making a new weights file: %s", str(error))
             return None
         self.open[path] = file
         return file

@@ -232,7 +232,7 @@ class BufferWriter:
         try:
             kept.keep(self.store, buffer, manifest, durable=self._sync)
         except StoreNotFoundError as error:
-            logger.warning("version %d is not kept: %s", manifest.version, error)
+            logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def _mark(self, buffer: str, version: int, last_generation: int, file: str | None) -> Manifest:
         """Mark a buffer as being written, into this file or (None) a new one."""
@@ -571,5 +571,5 @@ class BufferWriter:
             self._forget_dead_receivers()
         except (DBufferError, OSError) as error:
             # What is published is published, and tidiness is not worth a publish that fails.
-            logger.warning("cannot remove records of dead receivers: %s", error)
+            logger.warning("cannot remove records of dead receivers: %s", str(error))
             self._forgot_at = time.monotonic()

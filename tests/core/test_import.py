@@ -264,3 +264,17 @@ def test_docstrings_begin_with_their_object_or_action():
         and text.startswith(VAGUE)
     ]
     assert not vague, "\n".join(vague)
+
+
+def test_logs_get_texts_of_errors():
+    """A handler may keep what it gets: an error's traceback has the frames, and so the mappings."""
+    methods = ("debug", "info", "warning", "error", "log")
+    found = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if call.func.attr in methods and ast.unparse(call.func.value).endswith("logger")
+        if any(isinstance(each, ast.Name) and each.id == "error" for each in call.args)
+    ]
+    assert not found, "give str(error)"

@@ -88,7 +88,7 @@ class BridgeServer:
             self._server.request("GET", _HEALTH_ROUTE, timeout=_HEALTH_S)
         except DBufferError as error:
             message = "the server at %s is not healthy: %s; updates wait while it starts"
-            logger.warning(message, self._server.url, error)
+            logger.warning(message, self._server.url, str(error))
 
     def resume_if_left_paused(self) -> None:
         """End the pause of a trainer that was killed in a switch.
@@ -108,7 +108,9 @@ class BridgeServer:
             with follower:
                 follower.start()
         except (DBufferError, OSError) as error:
-            logger.warning("the server at %s is paused, and stays so: %s", self._server.url, error)
+            logger.warning(
+                "the server at %s is paused, and stays so: %s", self._server.url, str(error)
+            )
 
     def is_stock(self) -> bool:
         """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""

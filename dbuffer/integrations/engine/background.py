@@ -178,7 +178,7 @@ def follow_for_ever(
                 switch = follower.sync(stop_event=stop_event)
         except EngineEndedError as error:
             if not stop_event.is_set():
-                logger.warning("%s is followed no longer: %s", follower.engine_id, error)
+                logger.warning("%s is followed no longer: %s", follower.engine_id, str(error))
                 yield error
             return
         is_current = switch is None and loop.error is None

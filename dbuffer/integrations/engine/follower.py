@@ -491,7 +491,9 @@ class Follower(Closing):
             )
         if view.has_applied(record, goal) and not record.is_broken:
             if error is not None:
-                logger.warning("%s switched, and its answer was lost: %s", self.engine_id, error)
+                logger.warning(
+                    "%s switched, and its answer was lost: %s", self.engine_id, str(error)
+                )
             return record, load_s
         if error is None:  # on a rank whose errors the engine does not pass on
             kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
@@ -631,7 +633,7 @@ class Follower(Closing):
             except errors.EngineEndedError:
                 pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
-                logger.error("%s is left paused: %s", self.engine_id, error)
+                logger.error("%s is left paused: %s", self.engine_id, str(error))
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
         self._report.ended()

@@ -256,7 +256,7 @@ class RankReceiver:
         if staged is not None:
             mine = _Offer(staged.version, staged.identity, None, self._model.unread(staged))
         elif error is not None:
-            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
+            logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
             mine = mine._replace(problem=described(error))
         offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=begins)]
         problems = [offer.problem for offer in offers]

@@ -180,7 +180,7 @@ def _registered() -> dict[str, Any]:
         with needed_for("/metrics"):
             from prometheus_client import Counter, Gauge, Histogram
     except DBufferError as error:
-        logger.warning("no metrics: %s", error)
+        logger.warning("no metrics: %s", str(error))
         return {}
 
     def gauge(name: str, text: str) -> Any:

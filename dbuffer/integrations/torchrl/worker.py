@@ -217,6 +217,6 @@ class WorkerReceiver:
                     is_newer = feed.order_of(snapshot.version, info) > self._loaded
                     staged = StagedVersion.of(snapshot, info) if is_newer else None
             except errors.SnapshotEvictedError as error:
-                logger.warning("%s; reading the newest", error)
+                logger.warning("%s; reading the newest", str(error))
                 continue
             return snapshot.version, staged

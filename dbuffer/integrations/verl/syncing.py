@@ -229,7 +229,7 @@ class RolloutSync:
                 self._looked_at = held.manifest.version
                 return held.manifest.metadata.get(_SYNC) == sync
         except (StoreNotFoundError, VersionRegressedError) as error:
-            logger.warning("%s (following it)", error)
+            logger.warning("%s (following it)", str(error))
             self._receiver.start_over()
             self._looked_at = None
             return False
@@ -240,4 +240,4 @@ class RolloutSync:
             self._holding.close()
         except DBufferError as error:
             # It is not used any more; what is wrong with the store, the next look says too.
-            logger.info("a version that was not finished: %s", error)
+            logger.info("a version that was not finished: %s", str(error))

@@ -139,7 +139,7 @@ def _is_refused(request: Any, label: WeightLabel) -> bool:
     except OptionError as error:
         # From a client: an error raised here would end the engine.
         log_once(logger, "requests with invalid extra_args[%r] are ended", BACKEND)
-        logger.debug("request %s: %s", request.request_id, error)
+        logger.debug("request %s: %s", request.request_id, str(error))
         return True
     return admission is not None and admission.refusal(label) is not None
 

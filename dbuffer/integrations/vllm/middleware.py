@@ -100,7 +100,7 @@ async def _end(follower: BackgroundFollower | SharedFollower) -> None:
     try:
         await follower.aclose()
     except (DBufferError, OSError) as error:
-        logger.warning("this server did not stop following properly: %s", error)
+        logger.warning("this server did not stop following properly: %s", str(error))
 
 
 def _engine_of(scope: Scope) -> Any:

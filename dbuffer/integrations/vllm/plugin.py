@@ -25,7 +25,7 @@ def register() -> None:
         from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
-        logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
+        logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", str(error))
         return
     try:
         _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
@@ -38,7 +38,7 @@ def register() -> None:
             return
         _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
     except (AttributeError, TypeError) as error:
-        logger.warning("this vLLM registers backends in another way (%s): no dbuffer", error)
+        logger.warning("this vLLM registers backends in another way (%s): no dbuffer", str(error))
         return
     # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
     # would be the wrong place: vLLM refuses an extension whose names its workers have already.
@@ -54,7 +54,7 @@ def _tell_versions(core: type) -> None:
         from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
         from vllm.v1.engine.output_processor import RequestState
     except ImportError as error:
-        logger.warning("outputs of this vLLM tell no versions to clients (%s)", error)
+        logger.warning("outputs of this vLLM tell no versions to clients (%s)", str(error))
         return
     from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
     from dbuffer.integrations.vllm.core_pauses import hold_cores

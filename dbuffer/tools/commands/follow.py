@@ -84,7 +84,7 @@ def follow_versions(
                     _report(snapshot, as_json=follow_options.as_json)
                     on_version(snapshot)
             except errors.SnapshotEvictedError as error:
-                logger.warning("version %d is not acknowledged: %s", snapshot.version, error)
+                logger.warning("version %d is not acknowledged: %s", snapshot.version, str(error))
             if not acknowledge:
                 receiver.record.remove()
             newer_than = snapshot.version

@@ -73,7 +73,9 @@ def _scratch(bucket: Bucket) -> Iterator[Scratch]:
             bucket.delete(sorted(place.names))
         except StoreAccessError as error:
             where = bucket.name_of(PREFIX)
-            logger.warning("objects below %s may be left, remove them by hand: %s", where, error)
+            logger.warning(
+                "objects below %s may be left, remove them by hand: %s", where, str(error)
+            )
 
 
 # ---------------------------------------------------------------------------------------------

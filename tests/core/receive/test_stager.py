@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -520,6 +521,19 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_record_that_cannot_be_written_keeps_nothing_mapped(store, caplog):
+    """Handlers may keep what is logged, and an error's traceback has the frames of its callers."""
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    with staging(store, check=lambda _: shutil.rmtree(store / "tmp")) as follower:
+        follower.take(timeout_s=IN_TIME_S)
+        until("it is told", lambda: "cannot acknowledge" in caplog.text)
+        remove_store(store)
+        follower.release(applied=1)
+        until("it is unmapped", lambda: not mappings_of(store))
 
 
 @pytest.mark.usefixtures("no_collection")
