@@ -54,7 +54,6 @@ def wait_applied(
             if record.part_of is None and (names is None or record.receiver in names):
                 by_id.setdefault(record.receiver, []).append(record)
         waiting, num_applied = [], 0
-        ranks = _ranks_in(everything)
         for records in by_id.values():
             by_id[records[0].receiver] = counted = wait.counted(records)
             behind = [record for record in counted if not wait.has_applied(record)]
@@ -63,6 +62,7 @@ def wait_applied(
         if num_applied >= needed:
             return
         store.require_writer(writer)
+        ranks = _ranks_in(everything)
         for record in waiting if names is not None else ():
             wait.require_able(record, ranks[record.receiver, record.token])
         left = deadline - time.monotonic()

@@ -56,7 +56,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def plan_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged of plans."""
+    """Messages of plans that were logged."""
     package = "dbuffer.integrations.engine.plan."
     return [each.getMessage() for each in caplog.records if each.name.startswith(package)]
 

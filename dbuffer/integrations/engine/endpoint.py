@@ -102,8 +102,12 @@ class RankEndpoint:
         match request.call:
             case "begin":
                 assert request.options is not None  # noqa: S101 - parsed
-                how = {"if_idle": request.if_idle, "takes_over": request.takes_over}
-                self.begin(make_rank, request.options, **how)
+                self.begin(
+                    make_rank,
+                    request.options,
+                    if_idle=request.if_idle,
+                    takes_over=request.takes_over,
+                )
             case "update":
                 assert request.update is not None  # noqa: S101 - parsed
                 self.following().update(request.update)

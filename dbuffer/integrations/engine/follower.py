@@ -162,12 +162,8 @@ class Follower(Closing):
         view.require_version()
         # Ranks that follow since the engine's start need not begin again, but restarted ones must.
         if_idle = not self._has_started and self._options in (None, facts.configured)
-        is_ours_to_end = self._engine.has_own_pause or not was_paused
-        with (
-            self._paused_if(facts.begins_paused and is_ours_to_end),
-            self._translating("follow the store"),
-        ):
-            self._engine.do(RankRequest("begin", options=options, if_idle=if_idle))
+        begin = RankRequest("begin", options=options, if_idle=if_idle)
+        self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
         view.note_ranks()
         self._record = None
         self._adopt_record(view.engine_record())
@@ -247,21 +243,28 @@ class Follower(Closing):
             self._refresh_applied(self._view)
         if self._view is None or not self._is_certain or self.has_restarted():
             self.start()
-        elif self._view.missing_ranks():
+        elif self._view.has_lost_ranks():
             self._begin_again(self._view)
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
     def _begin_again(self, view: StoreView) -> None:
         """Let the ranks follow again if something let them follow no store."""
-        is_ours_to_end = self._engine.has_own_pause or not self._engine.is_paused()
-        with (
-            self._paused_if(view.facts.begins_paused and is_ours_to_end),
-            self._translating("follow the store again"),
-        ):
-            begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
-            self._engine.do(begin)
+        begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
+        was_paused = self._engine.is_paused()
+        self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
         self._refresh_applied(view)
+
+    def _begin_ranks(
+        self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
+    ) -> None:
+        """Let the ranks begin; in a pause of ours, if the engine needs one."""
+        is_ours_to_end = self._engine.has_own_pause or not was_paused
+        with (
+            self._paused_if(facts.begins_paused and is_ours_to_end),
+            self._translating(doing),
+        ):
+            self._engine.do(begin)
 
     def _require_undisturbed(self, view: StoreView) -> None:
         """Raise if another follower began with the engine, and begin again when that one has ended.

@@ -58,9 +58,9 @@ class StoreView:
         """Remember which ranks look at the store, so that one that leaves it is missed."""
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
-    def missing_ranks(self) -> list[str]:
-        """List the ranks that looked at the store, and seem to do so no more."""
-        return sorted(rank for rank in self._seen if self._record(rank) is None)
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank that looked at the store seems to do so no more."""
+        return any(self._record(rank) is None for rank in self._seen)
 
     def engine_record(self) -> ReceiverRecord | None:
         """Return the record of this very engine, and of no other one of its id."""

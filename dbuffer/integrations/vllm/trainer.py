@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,8 +24,11 @@ from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.publish.sender import WeightSender
+from dbuffer.runtime.messages import described
 from dbuffer.weights.sources import Weights
 from dbuffer.weights.weight_source import SourceReader, pass_over
+
+logger = logging.getLogger(__name__)
 
 # vLLM loads its plugins in engines, and not in trainers.
 register()
@@ -162,8 +166,9 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def _start(self) -> None:
         try:
             self.client.start_weight_update()
-        except Exception:  # noqa: BLE001 - a client's errors are of any class
+        except Exception as error:  # noqa: BLE001 - a client's errors are of any class
             # A trainer that was killed may have left an update open.
+            logger.warning("ending an update that was left open, perhaps: %s", described(error))
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             self.client.start_weight_update()

@@ -125,7 +125,7 @@ def resident(model: Patterned, store: Path) -> Iterator[ResidentModel]:
 
 @pytest.fixture
 def warnings(store: Path, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning of the store so far."""
+    """Warnings about the store that were logged so far."""
     return lambda: [message for message in caplog.messages if str(store) in message]
 
 

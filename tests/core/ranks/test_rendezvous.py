@@ -82,7 +82,7 @@ def test_those_who_do_not_come_are_named(tmp_path):
     both = threading.Barrier(2)
 
     class Meeting(distributed.FileStore):
-        """Where two begin to wait when both have left word."""
+        """Store where two begin to wait when both have left word."""
 
         def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
             both.wait(TIMEOUT_S)

@@ -6,12 +6,12 @@ vLLM's engines make of them: `tests/integrations/torchrl/test_vllm.py`.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +235,22 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
     assert engine.serves == (1, "1")
 
 
+@contextlib.contextmanager
+def shutting_down_in_a_poll(
+    engine: LightEngine, store: Path, gate: Gate
+) -> Iterator[tuple[Future[bool], Future[None]]]:
+    """A poll that is held up at a gate, and the shutdown that has begun meanwhile."""
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
+    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
+        sender.send(SMALL.weights(1))
+        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
+        assert gate.is_there.wait(WAIT_S)
+        try:
+            yield polling, pool.submit(receiver.shutdown)
+        finally:
+            gate.may_go_on.set()
+
+
 def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_path, monkeypatch):
     engine, store = LightEngine(), tmp_path / "light"
     gate, stage = Gate(), Stager._stage
@@ -244,17 +260,10 @@ def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_p
         stage(stager, *arguments, **more)
 
     monkeypatch.setattr(Stager, "_stage", stage_slowly)
-    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
-    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
-        sender.send(SMALL.weights(1))
-        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
-        assert gate.is_there.wait(WAIT_S)
-        closing = pool.submit(receiver.shutdown)
-        try:
-            with pytest.raises(dbuffer.ClosedError, match="following was stopped"):
-                polling.result(WAIT_S)
-        finally:
-            gate.may_go_on.set()
+    with shutting_down_in_a_poll(engine, store, gate) as (polling, closing):
+        with pytest.raises(dbuffer.ClosedError, match="following was stopped"):
+            polling.result(WAIT_S)
+        gate.may_go_on.set()
         closing.result(WAIT_S)
     assert engine.version == 0
 
@@ -262,12 +271,7 @@ def test_shutdown_ends_a_poll_whose_version_is_being_staged(light_engines, tmp_p
 def test_shutdown_waits_for_a_switch_that_is_under_way(light_engines, tmp_path):
     engine, store, gate = LightEngine(), tmp_path / "light", Gate()
     engine.model.on_load = lambda: gate.hold_up(WAIT_S)
-    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
-    with dbuffer.WeightSender(store) as sender, ThreadPoolExecutor(2) as pool:
-        sender.send(SMALL.weights(1))
-        polling = pool.submit(receiver.poll_and_apply, WAIT_S)
-        assert gate.is_there.wait(WAIT_S)
-        closing = pool.submit(receiver.shutdown)
+    with shutting_down_in_a_poll(engine, store, gate) as (polling, closing):
         time.sleep(SOON_S)
         assert not closing.done()
         gate.may_go_on.set()
@@ -329,7 +333,11 @@ class WithoutValueHead(LightEngine):
 @pytest.mark.parametrize("treatment", ["warn", "refuse"])
 def test_metadata_may_name_unused_tensors_before_the_first_version(receiver_of, treatment):
     receiver = receiver_of(WithoutValueHead(), unused_tensors=treatment)
-    with nullcontext() if treatment == "warn" else pytest.raises(dbuffer.WeightsMismatchError):
+    with (
+        contextlib.nullcontext()
+        if treatment == "warn"
+        else pytest.raises(dbuffer.WeightsMismatchError)
+    ):
         receiver.init_all_workers_group({"value_head": (torch.float32, torch.Size([3]))})
 
 
