@@ -190,7 +190,7 @@ class KeptMappings:
         return mapped
 
     def keep_only(self, layout: Layout | None) -> None:
-        """Unmap files of other layouts, which will not be written again.
+        """Unmap files of other layouts, which will not be written again; None: all files.
 
         A mapping keeps an unlinked file's room, which the new file may need.
         """

@@ -64,7 +64,7 @@ class Draft:
         with_file: bool = True,
     ) -> None:
         # A mapping keeps an unlinked file's room, which the next version may need.
-        mappings.keep_only(None if footer is None else footer.layout)
+        mappings.keep_only(footer.layout if footer and writer.rewrites_files else None)
         try:
             self.claim = writer.claim(
                 version,

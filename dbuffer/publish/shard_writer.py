@@ -106,15 +106,17 @@ class SharedFileWriter(ShardWriter):
 
     rows_only = False
 
-    def __init__(self, store: Path, *, owner_only: bool) -> None:
+    def __init__(self, store: Path, *, owner_only: bool, is_rewritten: bool) -> None:
         super().__init__(store)
         self._owner_only = owner_only
+        self._is_rewritten = is_rewritten
+        """Whether a weights file is written again and again; else each version has a new file."""
         self._kept = KeptMappings()
         self._mapped: MappedTensors | None = None
 
     def keep_only(self, layout: Layout) -> None:
         self._mapped = None
-        self._kept.keep_only(layout)
+        self._kept.keep_only(layout if self._is_rewritten else None)
 
     def begin(self, info: ClaimInfo, footer: Footer) -> None:
         path = info.path_in(self._store)

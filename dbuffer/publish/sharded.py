@@ -150,11 +150,11 @@ class ShardedWeightSender(Publisher):
                 _check_reach(medium, ranks.peers)
                 hashed = medium.reaches_other_hosts if checksum == "auto" else checksum
                 self._chain = DeltaChain(writer, hashed=hashed)
-                return [medium.maps_files, hashed]
+                return [medium.maps_files, writer.rewrites_files, hashed]
 
             self._chain = None
             ranks.each("take its options", take_options)
-            is_shared, hashed = ranks.first("open the store", open_store)
+            is_shared, is_rewritten, hashed = ranks.first("open the store", open_store)
             buffers, copier, chain = self._buffers, self._copier, self._chain
             super().__init__(buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta)
             opened.pop_all()
@@ -166,7 +166,9 @@ class ShardedWeightSender(Publisher):
         self._joined = Joined()
         self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
-            self._shard_writer = SharedFileWriter(self.store, owner_only=not allow_shared_store)
+            self._shard_writer = SharedFileWriter(
+                self.store, owner_only=not allow_shared_store, is_rewritten=is_rewritten
+            )
 
     def send(
         self,

@@ -172,7 +172,7 @@ class VersionReader(VersionVerifier):
     def layout(self, held: Held) -> Layout:
         """Return a version's layout."""
         try:
-            return self._map_kept(held).layout if self.maps_files else held.read_layout()
+            return self._map_kept(held).layout if self._is_rewritten(held) else held.read_layout()
         except StoreNotFoundError as error:
             held.wait_after_loss(error, self._patience)
 
@@ -183,9 +183,8 @@ class VersionReader(VersionVerifier):
         from it before then.
         """
         if self.maps_files:
-            # A file that is not written again would be kept for nothing.
-            keep = keep or (self._keeps_snapshots and not held.manifest.is_final)
-            mapped = self._map_kept(held) if keep else map_privately(held)
+            is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(held)
+            mapped = self._map_kept(held) if is_kept else map_privately(held)
             if self._must_verify(held):
                 self.verify(held, mapped.layout, self._copier.checksums(mapped))
             return mapped
@@ -218,6 +217,13 @@ class VersionReader(VersionVerifier):
 
     def _must_verify(self, held: Held) -> bool:
         return held.must_verify(self._verify)
+
+    def _is_rewritten(self, held: Held) -> bool:
+        """Whether later versions are mapped as this one is: else its mapping is kept for nothing.
+
+        A mapping keeps the room of a file that was removed.
+        """
+        return self.maps_files and not held.manifest.is_final
 
     def _map_kept(self, held: Held) -> MappedTensors:
         """Return a mapping that is kept for later versions in its file.

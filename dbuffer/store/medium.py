@@ -22,16 +22,18 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor
 
-REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
+REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
 """Filesystems on which allocated space stays allocated when it is written again.
 
-A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
-which there is none is a SIGBUS. There each version gets a new file.
+A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and a
+mapped page for which there is none is a SIGBUS. An overlay may have one below it, and replaces a
+file of a lower layer when it is first opened for writing: older mappings keep showing that file,
+which has the same device and inode. On all of these each version gets a new file.
 """
 
 LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
-    | {"reiserfs", "rootfs", "ubifs", "vfat", "zfs"}
+    | {"overlay", "reiserfs", "rootfs", "ubifs", "vfat", "xfs", "zfs"}
 )
 """Filesystems that only this host writes. All others count as network mounts: what works between
 hosts also works on one, and not the other way round."""

@@ -60,6 +60,35 @@ def test_read_only_store_can_be_read_and_not_written(read_only, caplog):
         dbuffer.WeightSender(read_only)
 
 
+@pytest.fixture
+def image(tmp_path: Path) -> Iterator[Path]:
+    """An overlay mount, as a container has, with a store of version 2 in its lower layer."""
+    lower, upper, work, mount = (tmp_path / name for name in ("lower", "upper", "work", "mount"))
+    for path in (lower, upper, work, mount):
+        path.mkdir()
+    with dbuffer.WeightSender(lower / "store") as sender:
+        publish(sender, 1, 2)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    command = ["mount", "-t", "overlay", "-o", options, "overlay", str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting an overlay is not permitted here: {done.stderr.strip()}")
+    yield mount / "store"
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_store_in_the_lower_layer_of_an_overlay(image, delta):
+    """The overlay copies a file up when it is first opened for writing, under older mappings."""
+    target = SMALL.empty()
+    with dbuffer.WeightReceiver(image) as receiver:
+        assert receiver.load_into(target) == 2
+        with dbuffer.WeightSender(image, delta=delta) as sender:
+            for version in range(3, 9):
+                publish(sender, version)
+                assert receiver.load_into(target) == SMALL.version_of(target) == version
+
+
 def test_store_that_vanishes_under_its_users(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         publish(sender, 1)

@@ -133,6 +133,19 @@ def test_room_for_two_versions_is_enough_for_deltas(store, mount, monkeypatch):
             publish_and_read(sender, CHANGING, version, version + 1)
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_room_for_two_versions_is_enough_for_new_files(store, delta, monkeypatch):
+    """As on overlay, xfs and btrfs: neither end may map a file that was removed."""
+    monkeypatch.setattr("dbuffer.store.medium.REWRITABLE_FILESYSTEMS", frozenset())
+    with (
+        dbuffer.WeightSender(store, delta=delta) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        for version in range(1, 6):
+            publish(sender, version, pattern=CHANGING)
+            assert load(receiver, CHANGING) == version
+
+
 def test_room_for_two_versions_is_enough_for_a_new_layout(store):
     """The version that is replaced must not take up room, nor what a receiver that follows had."""
     with (

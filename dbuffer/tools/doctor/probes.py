@@ -163,7 +163,7 @@ def _probe_mount(site: Site) -> Outcome:
         return "good", f"{result}: local", "two files, mapped and rewritten in place"
     return (
         "adapted",
-        f"{result}: local, copies on write",
+        f"{result}: local, may copy on write",
         "mapped; a new file for each version, because rewriting a page may need new space",
     )
 

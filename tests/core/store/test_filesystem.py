@@ -296,8 +296,8 @@ def test_nearest_mount_counts_and_of_several_at_one_place_the_latest(tmp_path, m
 @pytest.mark.parametrize(
     ("kinds", "name", "can_rewrite"),
     [
-        ("tmpfs ext4 xfs", "local", True),
-        ("btrfs zfs", "local", False),
+        ("tmpfs ext4", "local", True),
+        ("btrfs overlay xfs zfs", "local", False),
         ("nfs nfs4 cifs smb3 ceph lustre 9p fuse.nfs neverheardofit", "network", False),
     ],
 )
