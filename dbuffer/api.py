@@ -7,7 +7,6 @@ from dbuffer.publish.publication import (
     PendingPublication as PendingPublication,
     Publication as Publication,
 )
-from dbuffer.publish.resident import ResidentModel as ResidentModel
 from dbuffer.publish.sender import WeightSender as WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
 from dbuffer.receive.receiver import WeightReceiver as WeightReceiver

@@ -13,12 +13,11 @@ from prometheus_client.registry import Collector
 from dbuffer.errors import DBufferError
 from dbuffer.format.manifest import Lag
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.runtime import options
 
-Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
+Sender: TypeAlias = WeightSender | ShardedWeightSender
 Source: TypeAlias = Sender | Mirror
 
 _OF_SENDERS = {

@@ -142,24 +142,15 @@ class DeltaChain:
             return "was published on another kind of mount, or with another keep="
         return None
 
-    def open(self, version: int, footer: Footer | None, *, with_file: bool = True) -> Draft:
-        """Claim the idle buffer for a version of these tensors.
+    def begin(self, version: int, footer: Footer | None, *, is_delta: bool) -> Draft:
+        """Claim the idle buffer for a version: a delta from the head, or a full one.
+
+        A delta has a weights file only where buffers are kept whole, or its anchor is far.
 
         Args:
             version: its number.
-            footer: footer of its tensors; None: known when the last of a stream has come.
-            with_file: whether it has a weights file; else it is committed upon an earlier one's.
-        """
-        self.draft = Draft(
-            self.writer, self.mappings, version, footer, hashed=self.hashed, with_file=with_file
-        )
-        return self.draft
-
-    def begin(self, version: int, footer: Footer | None, *, is_delta: bool) -> Draft:
-        """Begin a version: a delta from the head, or a full one.
-
-        A delta has a weights file only where buffers are kept whole, or its anchor is far. A draft
-        that was opened before is used.
+            footer: footer of its tensors; None for a stream, whose footer is known at its end.
+            is_delta: whether it is a delta from the head.
         """
         base, with_file = self.head if is_delta else None, True
         if base is not None:
@@ -169,9 +160,16 @@ class DeltaChain:
                 base = replace(base, delta_bytes={base.manifest.identity: 0})
             elif not self.keeps_buffers_whole:
                 with_file = _is_far_from_anchor(base)
-        draft = self.draft or self.open(version, footer, with_file=with_file)
-        draft.version, draft.base = version, base
-        return draft
+        self.draft = Draft(
+            self.writer,
+            self.mappings,
+            version,
+            footer,
+            hashed=self.hashed,
+            base=base,
+            with_file=with_file,
+        )
+        return self.draft
 
     def _problem_with(self, head: ChainHead) -> str | None:
         """Return why readers cannot have the head or its deltas; None: they can.

@@ -50,6 +50,7 @@ class Draft:
         version: number of the version.
         footer: footer of its tensors; None: known when the last of a stream has come.
         hashed: whether its checksums are computed as it is filled.
+        base: version that its delta leads from; None: a full version.
         with_file: whether it has a weights file; else it is committed upon an earlier version's.
     """
 
@@ -61,6 +62,7 @@ class Draft:
         footer: Footer | None,
         *,
         hashed: bool,
+        base: ChainHead | None = None,
         with_file: bool = True,
     ) -> None:
         # A mapping keeps an unlinked file's room, which the next version may need.
@@ -78,8 +80,7 @@ class Draft:
         self._writer = writer
         self._mappings = mappings
         self.version = version
-        self.base: ChainHead | None = None
-        """Version that its delta leads from; None: a full version."""
+        self.base = base
         self.delta_bytes: int | None = None
         """Bytes of the delta that leads to it; None: there is none."""
         self._footer = footer
@@ -205,9 +206,7 @@ class Draft:
         if self.has_file:
             self._check_parts()
             described |= self.footer.seal(self.claim, checksums)
-        manifest = self._writer.commit(
-            self.claim, metadata=metadata, version=self.version, **described
-        )
+        manifest = self._writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
         return manifest
 

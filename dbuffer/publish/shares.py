@@ -1,6 +1,6 @@
 """`Share`: the part of each version that one rank writes.
 
-A sender alone writes all tensors (`WholeShare`, `ResidentShare`), a rank of a sharded trainer
+A sender alone writes all tensors (`WholeShare`), a rank of a sharded trainer
 writes boxes of tensors (`BoxShare`, in `box_share`). `Publisher` calls a share's methods, on all
 ranks at once:
 
@@ -34,7 +34,6 @@ from dbuffer.io.devices import any_on_gpu
 from dbuffer.io.find_changes import find_changes
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
-from dbuffer.publish.chain_head import ChainHead
 from dbuffer.publish.delta_chain import DeltaChain, max_changed
 from dbuffer.publish.draft import Draft, Progress
 from dbuffer.store import filesystem
@@ -239,16 +238,6 @@ class WholeShare(Share):
         diff, self._compared = self._diff, None
         return diff
 
-    def catch_up(self, draft: Draft, head: ChainHead) -> bool:
-        """Apply the last changes to a draft's file, which then holds the last version, ``head``.
-
-        False: they are not known, or the file does not hold the version before.
-        """
-        if self._last_changes is None or not head.follows(draft.claim.held_before):
-            return False
-        write_changes(self._last_changes, draft.mapped, self._copier)
-        return True
-
     @property
     def _diff(self) -> Diff:
         assert self._compared is not None  # noqa: S101 - called after `compare` or `patch`
@@ -258,8 +247,10 @@ class WholeShare(Share):
         self, mapped: MappedTensors, changes: list[TensorDiff], checksums: list[int] | None
     ) -> None:
         """Let the draft's file hold the last version, and write the changes into it."""
-        draft = self._chain.begun
-        if not self.catch_up(draft, self._chain.base):
+        draft, base = self._chain.begun, self._chain.base
+        if self._last_changes is not None and base.follows(draft.claim.held_before):
+            write_changes(self._last_changes, mapped, self._copier)
+        else:
             self._copier.write(mapped, self.contents.views)
         write_changes(changes, mapped, self._copier)
         # Bytes that are not written now may have been damaged since they were.
@@ -298,24 +289,6 @@ class WholeShare(Share):
             f"{self._chain.writer.root}: {name} was damaged after it was published, so what "
             "changed since cannot be published upon it; send all weights"
         )
-
-
-class ResidentShare(WholeShare):
-    """All tensors of a resident model: the draft's file holds them before a publish begins."""
-
-    def write_all(
-        self,
-        source: Source,  # noqa: ARG002
-        info: ClaimInfo,  # noqa: ARG002
-        progress: Progress | None,  # noqa: ARG002
-    ) -> list[int] | None:
-        self._contents = self._chain.begun.mapped
-        return self.checksums() if self._chain.hashed else None
-
-    def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
-        self._contents = self._chain.begun.mapped
-        self._last_changes = _without_replaced(self._diff.changes)
-        return self.checksums() if self._chain.hashed else None
 
 
 def with_values_in(contents: FileTensors, changes: Iterable[TensorDiff]) -> list[TensorDiff]:

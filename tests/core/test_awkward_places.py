@@ -198,7 +198,6 @@ def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_no_place_for_a_store(no_place):
     makers = [
         lambda: dbuffer.WeightSender(no_place),
-        lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), no_place),
         lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),
         lambda: dbuffer.WeightReceiver(no_place).load_into({"a": torch.ones(1)}),
         lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).wait_until_current(0),
@@ -214,8 +213,6 @@ def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store):
     with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
         with pytest.raises(dbuffer.InvalidWeightsError, match="'weight'"):
             sender.send(module)
-        with pytest.raises(dbuffer.InvalidWeightsError, match="'weight'"):
-            dbuffer.ResidentModel(module, store.with_name("other"))
         sender.send(torch.nn.Linear(3, 4))
         with pytest.raises(dbuffer.WeightsMismatchError, match="'weight'"):
             receiver.load_into(module)

@@ -256,7 +256,7 @@ class Plan(NamedTuple):
     store: Path
     seed: int
     kind: str
-    """``one``, ``sharded`` or ``resident``."""
+    """``one`` or ``sharded``."""
     size: int
     mount: str
     options: dict[str, Any]
@@ -324,9 +324,7 @@ class Trainer:
         self.sender: Any = None
         self._hold(plan.labels[0])
         options = {"reader_timeout_s": 0.0, "num_threads": 1, **plan.options}
-        if plan.kind == "resident":
-            self.sender = dbuffer.ResidentModel(self.module, plan.store, **options)
-        elif plan.kind == "sharded":
+        if plan.kind == "sharded":
             self.sender = dbuffer.ShardedWeightSender(
                 plan.store, group=groups[plan.size], rank_timeout_s=30.0, **options
             )
@@ -352,9 +350,6 @@ class Trainer:
     def publish(self, trip: Trip | None) -> int:
         """Publish them; return the version."""
         options: dict[str, Any] = {"metadata": {"label": list(self.label)}}
-        if self.plan.kind == "resident":
-            with tripped(trip):
-                return self.sender.publish(**options).version
         weights = self._weights()
         if trip is not None and trip.kind == "refuse":
             among = REFUSED if self.plan.size > 1 else FOR_ALL
@@ -494,20 +489,18 @@ def require_one_story(went: dict[int, Went]) -> None:
 
 def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
     """A sender's life, at random, from this attempt on."""
-    kind = rng.choice(["one", "sharded", "sharded", "sharded", "resident"])
-    mount = "local" if kind == "resident" else rng.choice(["local", "network"])
+    kind = rng.choice(["one", "sharded", "sharded", "sharded"])
+    mount = rng.choice(["local", "network"])
     size = rng.randint(1, SIZE) if kind == "sharded" else 1
     options = {"delta": rng.random() < 0.7, "checksum": rng.random() < 0.5}
     attempts = range(first, first + rng.randint(8, 20))
     layout = rng.random() < 0.2
     labels = []
     for attempt in attempts:
-        if kind != "resident" and rng.random() < 0.03:
+        if rng.random() < 0.03:
             layout = not layout
         labels.append(Label(attempt, int(layout)))
     ways = ["refuse", "refuse", "raise", "raise", "interrupt", "interrupt", "kill"]
-    if kind == "resident":
-        ways = ways[2:]
     trips: dict[int, Trip] = {}
     for attempt in sorted(rng.sample(attempts, rng.randint(0, 4))):
         way = rng.choice(ways)

@@ -169,7 +169,7 @@ def train_with_routes(directory: Path, server: WithRoutes) -> None:
 
 
 def train_with_stock(directory: Path, server: Any) -> None:
-    """Train the bridge's model, which lives in the store; then send what does not fit the engine.
+    """Train the bridge's model; then send what does not fit the engine.
 
     The first update comes before any ``notify_update()``.
     """
@@ -181,7 +181,6 @@ def train_with_stock(directory: Path, server: Any) -> None:
     )
     with VLLMWeightBridge(config, store=directory / "stock") as bridge:
         model = bridge.get_trainable_model()
-        assert isinstance(bridge._sender, dbuffer.ResidentModel)
         for version in VERSIONS:
             set_weights(model, version)
             if version == VERSIONS[0]:

@@ -77,7 +77,7 @@ def _start_server() -> None:
             os.environ.update(current)
 
 
-preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")
+preload("dbuffer.mirror.mirror", "dbuffer.publish.sharded", "pytest")
 preload("dbuffer.api", "hypothesis.stateful", "prometheus_client", "tests.support.damage")
 preload("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 preload("httpx", "rich.console", "rich.table", "typer")  # for commands

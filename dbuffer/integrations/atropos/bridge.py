@@ -17,7 +17,6 @@ from dbuffer.errors import (
     NotReadyError,
     OptionError,
     RankFailedError,
-    UnsupportedError,
     WaitTimeoutError,
 )
 from dbuffer.integrations.atropos.attached import take_over
@@ -30,7 +29,6 @@ from dbuffer.integrations.atropos.mapping import (
 from dbuffer.integrations.atropos.server import BridgeServer
 from dbuffer.integrations.atropos.slurm import inference_nodes
 from dbuffer.integrations.default_store import default_store
-from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
@@ -42,7 +40,7 @@ from dbuffer.weights.transformers_modules import as_checkpoint
 
 logger = logging.getLogger(__name__)
 
-Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
+Sender: TypeAlias = WeightSender | ShardedWeightSender
 Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 
 
@@ -63,8 +61,8 @@ class VLLMWeightBridge:
     Args:
         config: see :class:`BridgeConfig`.
         store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
-            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory, where a model
-            can live in the store (see :func:`.default_store`).
+            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory (see
+            :func:`.default_store`).
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
         delta: publish only the bytes that changed since the last update, if they are few.
@@ -188,10 +186,6 @@ class VLLMWeightBridge:
         If tensors were attached, its parameters are those, not the checkpoint's: values, dtypes
         and, on the same device, memory. Buffers that were not attached are the checkpoint's.
 
-        Else, on the CPU, with one process, and a store on a local mount, its parameters live in
-        the store, so that publishing copies nothing (see `ResidentModel`). Elsewhere it is an
-        ordinary model, and the reason is logged.
-
         Returns:
             The same one each time.
 
@@ -209,7 +203,6 @@ class VLLMWeightBridge:
                 take_over(model, self.shared_state_dict)
             model = model.to(self.device).train()
             self._mapping.check(_named(model))
-            self._move_into_store(model)
             self._model = model
         return self._model
 
@@ -249,10 +242,7 @@ class VLLMWeightBridge:
             )
         self._on_first_rank("look for another mapping", self._mapping.refuse_if_outdated)
         metadata = {"update_count": self._update_count + 1}
-        if isinstance(sender, ResidentModel):
-            publication = sender.publish(metadata=metadata)
-        else:
-            publication = sender.send(self._permuted(weights), metadata=metadata)
+        publication = sender.send(self._permuted(weights), metadata=metadata)
         self._update_count += 1
         self._version = publication.version
 
@@ -340,33 +330,6 @@ class VLLMWeightBridge:
             rename=self._mapping.names,
             rank_timeout_s=self._rank_patience_s,
         )
-
-    def _move_into_store(self, model: nn.Module) -> None:
-        """Let a model live in the store, or log why it cannot."""
-        reason = self._reason_to_copy()
-        if reason is None:
-            self._require_sender().close()
-            try:
-                self._sender = ResidentModel(
-                    model, self.store, delta=self._delta, rename=self._mapping.names
-                )
-            except BaseException as error:
-                self._sender = self._make_sender()
-                if not isinstance(error, UnsupportedError):
-                    raise
-                reason = str(error)
-        if reason is not None:
-            logger.info("an ordinary model, copied at each update: %s", reason)
-
-    def _reason_to_copy(self) -> str | None:
-        """Return why a model cannot live in the store; None: nothing is known against it."""
-        if self.config.world_size > 1:
-            return f"the trainer has {self.config.world_size} processes"
-        if self.shared_state_dict:
-            return "its parameters are tensors that were attached"
-        if self._mapping.permuted:
-            return f"{self._mapping.path} requires tensors in another layout than the trainer's"
-        return None
 
     def _permuted(self, weights: Weights) -> Weights:
         """Return the weights in the servers' layout."""

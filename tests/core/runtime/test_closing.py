@@ -18,16 +18,14 @@ from typing import Any, BinaryIO, NamedTuple
 import pytest
 import torch
 
-from dbuffer import LazyTensor, ResidentModel, WeightReceiver, WeightSender
+from dbuffer import LazyTensor, WeightReceiver, WeightSender
 from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.writer import BufferWriter
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import newest
-from tests.support.stores import assert_tidy
 from tests.support.waiting import TIMEOUT_S
 
 HANGS_S = 0.3
@@ -140,17 +138,6 @@ def test_close_waits_for_a_send_in_another_thread(tmp_path, store, make):
         sender.send({"a": torch.ones(1)})
 
 
-def test_close_waits_for_a_publish_of_a_resident_model(monkeypatch, tmp_path, store):
-    model = torch.nn.Linear(300, 300)
-    resident = ResidentModel(model, store)
-    gate = hold_up(monkeypatch, BufferWriter, "commit")
-    published = close_in_the_middle(resident.publish, resident.close, gate, tmp_path)
-    assert published.version == 1
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        assert torch.equal(snapshot.tensors["weight"], model.weight)
-    assert_tidy(store)
-
-
 def test_closed_from_inside_a_send_it_closes_when_that_ends(store):
     """By a callback, or by a signal handler on top of it, in the very thread."""
     sender = WeightSender(store)
@@ -244,12 +231,6 @@ def fork_during_a_send(connection: Connection, store: Path) -> None:
         assert sender.send({"a": torch.ones(1)}).version == 2
 
 
-def fork_during_a_publish(connection: Connection, store: Path) -> None:
-    gate = hold_up(pytest.MonkeyPatch(), BufferWriter, "commit")
-    with ResidentModel(torch.nn.Linear(4, 4), store) as resident:
-        fork_in_the_middle(connection, gate, resident.publish, resident.close)
-
-
 def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
     gate = hold_up(pytest.MonkeyPatch(), Draft, "fill")
     optimizer = torch.optim.SGD([torch.zeros(1)])
@@ -264,9 +245,7 @@ def fork_while_one_is_pending(connection: Connection, store: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-@pytest.mark.parametrize(
-    "fork", [fork_during_a_send, fork_during_a_publish, fork_while_one_is_pending]
-)
+@pytest.mark.parametrize("fork", [fork_during_a_send, fork_while_one_is_pending])
 def test_a_child_forked_during_a_publish_neither_publishes_nor_hangs(store, fork):
     with Child(fork, store) as child:
         assert [child.receive(), child.receive()] == [0, 1]
@@ -449,12 +428,11 @@ def test_nothing_can_be_handed_to_a_spawned_process(tmp_path):
         WeightSender(tmp_path / "store") as sender,
         WeightReceiver(tmp_path / "store") as receiver,
         Mirror(tmp_path / "store", tmp_path / "mirror") as mirror,
-        ResidentModel(torch.nn.Linear(2, 2), tmp_path / "resident") as resident,
     ):
         pending = sender.send(weights, wait=False)
         pending.wait()
         with receiver.open() as snapshot:
-            for mine in (sender, receiver, mirror, resident, pending, snapshot):
+            for mine in (sender, receiver, mirror, pending, snapshot):
                 with pytest.raises(ClosedError, match=type(mine).__name__):
                     ForkingPickler.dumps(mine)
             (tensor,) = pickle.loads(pickle.dumps(list(snapshot.tensors.values())))

@@ -111,10 +111,6 @@ MAKERS: dict[str, tuple[Any, str]] = {
         "reader_timeout_s num_threads num_threads=0 checksum delta as_checkpoint durable "
         "allow_shared_store dtype rename",
     ),
-    "ResidentModel": (
-        lambda store, **wrong: dbuffer.ResidentModel(torch.nn.Linear(2, 2), store, **wrong),
-        "reader_timeout_s num_threads num_threads=0 checksum durable rename",
-    ),
     "WeightReceiver": (
         dbuffer.WeightReceiver,
         "poll_interval_s poll_interval_s=0 num_threads num_threads=0 verify receiver_id "
@@ -180,7 +176,6 @@ def test_no_store_is_made_at_no_path(tmp_path, monkeypatch, place):
     makers: list[Any] = [
         lambda: dbuffer.WeightSender(place),
         lambda: dbuffer.WeightReceiver(place),
-        lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), place),
         lambda: dbuffer.Mirror(place, other),
         lambda: dbuffer.Mirror(other, place),
         lambda: start_mirror(place, other),

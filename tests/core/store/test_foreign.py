@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tensordict import TensorDict
-from torch import distributed, nn
+from torch import distributed
 
 import dbuffer
 from dbuffer.errors import OptionError, StoreAccessError, WaitTimeoutError
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.publish.resident import ResidentModel
 from dbuffer.store.foreign import ASIDE_DIRECTORY, other_weights
 from tests.support.commands import call
 from tests.support.soak import in_turn
@@ -58,17 +57,6 @@ def send_sharded(directory: Path, **more: Any) -> None:
         sender.send(WEIGHTS)
 
 
-def reside(directory: Path, **more: Any) -> None:
-    module = nn.Linear(2, 2)
-    before = module.weight.data_ptr()
-    try:
-        with ResidentModel(module, directory, **more) as model:
-            model.publish()
-    except OptionError:
-        assert module.weight.data_ptr() == before, "a refused model is not touched"
-        raise
-
-
 def mirror(directory: Path, **more: Any) -> None:
     remote = directory.with_name("remote")
     send(remote)
@@ -76,7 +64,7 @@ def mirror(directory: Path, **more: Any) -> None:
         copying.wait_until_current(10)
 
 
-SENDERS = [send, send_sharded, reside, mirror]
+SENDERS = [send, send_sharded, mirror]
 
 
 @pytest.mark.usefixtures("group")

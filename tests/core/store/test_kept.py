@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import dbuffer
 from dbuffer.store import filesystem, kept
@@ -246,21 +245,6 @@ def test_a_filesystem_without_second_names_is_refused_at_once(store, monkeypatch
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
     assert not list((store / "tmp").iterdir())
-
-
-def test_a_resident_model_spares_a_pinned_version(store):
-    model = torch.nn.Linear(4, 4)
-    with dbuffer.ResidentModel(model, store) as resident:
-        for value in (1.0, 2.0, 3.0, 4.0, 5.0):
-            with torch.no_grad():
-                model.weight.fill_(value)
-            version = resident.publish().version
-            if version == 2:
-                kept.pin(DoubleBuffer(store), 2)
-    with dbuffer.WeightReceiver(store) as receiver:
-        for version, value in ((2, 2.0), (5, 5.0)):
-            with receiver.open(version=version) as snapshot:
-                assert set(snapshot.tensors["weight"].flatten().tolist()) == {value}
 
 
 def test_the_command_line_pins_and_goes_back(store, capsys):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dbuffer
-from dbuffer import ResidentModel, WeightReceiver, WeightSender
+from dbuffer import WeightReceiver, WeightSender
 from dbuffer.weights.sources import Describer
 from tests.support.conversions import NEEDS_CONVERSIONS
 from tests.support.engines.families import CONFIGURATIONS, make_family
@@ -191,12 +191,6 @@ class TestComputed:
                 with torch.no_grad():
                     next(model.parameters()).add_(1)
 
-    def test_they_have_no_place_in_a_resident_model(self, store):
-        with pytest.raises(dbuffer.UnsupportedError, match=r"transformers computes '.*qkv_proj"):
-            ResidentModel(make_computed(), store)
-        with ResidentModel(make_computed(), store, as_checkpoint=False) as resident:
-            resident.publish()
-
     def test_they_are_not_loaded_into_a_module(self, store, sender):
         sender.send(make_computed())
         target = make_computed(1)
@@ -247,33 +241,3 @@ class TestTarget:
             receiver.load_into(mixtral, partial=True)
         before[2, fused.shape[1] // 2 :] = 1
         assert torch.equal(fused, before)
-
-
-class TestResident:
-    """Fused experts live in the store as the checkpoint's experts, one after another."""
-
-    @pytest.mark.parametrize("delta", [False, True])
-    def test_it_trains_in_what_it_publishes(self, mixtral, shm_path, tmp_path, delta):
-        optimizer = torch.optim.SGD(mixtral.parameters(), lr=1.0)
-        fused = mixtral.model.layers[1].mlp.experts.gate_up_proj
-        store = shm_path / "store"
-        with ResidentModel(mixtral, store, delta=delta) as resident:
-            for step in range(4):
-                resident.publish()
-                assert_same(received(store), saved(mixtral, tmp_path / str(step)))
-                mixtral(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert mixtral.model.layers[1].mlp.experts.gate_up_proj is fused
-            values = copy.deepcopy(mixtral.state_dict())
-        assert_same(mixtral.state_dict(), values)
-
-    def test_experts_that_would_not_lie_together_are_refused(self, store):
-        config = transformers.MixtralConfig(
-            **SHAPE | {"hidden_size": 6, "intermediate_size": 3}, num_attention_heads=2
-        )
-        model = transformers.MixtralForCausalLM(config)
-        with pytest.raises(dbuffer.UnsupportedError, match="at a multiple of 64 bytes"):
-            ResidentModel(model, store)
-        with ResidentModel(model, store, as_checkpoint=False) as resident:
-            resident.publish()

@@ -33,7 +33,6 @@ from tests.support.engines import lean_vllm, preforked
 TESTS = (
     "dbuffer.api",
     "dbuffer.mirror.mirror",
-    "dbuffer.publish.resident",
     "dbuffer.publish.sharded",
     "matplotlib.pyplot",
     "rich.console",
