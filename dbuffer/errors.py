@@ -123,7 +123,7 @@ class UnsupportedError(DBufferError, NotImplementedError):
 
 
 class WeightsMismatchError(DBufferError, ValueError):
-    """The published weights do not fit the target. The target was not changed.
+    """The published weights do not fit the target, which was not changed, unless a note says so.
 
     The message lists the differences. Correct names with ``rename=`` and dtypes with ``dtype=``,
     or publish the tensors that a partial version lacks.

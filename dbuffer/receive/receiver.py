@@ -54,6 +54,7 @@ Target: TypeAlias = (
 
 
 _NO_FAILURES = (
+    OvertakenError,
     errors.ClosedError,
     errors.SnapshotEvictedError,
     errors.VersionError,
@@ -262,6 +263,7 @@ class WeightReceiver(Closing, ProcessBound):
         target: Target,
         *,
         partial: bool = False,
+        views: bool = False,
         check: Callable[[Mapping[str, Any]], None] = refuse_adapter,
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
@@ -271,13 +273,14 @@ class WeightReceiver(Closing, ProcessBound):
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
-                vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs that are
-                valid during the call.
+                vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs.
             partial: leave tensors of the target that the version lacks as they are. All that it
                 holds must still be in the target. A version that lacks what an earlier one
                 contained is refused, because the rest would stay that one's; this receiver
                 remembers what it has loaded, so load into one target with it, and load into a
                 target with one receiver.
+            views: give a function views of the store in place of copies, which it may keep. A view
+                is valid during the call: a later version overwrites it.
             check: called with the version's metadata before anything is touched; what it raises
                 is raised. Default: refuse an adapter, which is no model
                 (:mod:`dbuffer.integrations.peft` loads those).
@@ -287,35 +290,52 @@ class WeightReceiver(Closing, ProcessBound):
 
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
-                earlier one contained; the target was not touched.
+                earlier one contained. The target was not touched.
             VersionRegressedError: the store was started over; its versions are another run's.
             StoreCorruptError: the store is damaged.
+
+            If a sender has overwritten a version while it was loaded, and the next one cannot be
+            loaded, a note of the error says which version's parts the target may hold.
         """
+        overwritten: int | None = None
         while True:
             self._check_open()
             if not self._store.exists() and self._seen is None:
                 return None
-            with self.reporting(None):
-                held = self._hold(self._loaded)
-            if held is None:
-                return None
-            with self._released(held), self.reporting(held.manifest.version):
-                check(held.manifest.metadata)
-                try:
-                    self._load(held, target, partial)
-                    held.require_unchanged()
-                except OvertakenError:
-                    logger.warning(
-                        "version %d of %s was overwritten while it was loaded; loading the newest",
-                        held.manifest.version,
-                        self.store,
+            try:
+                return self._load_newest(target, partial, views, check)
+            except OvertakenError:
+                overwritten = self.seen_version
+                message = "version %d of %s was overwritten while it was loaded; loading the newest"
+                logger.warning(message, overwritten, self.store)
+            except Exception as error:
+                if overwritten is not None:
+                    error.add_note(
+                        f"the target may hold parts of version {overwritten}, which was "
+                        "overwritten while it was loaded"
                     )
-                    continue
-                self._loaded = held.manifest.version
-                self._set_applied(
-                    held.manifest.version, held.manifest.identity, held.manifest.history
-                )
-                return self._loaded
+                raise
+
+    def _load_newest(
+        self,
+        target: Target,
+        partial: bool,
+        views: bool,
+        check: Callable[[Mapping[str, Any]], None],
+    ) -> int | None:
+        """Load the newest version; raise `OvertakenError` if a writer was faster."""
+        with self.reporting(None):
+            held = self._hold(self._loaded)
+        if held is None:
+            return None
+        manifest = held.manifest
+        with self._released(held), self.reporting(manifest.version):
+            check(manifest.metadata)
+            self._load(held, target, partial, views)
+            held.require_unchanged()
+            self._loaded = manifest.version
+            self._set_applied(manifest.version, manifest.identity, manifest.history)
+        return manifest.version
 
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
@@ -536,12 +556,13 @@ class WeightReceiver(Closing, ProcessBound):
             held.release()
             self.record.write(held_version=None)
 
-    def _load(self, held: Held, target: Target, partial: bool) -> None:
+    def _load(self, held: Held, target: Target, partial: bool, views: bool) -> None:
         """Fill the target; raise `OvertakenError` if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(held)
             self._remember_names(held, tensors.layout.names, partial)
-            target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
+            pairs = SnapshotTensors(tensors.data, tensors.layout).items()
+            target(iter(pairs) if views else ((name, tensor.clone()) for name, tensor in pairs))
             return
         match = self._matcher.match(target, self.reader.layout(held), partial=partial)
         tensors = self.reader.read(held, keep=True)  # damage shows before the target is touched

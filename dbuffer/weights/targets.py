@@ -79,8 +79,7 @@ def refuse_adapter(metadata: Mapping[str, Any]) -> None:
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use load_adapter or save_adapter of "
-            "dbuffer.integrations.peft, or publish the merged model (merged_weights); nothing was "
-            "touched"
+            "dbuffer.integrations.peft, or publish the merged model (merged_weights)"
         )
 
 
@@ -129,6 +128,9 @@ class Matcher:
         tensors = list(named.values())
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
+        # A lazily conjugated view has its tensor's address, and cannot be filled.
+        if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+            return None
         # At the same addresses they overlap as little as before, and are as much the target's own.
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != known.addresses:
@@ -165,8 +167,7 @@ class LoadedNames:
             names_lost = listed([f"{n!r} of version {self._first[n]}" for n in lacking], "; ")
             raise WeightsMismatchError(
                 f"version {version} lacks tensors that earlier versions contained, and would leave "
-                f"a mix of versions: {names_lost}; nothing was touched; publish at least what was "
-                "published before"
+                f"a mix of versions: {names_lost}; publish at least what was published before"
             )
 
 
@@ -308,7 +309,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _describe_problems(problems: list[str]) -> str:
     reasons = listed(problems, "; ")
-    return f"the published weights do not fit the target, which was not touched: {reasons}"
+    return f"the published weights do not fit the target: {reasons}"
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:

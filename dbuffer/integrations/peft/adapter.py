@@ -140,8 +140,7 @@ def _require_match(metadata: Mapping[str, Any], mine: dict[str, Any]) -> None:
     ]
     if differences:
         raise WeightsMismatchError(
-            "the published adapter does not fit the target, which was not touched: "
-            + "; ".join(differences)
+            "the published adapter does not fit the target: " + "; ".join(differences)
         )
 
 

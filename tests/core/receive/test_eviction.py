@@ -136,6 +136,21 @@ def test_loading_starts_over_by_itself(sender, receiver, caplog):
     assert "version 1" in caplog.text
 
 
+def test_a_target_that_was_filled_is_not_said_to_be_untouched(sender, receiver, monkeypatch):
+    target, read = SMALL.empty(), receiver._copier.read
+
+    def read_slowly(*args: Any, **options: Any) -> None:
+        read(*args, **options)
+        publish(sender, 2, 3, pattern=OTHER)
+
+    publish(sender, 1)
+    monkeypatch.setattr(receiver._copier, "read", read_slowly)
+    with pytest.raises(dbuffer.WeightsMismatchError) as caught:
+        receiver.load_into(target)
+    assert "touched" not in str(caught.value)
+    assert "parts of version 1" in caught.value.__notes__[0]
+
+
 def test_loading_into_tensors_starts_over_by_itself(sender, receiver, monkeypatch):
     target, read = SMALL.empty(), receiver._copier.read
 

@@ -156,8 +156,36 @@ class TestKinds:
         else:
             assert torch.equal(target["c"], weights["c"])
 
+    def test_a_conjugate_view_of_what_was_filled_is_refused(self, sender, receiver):
+        """With others whose copies come first."""
+        others = {f"x{index}": torch.zeros(1000) for index in range(8)}
+        last = torch.zeros(1000, dtype=torch.complex64)
+        for view in (torch.Tensor.conj, torch._neg_view):
+            sender.send({name: tensor + 1 for name, tensor in others.items()} | {"z": last + 1j})
+            assert receiver.load_into(others | {"z": last}) is not None
+            before = {name: tensor.clone() for name, tensor in others.items()}
+            sender.send({name: tensor + 1 for name, tensor in others.items()} | {"z": last + 1j})
+            with pytest.raises(WeightsMismatchError, match="'z' of the target is a lazily"):
+                receiver.load_into(others | {"z": view(last)})
+            assert_equal(others, before)
+
 
 class TestFunctions:
+    @pytest.mark.parametrize("views", [False, True])
+    def test_a_kept_tensor_stays_as_it_is(self, sender, receiver, views):
+        """If a function gets views, it keeps copies."""
+        kept: dict[str, torch.Tensor] = {}
+
+        def keep(pairs):
+            kept.update({name: tensor.clone() for name, tensor in pairs})
+
+        for version in (1, 4, 7):
+            sender.send(weights_of(version), version=version)
+            assert receiver.load_into(keep if views else kept.update, views=views) == version
+            for later in (version + 1, version + 2):
+                sender.send(weights_of(later), version=later)
+                assert_equal(kept, weights_of(version))
+
     def test_that_fail_are_called_again_next_time(self, sender, store):
         sender.send(weights_of(1))
 

@@ -224,8 +224,8 @@ class TestTarget:
         more = {"more": torch.ones(1)}
         less = {name: tensor for name, tensor in weights.items() if name != EXPERT}
         for published, problem in (
-            (mixtral.state_dict() | more, r"not touched: the target has no more float32\[1\]$"),
-            (weights | more, r"not touched: the target has no more float32\[1\]$"),
+            (mixtral.state_dict() | more, r"the target: the target has no more float32\[1\]$"),
+            (weights | more, r"the target: the target has no more float32\[1\]$"),
             (less, f"the store has no '{EXPERT}'"),
         ):
             with WeightSender(store) as sender, WeightReceiver(store) as receiver:
