@@ -27,7 +27,6 @@ in it, and as they are if not. How long each is, unpacked, follows from the head
 
 from __future__ import annotations
 
-import functools
 import struct
 import threading
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
 from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
 from dbuffer.runtime.extras import needed_for
+from dbuffer.runtime.lazy import cached_property
 
 MAGIC = b"dbufdelt"
 DELTA_FORMAT = 1
@@ -146,7 +146,7 @@ class DeltaHeader:
     header_bytes: int
     """Size as stored, without the prefix."""
 
-    @functools.cached_property
+    @cached_property
     def places(self) -> list[int]:
         """Offset of each chunk in the file, in bytes; and, last, the end of the file."""
         stored = [chunk.stored_bytes for chunk in self.chunks]
@@ -158,7 +158,7 @@ class DeltaHeader:
         """Size of the whole file."""
         return self.places[-1]
 
-    @functools.cached_property
+    @cached_property
     def _by_width(self) -> dict[int, tuple[Integers, Integers, Integers]]:
         """Index, first word and end, in the file, of changed tensors, by the bytes of a word."""
         indices = self.tensors["tensor"].astype(np.int64)
@@ -366,13 +366,13 @@ def join_planes(
 class _Tools(threading.local):
     """A thread's own compressor and decompressor, which take as long to make as to use."""
 
-    @functools.cached_property
+    @cached_property
     def zstandard(self) -> ModuleType:
         with needed_for("a delta"):
             import zstandard
         return zstandard
 
-    @functools.cached_property
+    @cached_property
     def compressor(self) -> Any:
         # Numbers that are next to random: Huffman's code makes them shorter, and matches only cost
         # time and spoil it. Against level 1 as it is, 2 to 10 % fewer bytes.
@@ -386,7 +386,7 @@ class _Tools(threading.local):
         )
         return self.zstandard.ZstdCompressor(compression_params=parameters)
 
-    @functools.cached_property
+    @cached_property
     def decompressor(self) -> Any:
         return self.zstandard.ZstdDecompressor(max_window_size=MAX_CHUNK_BYTES)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -31,6 +30,7 @@ import xxhash
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.manifest import FORMAT, MAX_INTEGER, parse_object
+from dbuffer.runtime.lazy import cached_property
 
 ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
@@ -147,28 +147,28 @@ class Layout:
             end = align(end + spec.num_bytes)
         return cls(specs, tuple(offsets), dict(aliases or {}))
 
-    @functools.cached_property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(spec.name for spec in self.specs)
 
-    @functools.cached_property
+    @cached_property
     def all_names(self) -> frozenset[str]:
         return self.names | self.aliases.keys()
 
-    @functools.cached_property
+    @cached_property
     def indices(self) -> dict[str, int]:
         return {spec.name: index for index, spec in enumerate(self.specs)}
 
-    @functools.cached_property
+    @cached_property
     def sizes(self) -> list[int]:
         return [spec.num_bytes for spec in self.specs]
 
-    @functools.cached_property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors, without padding."""
         return sum(self.sizes)
 
-    @functools.cached_property
+    @cached_property
     def num_elements(self) -> int:
         """Number of elements of all tensors together."""
         return sum(math.prod(spec.shape) for spec in self.specs)
@@ -184,7 +184,7 @@ class Layout:
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
         return dataclasses.replace(self, part_bytes=(), pieces=pieces)
 
-    @functools.cached_property
+    @cached_property
     def blocks(self) -> list[Block]:
         """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
 
@@ -196,14 +196,14 @@ class Layout:
             for offset in range(start, max(end, start + 1), BLOCK_BYTES)
         ]
 
-    @functools.cached_property
+    @cached_property
     def first_blocks(self) -> list[int]:
         """Index of each tensor's first block; and, last, how many blocks there are."""
         counts = collections.Counter(block.tensor for block in self.blocks)
         tensors = range(len(self.specs))
         return list(itertools.accumulate((counts[index] for index in tensors), initial=0))
 
-    @functools.cached_property
+    @cached_property
     def widths(self) -> list[int]:
         """Bytes of one of each tensor's *words*: an element, or 8 of one that is longer."""
         return [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
@@ -216,7 +216,7 @@ class Layout:
         pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
         return sorted([tensor for tensor in tensors if not tensor[2]] + pieces)
 
-    @functools.cached_property
+    @cached_property
     def spans(self) -> list[Span]:
         """All of the tensors' bytes, in the order in which files hold them."""
         if self.is_in_parts:

@@ -7,7 +7,6 @@ digests of its blocks, so that any number of threads can work on one tensor.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import logging
 import mmap
@@ -24,6 +23,7 @@ import xxhash
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import ITEM_BYTES, Block, Layout
 from dbuffer.io.devices import PageLock
+from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 
@@ -71,7 +71,7 @@ class FileTensors:
     def read_ahead(self) -> None:
         """Have every page at hand, which those of a mapping are not by themselves."""
 
-    @functools.cached_property
+    @cached_property
     def views(self) -> list[torch.Tensor]:
         return [self.tensor(index) for index in range(len(self.layout.specs))]
 

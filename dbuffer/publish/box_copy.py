@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +15,7 @@ from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish.shards import Box
 from dbuffer.publish.shares import apply_detached
+from dbuffer.runtime.lazy import cached_property
 
 
 class BoxCopy:
@@ -39,7 +39,7 @@ class BoxCopy:
         self._digests: dict[int, list[int]] = {}
         """Digests of the blocks of each box that did not change since it was hashed, by number."""
 
-    @functools.cached_property
+    @cached_property
     def contents(self) -> FileTensors:
         """Memory of the copy, allocated at its first use.
 

@@ -1,10 +1,34 @@
-"""`lazily`: a package whose names are imported when they are used."""
+"""`lazily`: a package whose names are imported when they are used; `cached_property`."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property:  # noqa: N801 - it replaces Python's
+        """Attribute of an instance, computed at its first use.
+
+        Python 3.11's own has one lock for all instances of a class, which stays locked in a child
+        that is forked while a thread computes: the child would hang at its first use.
+        """
+
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute = compute
+            self.__doc__ = compute.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return self
+            value = instance.__dict__[self._name] = self._compute(instance)
+            return value
 
 
 def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:

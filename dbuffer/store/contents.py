@@ -6,12 +6,12 @@ file is there: it tells a store that was published to from a new one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
 from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, WriterRecord
+from dbuffer.runtime.lazy import cached_property
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 
@@ -28,11 +28,11 @@ class Contents:
     def __init__(self, store: DoubleBuffer) -> None:
         self._store = store
 
-    @functools.cached_property
+    @cached_property
     def pointer(self) -> Pointer | None:
         return self._store.undamaged_pointer()
 
-    @functools.cached_property
+    @cached_property
     def manifests(self) -> dict[str, Manifest | None]:
         return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
 

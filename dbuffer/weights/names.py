@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
+from dbuffer.runtime.lazy import cached_property
 from dbuffer.weights.rules import (
     TENSOR_KINDS,
     Change,
@@ -63,7 +63,7 @@ class NameMap:
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Rule, ...]]]:
         return type(self), (self.rules,)  # without functions, which do not pickle
 
-    @functools.cached_property
+    @cached_property
     def _steps(self) -> list[tuple[Change | Rule, _Indices]]:
         """Functions that rename, or rules that change tensors, and the indices of their rules."""
         steps: list[tuple[Change | Rule, _Indices]] = []

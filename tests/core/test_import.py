@@ -266,6 +266,17 @@ def test_docstrings_begin_with_their_object_or_action():
     assert not vague, "\n".join(vague)
 
 
+def test_no_attribute_has_a_lock_for_all_instances():
+    """A child that is forked while a thread computes one hangs: use dbuffer.runtime.lazy's."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if "functools" in line and "cached_property" in line and path.name != "lazy.py"
+    ]
+    assert not found
+
+
 def test_logs_get_texts_of_errors():
     """A handler may keep what it gets: an error's traceback has the frames, and so the mappings."""
     methods = ("debug", "info", "warning", "error", "log")

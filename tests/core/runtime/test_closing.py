@@ -23,6 +23,7 @@ from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import newest
@@ -250,6 +251,23 @@ def test_a_child_forked_during_a_publish_neither_publishes_nor_hangs(store, fork
     with Child(fork, store) as child:
         assert [child.receive(), child.receive()] == [0, 1]
         assert child.wait() == 0
+
+
+def fork_while_a_thread_reads_a_pointer(connection: Connection, store: Path) -> None:
+    patch = pytest.MonkeyPatch()
+    gate = hold_up(patch, DoubleBuffer, "undamaged_pointer")
+    opening = InThread(lambda: WeightSender(store).close())
+    assert gate.has_come.wait(TIMEOUT_S)
+    patch.undo()
+    connection.send(in_a_fork(lambda: WeightSender(store.with_name("another")).close()))
+    gate.open()
+    opening.outcome()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_forked_while_a_thread_computes_an_attribute_does_not_hang(store):
+    with Child(fork_while_a_thread_reads_a_pointer, store) as child:
+        assert child.receive() == 0
 
 
 def is_woken(receiver: WeightReceiver, sender: WeightSender) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -24,6 +23,7 @@ from dbuffer.integrations.engine.plan.load_trace import (
     unwrapped,
 )
 from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.messages import listed
 
 Tensors = Mapping[str, torch.Tensor]

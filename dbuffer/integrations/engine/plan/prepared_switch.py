@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 import xxhash
@@ -27,6 +26,7 @@ from dbuffer.integrations.engine.plan.samples import NOTHING_HELD, Sample
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view
+from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.trouble import log_once
 
