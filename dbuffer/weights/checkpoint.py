@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.io.tensors import DTYPES
-from dbuffer.runtime.extras import needed_for
+from dbuffer.format.layout import TensorSpec
+from dbuffer.io.tensors import DTYPES, as_bytes, new_memory
 from dbuffer.runtime.messages import listed
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
 
 _INDEX = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
@@ -141,7 +144,7 @@ class Checkpoint(NamedTuple):
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Open a HuggingFace checkpoint directory, or one safetensors file."""
-    tensors: dict[str, torch.Tensor | LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
     """Tensors that are in two files, by the files' names."""
@@ -163,12 +166,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     def require_unchanged() -> None:
         for file, state in states.items():
             if _state_of(file) != state:
-                raise InvalidWeightsError(
-                    f"{file} was written while it was being published, so nothing was: publish a "
-                    "checkpoint when all of it is saved"
-                )
+                raise _changed(file)
 
     return Checkpoint(list(tensors), list(tensors.values()), require_unchanged)
+
+
+def _changed(file: Path) -> InvalidWeightsError:
+    return InvalidWeightsError(
+        f"{file} was written while it was being published, so nothing was: publish a checkpoint "
+        "when all of it is saved"
+    )
 
 
 def _state_of(file: Path) -> tuple[int, ...] | None:
@@ -214,23 +221,69 @@ def _checkpoint_files(path: Path) -> Mapping[Path, list[str] | None]:
 
 
 def _open_safetensors(
-    file: Path, names_in_file: list[str] | None
-) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-    with needed_for(f"reading {file}"):
-        from safetensors import SafetensorError, safe_open
+    path: Path, names_in_file: list[str] | None
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield tensors of a file that are read when they are fetched; it is open until all are gone.
+
+    Other programs may truncate or overwrite the file, and a page of a mapping that is cut off is a
+    SIGBUS. So the file is read, and never mapped, as safetensors would.
+    """
     try:
-        file.open("rb").close()  # of a file that may not be read safetensors says it is not there
-        handle: Any = safe_open(file, framework="pt")
-        for name in names_in_file if names_in_file is not None else handle.keys():
-            part = handle.get_slice(name)
-            dtype = SAFETENSORS_DTYPES[part.get_dtype()]
-            shape = list(part.get_shape())
-            if dtype == "float4_e2m1fn_x2":
-                shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
-            # Each reader keeps the file open; it is closed when the last of them is dropped.
-            read = functools.partial(handle.get_tensor, name)
-            yield name, LazyTensor(DTYPES[dtype], tuple(shape), read)
-    except (SafetensorError, OSError) as error:
-        raise InvalidWeightsError(f"cannot read {file}: {error}") from None
-    except KeyError as error:
-        raise InvalidWeightsError(f"{file} holds a tensor of unknown type {error}") from None
+        file = Descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        entries, start = _read_header(file)
+        for name in sorted(entries) if names_in_file is None else names_in_file:
+            if name not in entries:
+                raise ValueError(f"it has no tensor {name!r}")
+            dtype, shape, first, num_bytes = _parse_entry(name, entries[name])
+            read = functools.partial(_read, path, file, start + first, num_bytes, dtype, shape)
+            yield name, LazyTensor(dtype, shape, read)
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidWeightsError(f"cannot read {path}: {error}") from None
+
+
+def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file by tensor, and the first byte behind its header."""
+    size = os.fstat(file.number).st_size
+    start = 8 + int.from_bytes(filesystem.read_at(file.number, 0, 8), "little")
+    if not 8 < start <= size:
+        raise ValueError(f"a file of {size} bytes has no header that ends at byte {start}")
+    header = json.loads(filesystem.read_at(file.number, 8, start - 8))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = start + max([entry["data_offsets"][1] for entry in entries.values()], default=0)
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its header describes {end}")
+    return entries, start
+
+
+def _parse_entry(
+    name: str, entry: Mapping[str, Any]
+) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """Return a tensor's dtype, shape, first byte behind the header, and bytes."""
+    if entry["dtype"] not in SAFETENSORS_DTYPES:
+        raise ValueError(f"{name!r} is of the unknown dtype {entry['dtype']!r}")
+    dtype, shape = SAFETENSORS_DTYPES[entry["dtype"]], list(entry["shape"])
+    if dtype == "float4_e2m1fn_x2":
+        shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
+    first, end = entry["data_offsets"]
+    num_bytes = TensorSpec(name, dtype, tuple(shape)).num_bytes
+    if min([first, *shape]) < 0 or end - first != num_bytes:
+        raise ValueError(f"{name!r} is {dtype} of shape {shape}, in bytes {first} to {end}")
+    return DTYPES[dtype], tuple(shape), first, num_bytes
+
+
+def _read(
+    path: Path,
+    file: Descriptor,
+    start: int,
+    num_bytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    data = new_memory(num_bytes)
+    try:
+        num_read = filesystem.read_into(file.number, start, as_bytes(data))
+    except OSError as error:
+        raise InvalidWeightsError(f"cannot read {path}: {error}") from None
+    if num_read < num_bytes:
+        raise _changed(path)
+    return data.view(dtype).view(shape)
