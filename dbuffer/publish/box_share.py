@@ -24,6 +24,7 @@ from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.io.changes import Diff, TensorDiff
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import refuse_overflow
 from dbuffer.publish import shards
 from dbuffer.publish.box_copy import BoxCopy
 from dbuffer.publish.draft import Progress
@@ -168,13 +169,17 @@ class BoxShare(Share):
 
         def elements_of_local(number: int) -> torch.Tensor:
             index = self._boxes[number].tensor
-            return parts.elements(source.tensors[index], self._layout.specs[index].name)
+            spec = self._layout.specs[index]
+            elements = parts.elements(source.tensors[index], spec.name)
+            refuse_overflow([spec], [elements])
+            return elements
 
         def act_on_local() -> int:
             return action(range(self._num_local), elements_of_local)
 
         def act_on_whole(index: int, whole: torch.Tensor) -> int:
             number = self._number_of[index]
+            refuse_overflow([self._layout.specs[index]], [whole])
             return action(range(number, number + 1), lambda _: whole)
 
         def act_on_gathered() -> int:

@@ -14,7 +14,7 @@ from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.changes import TensorDiff, change_at, narrowed
-from dbuffer.io.tensors import DTYPES
+from dbuffer.io.tensors import DTYPES, refuse_overflow
 from dbuffer.weights.sources import is_made_of_others
 
 _INTEGERS = frozenset(
@@ -62,7 +62,7 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDif
         if index in changes:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
-        changes[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
+        changes[index] = _change_of(_cast(patch, spec), index, spec)
     return [changes[index] for index in sorted(changes) if len(changes[index].values)]
 
 
@@ -93,14 +93,15 @@ def is_dense(tensor: Any) -> bool:
     )
 
 
-def _cast(patch: SparsePatch, dtype: torch.dtype) -> SparsePatch:
-    """Return a patch with its floating-point values cast to this dtype.
+def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
+    """Return a patch with its floating-point values cast to the tensor's dtype.
 
     Not to or from eight bits: those have scales, which a patch of other numbers does not know.
     """
-    pair = (patch.values.dtype, dtype)
+    pair = (patch.values.dtype, dtype := DTYPES[spec.dtype])
     if pair[0] is dtype or not all(one.is_floating_point and one.itemsize > 1 for one in pair):
         return patch
+    refuse_overflow([spec], [patch.values])
     return replace(patch, values=patch.values.detach().to(dtype))
 
 

@@ -20,7 +20,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors, file_under
+from dbuffer.io.tensors import FileTensors, file_under, refuse_overflow
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Progress, checked_metadata, counter
 from dbuffer.publish.patches import SparsePatch, changes_of
@@ -54,7 +54,8 @@ class WeightSender(Publisher):
         delta: publish what changed since the version before, where that is worth it; needs the
             extra ``delta``, and weights that lie in memory whole. On a network mount, memory for
             one more copy of them.
-        dtype: publish floating-point tensors in this dtype, cast while copying.
+        dtype: publish floating-point tensors in this dtype, cast while copying. Values that it
+            cannot hold are refused.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.
@@ -377,6 +378,8 @@ class WeightSender(Publisher):
                     if on_bytes is not None:
                         on_bytes(spec.num_bytes)
                 source = replace(source, tensors=copies, is_lazy=False)
+            elif not source.is_lazy:
+                refuse_overflow(source.specs, source.eager)
         request = PublishRequest(started, source, footer, version, metadata, progress)
         publication = self._publish(request)
         self._is_behind = False

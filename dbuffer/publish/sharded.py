@@ -63,7 +63,8 @@ class ShardedWeightSender(Publisher):
         checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
         delta: publish what changed since the version before, where that is worth it; needs the
             extra ``delta``, and on each rank memory for a copy of what it writes.
-        dtype: publish floating-point tensors in this dtype, cast while copying.
+        dtype: publish floating-point tensors in this dtype, cast while copying. Values that it
+            cannot hold are refused.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
+from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
@@ -111,8 +111,15 @@ class Source:
     """Called when all tensors were copied, and before the commit, which an error prevents."""
 
     def fetched(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors, one at a time; each may be gone when the next has come."""
-        yield from map(fetch, self.tensors)
+        """Yield all tensors, one at a time; each may be gone when the next has come.
+
+        Raises:
+            InvalidWeightsError: one is not what it was declared as, or overflows in its cast.
+        """
+        for spec, tensor in zip(self.specs, self.tensors, strict=True):
+            fetched = fetch(tensor)
+            refuse_overflow([spec], [fetched])
+            yield fetched
         self.finish()
 
     def finish(self) -> None:
@@ -220,7 +227,9 @@ class Describer:
                 raise InvalidWeightsError(f"the name {name!r} occurs twice")
             seen.add(name)
             checked = _gatherable(name, tensor, sharded=self.sharded)
-            yield spec_of(name, checked, self.dtype), fetch(checked)
+            spec, fetched = spec_of(name, checked, self.dtype), fetch(checked)
+            refuse_overflow([spec], [fetched])
+            yield spec, fetched
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
         names = clean_names(names)

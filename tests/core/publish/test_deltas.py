@@ -600,6 +600,7 @@ REFUSED_PATCHES: list[tuple[Any, type[Exception], str]] = [
     ([SparsePatch("e", torch.tensor([0]), ONE)], MISMATCH, "outside"),
     ([SparsePatch("a", AT, TWO)], INVALID, "1 indices and 2"),
     ([SparsePatch("a", TWO.long() * 0, TWO)], INVALID, "twice"),
+    ([SparsePatch("a", AT, ONE.double() * 1e39)], INVALID, "'a' cannot be cast to float32"),
     ([SparsePatch("a", ONE, ONE)], INVALID, "integers"),
     ([SparsePatch("a", ONE.bool(), ONE)], INVALID, "integers"),
     ([SparsePatch("a", ONE + 0j, ONE)], INVALID, "integers"),

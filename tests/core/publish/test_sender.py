@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -243,6 +244,7 @@ def test_casts_leave_all_else_alone(store, form):
         torch.bool,
         torch.qint8,
         torch.float4_e2m1fn_x2,
+        torch.float8_e8m0fnu,  # has no sign
         "bf16",
     ):
         with pytest.raises(dbuffer.OptionError, match="cast"):
@@ -257,6 +259,38 @@ def test_casts_leave_all_else_alone(store, form):
     assert found.pop("source").dtype is torch.float16
     assert_same(found, weights)
     assert (source.dtype, source.grad_fn) == (torch.float32, None)
+
+
+def as_lazy(weights: dict[str, torch.Tensor]) -> dict[str, dbuffer.LazyTensor]:
+    return {
+        name: dbuffer.LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone)
+        for name, tensor in weights.items()
+    }
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2fnuz], ids=str
+)
+def test_values_that_the_dtype_cannot_hold_are_refused(store, mount, dtype, delta):
+    limits = torch.finfo(dtype)
+    has_infinities = dtype in (torch.bfloat16, torch.float16)
+    values = [limits.max, -limits.max * (1 + limits.eps / 8), math.nan, 0.0]
+    fits = torch.tensor([*values, math.inf if has_infinities else 1.0], dtype=torch.float64)
+    weights = {"fits": fits, "large": fits}
+    too_large = -2 * limits.max if has_infinities else -math.inf
+    refused = {"fits": fits, "large": fits.clone().index_fill_(0, torch.tensor(3), too_large)}
+    forms = [dict, as_lazy] if delta else [dict, as_lazy, FORMS["stream"]]
+    with dbuffer.WeightSender(store, dtype=dtype, delta=delta) as sender:
+        for form in forms:
+            with pytest.raises(dbuffer.InvalidWeightsError, match=r"'large' .* 1 of 5 values"):
+                sender.send(form(refused))
+            sender.send(form(weights))
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'large'"):
+            sender.send(refused, wait=False).wait(TIMEOUT_S)
+    cast = fits.to(dtype)
+    assert cast.float().isfinite().sum() == (3 if has_infinities else 4)
+    assert_same(received(store), {"fits": cast, "large": cast})
 
 
 def limit_memory(num_bytes: int) -> None:

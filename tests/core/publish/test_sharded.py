@@ -216,6 +216,25 @@ def test_casting_and_renaming(four, store, case, mount):
     assert_equal_stores(store, verify=False, mount=mount)
 
 
+def refuse_overflow(rank: int, case: Callable[[int], Case], store: Path, mount: str) -> None:
+    weights, _ = case(distributed.get_world_size())
+    with mounted(mount), ShardedWeightSender(store, dtype=torch.float16) as sender:
+        sender.send(weights)
+        for tensor in weights.values():
+            tensor.to_local().fill_(1e5)
+            with pytest.raises(dbuffer.InvalidWeightsError, match="cannot be cast to float16"):
+                sender.send(weights)
+            tensor.to_local().fill_(1)
+        assert sender.send(weights).version == 2
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("case", [STRIDED])
+def test_an_overflow_on_any_rank_is_refused_on_all(four, store, case, mount):
+    """In boxes that a rank holds, and in tensors that are gathered."""
+    four.run(refuse_overflow, case, store, mount)
+
+
 def test_large_plain_tensors_are_spread_over_the_ranks():
     """Small ones, which ranks let drift apart, are all of the first."""
     specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
