@@ -20,8 +20,7 @@ from benchmarks.processes import as_network, bytes_read, child, reply, scratch_f
 from benchmarks.targets import Check, at_most
 from dbuffer.store.filesystem import MOUNT_VARIABLE
 
-ALONE = "each rank reads by itself"
-SHARED = "one rank reads for all (default)"
+ALONE = "each rank reads by itself (default)"
 MIRRORED = "one local copy of it (local_store)"
 
 _SIZE = 4
@@ -54,7 +53,7 @@ def main(options: Namespace) -> int:
     directory: Path = options.dir[0]
     shapes = models.qwen2_0_5b(width=0.25 if options.quick else 0.5)
     environment = report.begin([directory])
-    readings = [_measure(how, shapes, directory) for how in (ALONE, SHARED, MIRRORED)]
+    readings = [_measure(how, shapes, directory) for how in (ALONE, MIRRORED)]
     size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes)} tensors"
     print(f"\n{_SIZE} ranks, {size}, {directory}\n\n{_table(readings)}")
     found = {"ranks": [asdict(reading) for reading in readings]}
@@ -115,9 +114,7 @@ def _all(request: str | int, processes: list[Connection]) -> list[int]:
 def _rank(connection: Connection, rank: int, store: Path, shapes: Shapes, how: str) -> None:
     _take_mounts_for("local" if how == MIRRORED else "network")
     cpu = torch.device("cpu")
-    with PlannedReceiver(
-        store, shapes, cpu, rank=rank, size=_SIZE, shares=how == SHARED
-    ) as receiver:
+    with PlannedReceiver(store, shapes, cpu, rank=rank, size=_SIZE) as receiver:
         connection.send(os.getpid())
         while True:
             match connection.recv():

@@ -124,7 +124,6 @@ class PlannedReceiver:
         *,
         rank: int = 0,
         size: int = 1,
-        shares: bool = True,
     ) -> None:
         self._make_model = partial(FusedModel, shapes, device, rank=rank, size=size)
         self.model = self._make_model()
@@ -139,8 +138,6 @@ class PlannedReceiver:
         serving: Any = self.model  # it is never refused, and has no checkpoint
         self._loads = WeightLoader(self.model, serving, self._copier, self._check)
         receiver = WeightReceiver(store, receiver_id=f"engine.rank-{rank}")
-        if shares:
-            receiver.reader.share()
         self._stager = Stager(
             receiver,
             prepare=self._prepare,

@@ -17,7 +17,6 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
 from dbuffer.io.transfer import OnBytes
-from dbuffer.receive.shared_copy import SharedCopy, SharedTensors
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience
@@ -139,17 +138,11 @@ class VersionReader(VersionVerifier):
         self._in_memory: tuple[Manifest, FileTensors] | None = None
         """Version that was read over a network, in memory that no other object refers to."""
         self._patience = Patience()
-        self._shared: SharedCopy | None = None
 
     @property
     def maps_files(self) -> bool:
         """Whether the store's files are mapped, and not read over a network."""
         return self._store.medium.maps_files
-
-    def share(self) -> None:
-        """Share what is read over a network with other receivers of this host that do so."""
-        if not self.maps_files:
-            self._shared = SharedCopy(self._store.root)
 
     def keep_snapshots(self) -> None:
         """Keep the mappings of snapshots, of which nothing is used once they were left.
@@ -166,8 +159,6 @@ class VersionReader(VersionVerifier):
         """Let go of the memory that was kept."""
         self.unmap()
         self._in_memory = None
-        if self._shared is not None:
-            self._shared.close()
 
     def layout(self, held: Held) -> Layout:
         """Return a version's layout."""
@@ -190,7 +181,7 @@ class VersionReader(VersionVerifier):
             return mapped
         tensors = self._read_into_memory(held)
         if keep:
-            self._keep(held, tensors)
+            self._in_memory = held.manifest, tensors
         return tensors
 
     def keep_memory(self, held: Held, tensors: FileTensors) -> None:
@@ -199,10 +190,6 @@ class VersionReader(VersionVerifier):
         Its user may have written into it, which checksums show; without them it is not used.
         """
         if held.manifest.chain and not self.maps_files and self._must_verify(held):
-            self._keep(held, tensors)
-
-    def _keep(self, held: Held, tensors: FileTensors) -> None:
-        if not isinstance(tensors, SharedTensors):  # which it shares the next time, too
             self._in_memory = held.manifest, tensors
 
     def expect_device(self, tensors: FileTensors) -> None:
@@ -238,7 +225,9 @@ class VersionReader(VersionVerifier):
         before, self._in_memory = self._in_memory, None
         try:
             with self.reporting_unreadable(held):
-                tensors = self._read_shared(held) or self._read_alone(before, held)
+                tensors = None if before is None else self._apply_deltas(*before, held)
+                if tensors is None:
+                    tensors = self._read_whole(held, None if before is None else before[1].data)
         except StoreNotFoundError as error:
             with self.reporting_unreadable(held):
                 held.wait_after_loss(error, self._patience)
@@ -246,28 +235,6 @@ class VersionReader(VersionVerifier):
         # It is in memory, and the sender need not keep the file.
         self._record.write(held_version=None)
         return tensors
-
-    def _read_shared(self, held: Held) -> FileTensors | None:
-        """Map what another process has read, or read for all; None: it is to be read alone."""
-        if self._shared is None:
-            return None
-        layout, hashed = held.read_layout(), self._must_verify(held)
-        with self._shared.turn(held.manifest, layout) as turn:
-            if turn is None:
-                return None
-            if (shared := turn.map(verified=hashed)) is not None:
-                return shared
-            if (begun := turn.begin()) is None:
-                return None
-            tensors, since = begun
-            is_there = hashed and self.apply_changes(tensors, since, held, turn.on_bytes)
-            if not is_there:
-                self._read_whole(held, tensors.data, turn.on_bytes)
-            return turn.finish(tensors, verified=hashed)
-
-    def _read_alone(self, before: tuple[Manifest, FileTensors] | None, held: Held) -> FileTensors:
-        tensors = None if before is None else self._apply_deltas(*before, held)
-        return tensors or self._read_whole(held, None if before is None else before[1].data)
 
     def _apply_deltas(
         self, before: Manifest, tensors: FileTensors, held: Held
@@ -278,14 +245,10 @@ class VersionReader(VersionVerifier):
         checksums = self.apply_changes(tensors, before.identity, held)
         return None if checksums is None else tensors
 
-    def _read_whole(
-        self, held: Held, memory: torch.Tensor | None, on_bytes: OnBytes | None = None
-    ) -> FileTensors:
+    def _read_whole(self, held: Held, memory: torch.Tensor | None) -> FileTensors:
         """Read a version from its file, and verify it."""
         hashed = self._must_verify(held)
-        tensors, checksums = read_whole(
-            held, self._copier, memory, hashed=hashed, on_bytes=on_bytes
-        )
+        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
         self.verify(held, tensors.layout, checksums)
         return tensors
 

@@ -81,15 +81,6 @@ class Timing:
     # receive
     stop_check_s: float = 0.1
     """Interval at which a receiver's wait looks at its stop event."""
-    shared_look_s: float = 0.005
-    """Interval at which a process looks whether it is its turn to use its host's shared copy."""
-    shared_stall_s: float = 10.0
-    """Time without progress after which the others no longer wait for the process that reads a
-    version for all; and a second for each GB, which may have to be hashed."""
-    shared_free_s: float = 3.0
-    """Longest wait for other processes to let go of the version before, whose memory is to be used
-    again, which they do when they see the new version, after a poll. Also for those that look at
-    the copy's note while the process that keeps the memory ends."""
 
     # mirror
     stand_by_s: float = 0.5

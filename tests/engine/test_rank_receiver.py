@@ -21,7 +21,6 @@ from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.engine.unused_tensors import UnusedTensors
-from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import preload
 from tests.support.light_engines import Rank
@@ -351,51 +350,6 @@ def listen(level: int) -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(level)
     return messages
-
-
-_read: list[int] = []
-"""Sizes of the pieces of weights files that this process has read."""
-
-
-def count_reads(rank: int) -> None:
-    really_read = filesystem.read_into
-
-    def read_and_count(number: int, offset: int, memory: memoryview) -> int:
-        _read.append(memory.nbytes)
-        return really_read(number, offset, memory)
-
-    filesystem.read_into = read_and_count
-
-
-def bytes_read(rank: int) -> int:
-    """Bytes of weights files that it has read since the last time."""
-    total = sum(_read)
-    _read.clear()
-    return total
-
-
-def memory_files(rank: int) -> list[int]:
-    """Inodes of the shared memory that it has open."""
-    files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
-    of_dbuffer = [path for path in files if "memfd:dbuffer" in str(path.readlink())]
-    return [path.stat().st_ino for path in of_dbuffer]
-
-
-@both_stagings
-def test_ranks_read_a_network_once_into_the_same_memory(staging, tmp_path, monkeypatch):
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
-    model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
-    with World(tmp_path, SIZE) as world, dbuffer.WeightSender(tmp_path / "store") as sender:
-        world.run(count_reads)
-        world.run(start, sender.store, staging)
-        memory = set()
-        for version in (1, 2, 3, 4):
-            sender.send(published := weights(version))
-            require_right(world.run(update, version), published)
-            assert model_bytes <= sum(world.run(bytes_read)) < 1.01 * model_bytes
-            memory.update(*world.run(memory_files))
-        assert len(memory) == 1
-        world.run(close)
 
 
 def test_each_tensor_that_goes_nowhere_is_named_once(caplog):

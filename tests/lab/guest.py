@@ -160,16 +160,13 @@ class Guest:
         for client in self.clients:
             self.restore(client)
 
-    def nfs_read_bytes(self, client: str, *, by_calls: bool = False) -> int:
-        """Bytes that a client has read from the server so far, by its kernel's own count.
-
-        ``by_calls``: that its processes have read so far, from the server or its kernel's memory.
-        """
+    def nfs_read_bytes(self, client: str) -> int:
+        """Bytes that a client has read from the server so far, by its kernel's own count."""
         lines = iter(Path("/proc/self/mountstats").read_text().splitlines())
         for line in lines:
             if f" mounted on /nfs/{self.version}/{client} " in line:
                 counts = next(line for line in lines if line.startswith("\tbytes:"))
-                return int(counts.split()[1 if by_calls else 5])
+                return int(counts.split()[5])
         raise LookupError(f"no mount of client {client}")
 
     def _repair(self) -> None:

@@ -87,7 +87,6 @@ class RankReceiver:
         )
         token = options.record_token
         receiver.record.set(part_of=engine_id, token=token, is_ephemeral=True)
-        receiver.reader.share()
         self._rank_record = receiver.record
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(receiver.store, engine_id)

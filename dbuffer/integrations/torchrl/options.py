@@ -80,10 +80,8 @@ class TransportOptions:
     def make_receiver(
         self, store: str | os.PathLike[str], receiver_id: str | None = None
     ) -> WeightReceiver:
-        """Open a store, which need not exist yet, for reading; a host's workers share reads."""
-        receiver = WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
-        receiver.reader.share()
-        return receiver
+        """Open a store, which need not exist yet, for reading."""
+        return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
 
     def open_reader(
         self,

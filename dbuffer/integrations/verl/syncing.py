@@ -154,7 +154,6 @@ class RolloutSync:
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
             self._receiver = WeightReceiver(self._local_store)
-            self._receiver.reader.share()
         self._sync = sync
 
     def waiting(self) -> Iterator[None]:
