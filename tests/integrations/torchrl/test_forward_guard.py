@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -63,12 +65,21 @@ def assert_waits(future: Future[Any]) -> None:
         future.result(SOON_S)
 
 
-def test_loading_waits_for_a_forward_call_that_runs_and_keeps_new_ones_out(pool, guard, model):
-    first = pool.submit(model)
+COMPILED = pytest.mark.parametrize(
+    "derive", [lambda model: model, partial(torch.compile, backend="eager")], ids=["", "compiled"]
+)
+
+
+@COMPILED
+def test_loading_waits_for_a_forward_call_that_runs_and_keeps_new_ones_out(
+    pool, guard, model, derive
+):
+    twin = derive(model)
+    first = pool.submit(twin)
     assert model.entered.acquire(timeout=WAIT_S)
     loading = pool.submit(load, guard)
     assert_waits(loading)
-    second = pool.submit(model)
+    second = pool.submit(twin)
     assert not model.entered.acquire(timeout=SOON_S)
     model.may_leave.release()
     loading.result(WAIT_S)
@@ -114,6 +125,102 @@ def test_a_forward_call_that_raises_is_over(pool, guard):
     with pytest.raises(RuntimeError, match="shape"):
         linear(torch.ones(3))
     pool.submit(load, guard).result(WAIT_S)
+
+
+class Interrupted(nn.Module):
+    """A model that is interrupted once in a forward call within another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = None
+
+    def forward(self, depth: int = 1) -> int:
+        if depth:
+            return self(depth - 1)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return 1
+
+
+@COMPILED
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_a_forward_call_that_is_interrupted_is_over(pool, guard, derive, error):
+    """Torch calls no hook then."""
+    model = Interrupted()
+    guard.attach(model)
+    twin = derive(model)
+    model.error = error
+    with pytest.raises(error):
+        twin()
+    with guard.loading():  # in the thread of that call
+        forward = pool.submit(twin)
+        assert_waits(forward)
+    assert forward.result(WAIT_S) == 1
+    model.error = error
+    with pytest.raises(error):
+        pool.submit(twin).result(WAIT_S)
+    load(guard)
+    with guard.loading():
+        forward = pool.submit(twin)  # in the same thread, maybe
+        assert_waits(forward)
+    assert forward.result(WAIT_S) == 1
+
+
+class Helped(nn.Module):
+    """A model whose forward call waits for another thread's."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self.pool = pool
+        self.entered = threading.Event()
+        self.may_ask = threading.Event()
+
+    def forward(self, helpers: int) -> int:
+        if not helpers:
+            return 1
+        self.entered.set()
+        assert self.may_ask.wait(WAIT_S)
+        return sum(self.pool.submit(self, 0).result(WAIT_S) for _ in range(helpers))
+
+
+def test_a_forward_call_may_wait_for_another_threads_while_a_load_waits(pool, guard):
+    model = Helped(pool)
+    guard.attach(model)
+    forward = pool.submit(model, 3)
+    assert model.entered.wait(WAIT_S)
+    loading = pool.submit(load, guard)
+    assert_waits(loading)
+    model.may_ask.set()
+    assert forward.result(WAIT_S) == 3
+    loading.result(WAIT_S)
+
+
+class Slow(nn.Module):
+    """A model that takes its time."""
+
+    def forward(self) -> None:
+        time.sleep(0.2)
+
+
+def test_forward_calls_without_a_gap_do_not_keep_loading_waiting(pool, guard):
+    """Each of three threads begins a call while another's runs."""
+    model = Slow()
+    guard.attach(model)
+    is_loaded = threading.Event()
+
+    def run(first_s: float) -> None:
+        time.sleep(first_s)
+        while not is_loaded.is_set():
+            model()
+
+    running = [pool.submit(run, first_s) for first_s in (0.0, 0.07, 0.14)]
+    try:
+        pool.submit(load, guard).result(WAIT_S)
+    finally:
+        is_loaded.set()
+    for future in running:
+        future.result(WAIT_S)
 
 
 def test_a_model_that_is_refused_does_not_run_until_it_is_accepted(guard):
