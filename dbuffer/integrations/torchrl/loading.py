@@ -17,6 +17,7 @@ from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import (
     EXTRA_STATE,
+    Extracted,
     Structure,
     VersionInfo,
     clean_path,
@@ -24,7 +25,9 @@ from dbuffer.integrations.torchrl.extraction import (
 )
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
-from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.weights.names import clean_names
+from dbuffer.weights.sources import Describer
 from dbuffer.weights.targets import Match, Matcher, tensordict_targets
 
 logger = logging.getLogger(__name__)
@@ -37,12 +40,21 @@ class StagedVersion:
     version: int
     info: VersionInfo
     layout: Layout
-    tensors: SnapshotTensors
+    tensors: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, snapshot: Snapshot, info: VersionInfo) -> Self:
         """Copy a version. The copy is valid once the snapshot was left without an error."""
         return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
+
+    @classmethod
+    def of_extracted(cls, version: int, extracted: Extracted) -> Self:
+        """Take a version from the weights that were published as it, without a copy."""
+        source = Describer().describe(extracted.tensors)
+        layout = Layout.of(source.specs, source.aliases)
+        info = VersionInfo(extra_state=extracted.extra_state)
+        tensors = {spec.name: t for spec, t in zip(source.specs, source.fetched(), strict=True)}
+        return cls(version, info, layout, tensors)
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
         """Load the version into a model, while none of its forward calls runs.
@@ -177,7 +189,13 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
             **dict(model.named_buffers(remove_duplicate=False)),
         }
         saved = model.state_dict(keep_vars=True).keys()
-        return {name: t for name, t in tensors.items() if name in saved or name in published}
+        # "module.weight" of a TensorDictModule is published as "weight", unless with extra state.
+        extra = [name for name in published if name.startswith(f"{EXTRA_STATE}.")]
+        return {
+            name: tensors[name]
+            for name, cleaned in zip(tensors, clean_names([*tensors, *extra]), strict=False)
+            if name in saved or cleaned in published
+        }
     if not callable(model):
         raise OptionError(f"weights cannot be loaded into a {type(model).__name__}")
     return {}  # a policy without weights, such as a random one

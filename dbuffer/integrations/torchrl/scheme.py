@@ -23,7 +23,8 @@ from dbuffer.integrations.torchrl.base import (
     model_of_factory,
 )
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
-from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta, unshared
+from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
+from dbuffer.integrations.torchrl.loading import StagedVersion, has_weights, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
     PublishedVersion,
@@ -32,6 +33,7 @@ from dbuffer.integrations.torchrl.model_stores import (
 )
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
+from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         self._first_worker_idx = 0
         self._source: Callable[[], Any] | None = None
         self._made_model: Any = None
+        self._guard = ForwardGuard()
 
     @property
     def model(self) -> Any:
@@ -163,7 +166,21 @@ class DoubleBufferSyncScheme(StoreScheme):
             return lambda: model if weights is None else weights
         if self.model is None:
             self._made_model = model_of_factory(self.context, self._model_id)
-        return lambda: self.model
+        return self._trained_model
+
+    def _trained_model(self) -> Any:
+        """Return the model to take weights from; None if there is none."""
+        policy = None
+        if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
+            # The collector runs a copy if policy_device is not the policy's device. TorchRL has no
+            # public name for the policy that it was given.
+            policy = self.context._orig_policy  # noqa: SLF001
+        return self.model if policy is None else policy
+
+    @property
+    def _has_no_workers(self) -> bool:
+        """Whether this is the sender of a collector that runs the model itself."""
+        return self._sender is not None and isinstance(self.context, Collector)
 
     def _choose_first_weights(self, weights: Any) -> Literal["all", "worker", "none"]:
         """Return whose store the first weights come in."""
@@ -242,7 +259,19 @@ class DoubleBufferSyncScheme(StoreScheme):
             published += self._require_sender().publish(
                 extracted, for_workers, is_initial=is_initial
             )
+            if self._has_no_workers:
+                self._load_into_collector(part, extracted, published[-1])
         return published
+
+    def _load_into_collector(
+        self, weights: Any, extracted: Extracted, published: PublishedVersion
+    ) -> None:
+        """Load weights into the model that a collector without workers runs."""
+        model = find_model(self.context, self._model_id)
+        if model is not None and model is not weights:
+            self._guard.attach(model)
+            _, version, _ = published
+            StagedVersion.of_extracted(version, extracted).load(model, self._guard, Matcher())
 
     def _extract(self, weights: Any) -> Extracted:
         return extract(weights, self._strategy.extract_weights)

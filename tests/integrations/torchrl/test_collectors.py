@@ -249,6 +249,60 @@ def test_workers_run_another_object_than_the_trainer_has(scheme, collector_class
         parts.comes_to(collector, lambda batch: batch["action"].unique().tolist(), [0.0])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"policy_device": "cpu:0"},
+        {"policy_device": "cpu:0", "policy_factory": "StatefulPolicy"},
+    ],
+    ids=["same object", "copy", "copy from a factory"],
+)
+def test_a_collector_without_workers_acts_by_what_is_sent(scheme, given):
+    """On another device it runs a copy of the policy."""
+    policy = parts.StatefulPolicy(1.0)
+    if "policy_factory" in given:
+        given = given | {"policy_factory": getattr(parts, given["policy_factory"])}
+    collector = collectors.Collector(
+        parts.ProbeEnv,
+        None if "policy_factory" in given else policy,
+        frames_per_batch=4,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+        auto_register_policy_transforms=False,
+        **given,
+    )
+    try:
+        fill(policy, 2.0)
+        policy.offset = torch.tensor(0.5)
+        collector.update_policy_weights_(*([policy] if "policy_factory" in given else []))
+        assert collector.next()["action"].unique().tolist() == [2.5]
+        collector.update_policy_weights_(parts.StatefulPolicy(3.0, offset=0.25))
+        assert collector.next()["action"].unique().tolist() == [3.25]
+        with pytest.raises(dbuffer.WeightsMismatchError, match="wieght"):
+            collector.update_policy_weights_({"wieght": torch.tensor(4.0)})
+        assert collector.next()["action"].unique().tolist() == [3.25]
+    finally:
+        collector.shutdown()
+
+
+def _awkward(seed: int, *more: nn.Module) -> nn.Module:
+    model = parts.TensorDictModule(parts.AwkwardModel(seed), in_keys=["a"], out_keys=["b"])
+    return TensorDictSequential(model, *more) if more else model
+
+
+@pytest.mark.parametrize("has_extra_state", [False, True])
+def test_a_buffer_that_no_state_dict_has_reaches_a_wrapped_model(scheme, has_extra_state):
+    """Such as a rotary embedding's. Names are published without a wrapper's ``module.``."""
+    more = [parts.StatefulPolicy()] if has_extra_state else []
+    model = _awkward(0, *more)
+    with following(scheme, model, _awkward(1, *more)):
+        [unsaved] = [buffer for name, buffer in model.named_buffers() if "unsaved" in name]
+        assert unsaved.item() == 1.0
+        scheme.send(_awkward(2, *more))
+        assert unsaved.item() == 2.0
+
+
 def test_policy_factory_update_weights(scheme):
     """Initialised beforehand, with a model that nobody else holds."""
     scheme.init_on_sender(model=parts.linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
