@@ -150,7 +150,7 @@ def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
     weights = torch.randn(4_000_000, generator=generator).mul_(_SPREAD)
     update = torch.randn(4_000_000, generator=generator).mul_(spread)
     versions = _versions([weights.bfloat16()], [(weights + update).bfloat16()])
-    found = find_changes(versions.before, versions.after, copier, hashed=True)
+    found = find_changes(versions.before, versions.after, copier)
     encoded = _encode(versions, copier)
     return found.num_changed / len(weights), encoded.num_bytes / found.num_changed
 
@@ -172,7 +172,7 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
     decoded = delta.decode_header(header, xxh3, layout, versions.layout_xxh3)
     target, copied = _contents(layout), _contents(layout)
     words = np.frombuffer(target.raw, np.uint16)
-    found = find_changes(versions.before, versions.after, copier, hashed=False)
+    found = find_changes(versions.before, versions.after, copier)
     places, values = _places(found)
     del before
     times_s: Times = defaultdict(list)
@@ -180,8 +180,8 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
         target.data.copy_(versions.before.data)
         actions = {
             MEMCPY: lambda: copier.write(copied, versions.after),
-            FIND: lambda: find_changes(versions.before, versions.after, copier, hashed=False),
-            HASHED: lambda: find_changes(versions.before, versions.after, copier, hashed=True),
+            FIND: lambda: find_changes(versions.before, versions.after, copier),
+            HASHED: lambda: _find_and_hash(versions, copier),
             ENCODE: lambda: _encode(versions, copier, found),
             APPLY: lambda: apply_delta(decoded, encoded.chunks.__getitem__, target, copier),
             COMPARE: lambda: _compare(versions.before, copied, copier, takes=False),
@@ -193,6 +193,11 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
             if turn >= _WARM_UPS:
                 times_s[name].append(took_s)
     return encoded.num_bytes / layout.num_bytes, times_s
+
+
+def _find_and_hash(versions: _Versions, copier: Copier) -> None:
+    found = find_changes(versions.before, versions.after, copier)
+    copier.checksums(versions.before, [change.tensor for change in found.changes])
 
 
 def _compare(before: FileTensors, after: FileTensors, copier: Copier, *, takes: bool) -> None:
@@ -241,10 +246,11 @@ def _contents(layout: Layout) -> FileTensors:
 
 def _encode(versions: _Versions, copier: Copier, found: Diff | None = None) -> EncodedDelta:
     if found is None:
-        found = find_changes(versions.before, versions.after, copier, hashed=True)
+        found = find_changes(versions.before, versions.after, copier)
     return encode_delta(
         found,
         copier,
+        checksums=None,
         base=f"{1:016x}-1",
         identity=f"{1:016x}-2",
         version=2,

@@ -83,8 +83,6 @@ class Diff:
     layout: Layout
     changes: list[TensorDiff]
     """One for each tensor that differs, in the order of the tensors."""
-    checksums: dict[int, int] | None
-    """Checksum of each changed tensor after the change, by index; None if not asked for."""
     num_changed: int
     """Words that differ, also of tensors that go whole."""
 

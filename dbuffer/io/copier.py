@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from dbuffer.errors import ClosedError
+from dbuffer.format.layout import Block
 from dbuffer.io import devices
 from dbuffer.io.tensors import FileTensors, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
@@ -163,14 +164,21 @@ class Copier(ProcessBound):
         self.copy_tensors(targets, contents.views, contents.cut_tensors(self.num_threads))
         return None
 
-    def checksums(self, contents: FileTensors) -> list[int]:
-        blocks = contents.layout.blocks
+    def checksums(self, contents: FileTensors, tensors: Collection[int] | None = None) -> list[int]:
+        """Return the checksums of all tensors, or of those with these indices, in their order."""
+        blocks: Sequence[Block] = contents.layout.blocks
+        if tensors is None:
+            slices = contents.cut_blocks(self.num_threads)
+        else:
+            chosen = set(tensors)
+            blocks = [block for block in blocks if block.tensor in chosen]
+            slices = split_evenly([block.num_bytes for block in blocks], self.num_threads)
         digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
             digests[first:end] = map(contents.hash_block, blocks[first:end])
 
-        self.in_parallel(work, contents.cut_blocks(self.num_threads))
+        self.in_parallel(work, slices)
         return join_blocks(blocks, digests)
 
     def copy_tensors(

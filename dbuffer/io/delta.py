@@ -59,7 +59,14 @@ class EncodedDelta:
 
 
 def encode_delta(
-    diff: Diff, copier: Copier, *, base: str, identity: str, version: int, layout_xxh3: str
+    diff: Diff,
+    copier: Copier,
+    *,
+    checksums: Sequence[int] | None,
+    base: str,
+    identity: str,
+    version: int,
+    layout_xxh3: str,
 ) -> EncodedDelta:
     """Encode a delta file.
 
@@ -67,6 +74,7 @@ def encode_delta(
         diff: differences, at most one for each tensor. Where the words that they replace were not
             kept, the delta holds the new words, and is larger.
         copier: its threads do it.
+        checksums: checksums of all tensors of the version after, if it has any.
         base: identity of the version before.
         identity: identity of the version after.
         version: number of the version after.
@@ -94,14 +102,14 @@ def encode_delta(
             _require_ascending(before.first_word + before.num_words <= after.first_word)
     rows = delta.tensor_table(len(changes))
     rows["tensor"] = tensors
-    if diff.checksums is not None:
-        rows["xxh3"] = [diff.checksums[change.tensor] for change in changes]
+    if checksums is not None:
+        rows["xxh3"] = [checksums[change.tensor] for change in changes]
     record = DeltaRecord(
         base=base,
         identity=identity,
         version=version,
         layout_xxh3=layout_xxh3,
-        is_hashed=diff.checksums is not None,
+        is_hashed=checksums is not None,
         num_tensors=len(rows),
         num_chunks=len(chunks),
     )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.delta import Integers
@@ -30,7 +29,7 @@ from dbuffer.io.changes import (
     words_of,
 )
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import DTYPES, FileTensors, flat_view, is_plain, join_digests
+from dbuffer.io.tensors import DTYPES, FileTensors, flat_view, is_plain
 
 _WHOLE_SHARE = 0.5
 """A tensor of which more than this changed goes whole: above that share, positions take more
@@ -53,20 +52,18 @@ def find_changes(
     after: Sequence[torch.Tensor],
     copier: Copier,
     *,
-    hashed: bool,
     max_changed: float = math.inf,
 ) -> Diff:
     """Find the differences from ``before`` in tensors of the same layout, in one pass.
 
     Tensors that lie in main memory as a file holds them are compared in place; those that lie so on
-    a GPU are compared there, unless they are hashed. All others (of another dtype, not contiguous,
+    a GPU are compared there. All others (of another dtype, not contiguous,
     mostly changed) are first copied as `Copier.write` would.
 
     Args:
         before: the version to start from.
         after: a tensor for each of the layout's, of its shape.
         copier: its threads do it.
-        hashed: take the checksums of the changed tensors as well.
         max_changed: words that may differ. When more do, the comparison ends, and what is returned
             has their number so far and no changes.
 
@@ -76,32 +73,24 @@ def find_changes(
     layout = before.layout
     _check_shapes(layout, after)
     changes: list[TensorDiff] = []
-    digests: dict[int, int] | None = {} if hashed else None
     num_changed = 0
-    plain, on_gpu, others = _sorted_by_place(layout, after, hashed=hashed)
+    plain, on_gpu, others = _sorted_by_place(layout, after)
     if on_gpu:
         num_changed, changes, mostly_changed = _compare_on_gpu(before, on_gpu, copier, max_changed)
         if num_changed > max_changed:
-            return Diff(layout, [], None, num_changed)
+            return Diff(layout, [], num_changed)
         num_changed = sum([len(change.values) for change in changes])
         others = sorted([*others, *mostly_changed])
     for batch in _plain_batches(layout, plain, {i: after[i] for i in others}, copier):
         runs = list(_runs(layout, batch))
         left = max_changed - num_changed
-        diffs = _compare(before, batch, runs, copier, digests, left)
+        diffs = _compare(before, batch, runs, copier, left)
         num_changed += sum([diff.num_changed for diff in diffs])
         if num_changed > max_changed:
-            return Diff(layout, [], None, num_changed)
+            return Diff(layout, [], num_changed)
         changes += _changes_of(before, batch, runs, diffs)
     changes.sort(key=lambda change: change.tensor)
-    checksums = None
-    if digests is not None:
-        firsts = layout.first_blocks
-        checksums = {
-            i: join_digests([digests[block] for block in range(firsts[i], firsts[i + 1])])
-            for i in [change.tensor for change in changes]
-        }
-    return Diff(layout, changes, checksums, num_changed)
+    return Diff(layout, changes, num_changed)
 
 
 def _check_shapes(layout: Layout, after: Sequence[torch.Tensor]) -> None:
@@ -124,7 +113,7 @@ def _check_shapes(layout: Layout, after: Sequence[torch.Tensor]) -> None:
 
 
 def _sorted_by_place(
-    layout: Layout, after: Sequence[torch.Tensor], *, hashed: bool
+    layout: Layout, after: Sequence[torch.Tensor]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], list[int]]:
     """Return tensors compared in place in main memory, those compared on a GPU, and the others."""
     plain: dict[int, torch.Tensor] = {}
@@ -134,7 +123,7 @@ def _sorted_by_place(
         dtype = DTYPES[spec.dtype]
         if is_plain(tensor, dtype):
             plain[index] = tensor
-        elif not hashed and is_plain(tensor, dtype, device="cuda"):
+        elif is_plain(tensor, dtype, device="cuda"):
             on_gpu[index] = tensor
         else:
             others.append(index)
@@ -199,14 +188,13 @@ def _compare(
     after: Mapping[int, torch.Tensor],
     runs: Sequence[_Run],
     copier: Copier,
-    digests: dict[int, int] | None,
     max_changed: float,
 ) -> list[_RunDiff]:
     """Compare plain tensors with those of the same indices in a file, run by run.
 
     Returns:
         The differences in each run; only of some, if more than ``max_changed`` words differ in
-        these. ``digests`` gets the digests of all blocks.
+        these.
     """
     layout = before.layout
     diffs: dict[int, _RunDiff] = {}
@@ -224,8 +212,6 @@ def _compare(
             if new is None:
                 new = _side_by_side(layout, after, run.blocks, memory)
             old = _bytes_before(before, run.blocks, len(new))
-            if digests is not None:
-                _hash_blocks(layout, run.blocks, new, digests)
             diffs[number] = diff = _compare_run(layout, run, old, new, mask)
             num_changed += diff.num_changed  # less, if another thread does so now: no harm
 
@@ -289,15 +275,6 @@ def _side_by_side(
         ctypes.memmove(place, after[tensor].data_ptr() + offset, num_bytes)
         place += num_bytes
     return memory[: place - start]
-
-
-def _hash_blocks(
-    layout: Layout, blocks: Sequence[int], data: npt.NDArray[np.uint8], digests: dict[int, int]
-) -> None:
-    end = 0
-    for index in blocks:
-        start, end = end, end + layout.blocks[index].num_bytes
-        digests[index] = xxhash.xxh3_64_intdigest(data.data[start:end])
 
 
 def _compare_run(

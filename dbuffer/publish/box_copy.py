@@ -62,7 +62,7 @@ class BoxCopy:
         Returns:
             The number of changed words.
         """
-        diff = find_changes(self._run_of(numbers), elements, self._copier, hashed=False)
+        diff = find_changes(self._run_of(numbers), elements, self._copier)
         for change in diff.changes:
             is_lent = change.positions is None and not are_kept  # `values` are the elements
             values = change.values.copy() if is_lent else change.values

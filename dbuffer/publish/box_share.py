@@ -143,13 +143,9 @@ class BoxShare(Share):
         by_rank_digests = world.each("hash what changed", self._copy.digests)
         return join_digests_of_parts(self._layout, by_rank_digests)
 
-    def take_diff(self, checksums: list[int] | None) -> Diff:
+    def take_diff(self) -> Diff:
         changes, self._all_changes = self._all_changes, []
-        changed = None
-        if checksums is not None:
-            changed = {change.tensor: checksums[change.tensor] for change in changes}
-        num_changed = sum(len(change.values) for change in changes)
-        return Diff(self._layout, changes, changed, num_changed)
+        return Diff(self._layout, changes, sum(len(change.values) for change in changes))
 
     def _each_box(
         self, what: str, source: Source, action: Callable[[range, ElementsIn], int]

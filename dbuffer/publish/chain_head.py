@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -53,11 +54,11 @@ class ChainHead:
         """Whether a delta leads from the version of this identity to it."""
         return len(self.delta_bytes) > 1 and list(self.delta_bytes)[-2] == identity
 
-    def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
-        """Return the checksums of all tensors when some have ``changed``; None: it has none.
+    def checksums_after(self, changed: Mapping[int, int]) -> list[int] | None:
+        """Return the checksums of all tensors when some have ``changed``, or None without any.
 
         Other tensors keep their published checksums, even if the file was damaged since.
         """
-        if self.checksums is None or changed is None:
+        if self.checksums is None:
             return None
         return [changed.get(index, known) for index, known in enumerate(self.checksums)]

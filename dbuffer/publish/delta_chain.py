@@ -196,8 +196,10 @@ class DeltaChain:
                 )
         return None
 
-    def add_delta(self, draft: Draft, diff: Diff, copier: Copier) -> None:
-        """Write the delta that leads from the base to a draft.
+    def add_delta(
+        self, draft: Draft, diff: Diff, checksums: list[int] | None, copier: Copier
+    ) -> None:
+        """Write the delta that leads from the base to a draft, with the draft's checksums, if any.
 
         Without room for it, a version that has a file is published without its delta.
         """
@@ -205,6 +207,7 @@ class DeltaChain:
         encoded = encode_delta(
             diff,
             copier,
+            checksums=checksums,
             base=base.manifest.identity,
             identity=draft.claim.identity,
             version=draft.version,

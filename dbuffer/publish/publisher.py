@@ -296,7 +296,7 @@ class Publisher(Closing, ProcessBound, ABC):
         chain = self._lead()
         draft = chain.begun
         if draft.base is not None:
-            chain.add_delta(draft, share.take_diff(checksums), self._copier)
+            chain.add_delta(draft, share.take_diff(), checksums, self._copier)
         request.source.check()
         return chain.commit(draft, request.metadata, checksums)
 

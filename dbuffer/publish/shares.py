@@ -11,22 +11,19 @@ ranks at once:
 - A new sender fills a new share with the version that an earlier one left: `read_back`, then
   `checksums`.
 
-The trainer may write to its memory while it is compared. So a share reads each tensor once: the
-delta, and the bytes that the next version is compared with, come from that one read.
+The trainer may write to its memory while it is compared, and after. So the delta, the checksums,
+and the bytes that the next version is compared with all come from the bytes that a share keeps.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Diff, TensorDiff, cut_work, words_of, write_changes
 from dbuffer.io.copier import Copier
@@ -113,7 +110,7 @@ class Share(ABC):
         """
 
     @abstractmethod
-    def take_diff(self, checksums: list[int] | None) -> Diff:
+    def take_diff(self) -> Diff:
         """Return on rank 0 what all ranks have written by `write_diff`; once."""
 
 
@@ -166,8 +163,8 @@ class WholeShare(Share):
         return self._copier.checksums(self.contents)
 
     def compare(self, source: Source) -> int:
-        hashed, contents = self._chain.hashed, self.contents
-        is_sent = not hashed and any_on_gpu(source.eager)  # to the GPU, to be compared there
+        contents = self.contents
+        is_sent = any_on_gpu(source.eager)  # to the GPU, to be compared there
         is_in_memory = self._chain.writer.medium.is_in_memory
         if is_sent and is_in_memory and isinstance(contents, MappedTensors):
             contents.expect_device()
@@ -175,17 +172,12 @@ class WholeShare(Share):
             contents,
             source.eager,
             self._copier,
-            hashed=hashed,
             max_changed=max_changed(self.footer.layout),
         )
         return diff.num_changed
 
     def patch(self, changes: Iterable[TensorDiff]) -> None:
-        """Use changes that the trainer named as what differs, in place of `compare`.
-
-        Raises:
-            StoreCorruptError: what was published is damaged.
-        """
+        """Use changes that the trainer named as what differs, in place of `compare`."""
         contents, changes = self.contents, list(changes)
 
         def work(first: int, end: int) -> None:
@@ -195,8 +187,7 @@ class WholeShare(Share):
 
         sizes = [len(change.values) for change in changes]
         self._copier.in_parallel(work, cut_work(sizes, self._copier))
-        checksums = self._checksums_after(changes) if self._chain.hashed else None
-        self._compared = Diff(contents.layout, changes, checksums, sum(sizes))
+        self._compared = Diff(contents.layout, changes, sum(sizes))
 
     def write_all(
         self,
@@ -221,10 +212,10 @@ class WholeShare(Share):
 
     def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
         draft, diff = self._chain.begun, self._diff
-        checksums = self._chain.base.checksums_after(diff.checksums)
         if self._chain.keeps_buffers_whole:
             mapped = draft.mapped
-            self._bring_up_to_date(mapped, diff.changes, checksums)
+            self._bring_up_to_date(mapped)
+            write_changes(diff.changes, mapped, self._copier)
             changes = with_values_in(mapped, diff.changes)
             self._contents, self._last_changes = mapped, _without_replaced(changes)
         else:
@@ -232,9 +223,14 @@ class WholeShare(Share):
             if draft.has_file:
                 draft.fill(self.contents.views, self._copier)
         self._compared = replace(diff, changes=changes)
-        return checksums
+        if not self._chain.hashed:
+            return None
+        # Not of the trainer's memory, which may have changed since it was compared.
+        changed = [change.tensor for change in changes]
+        checksums = self._copier.checksums(self.contents, changed)
+        return self._chain.base.checksums_after(dict(zip(changed, checksums, strict=True)))
 
-    def take_diff(self, checksums: list[int] | None) -> Diff:  # noqa: ARG002
+    def take_diff(self) -> Diff:
         diff, self._compared = self._diff, None
         return diff
 
@@ -243,52 +239,30 @@ class WholeShare(Share):
         assert self._compared is not None  # noqa: S101 - called after `compare` or `patch`
         return self._compared
 
-    def _bring_up_to_date(
-        self, mapped: MappedTensors, changes: list[TensorDiff], checksums: list[int] | None
-    ) -> None:
-        """Let the draft's file hold the last version, and write the changes into it."""
+    def _bring_up_to_date(self, mapped: MappedTensors) -> None:
+        """Let the draft's file hold the last version, undamaged if that has checksums.
+
+        Raises:
+            StoreCorruptError: the published buffer was damaged, too.
+        """
         draft, base = self._chain.begun, self._chain.base
         if self._last_changes is not None and base.follows(draft.claim.held_before):
             write_changes(self._last_changes, mapped, self._copier)
-        else:
-            self._copier.write(mapped, self.contents.views)
-        write_changes(changes, mapped, self._copier)
-        # Bytes that are not written now may have been damaged since they were.
-        if checksums is None or self._copier.checksums(mapped) == checksums:
-            return
-        logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
+            if base.checksums is None or self._copier.checksums(mapped) == base.checksums:
+                return
+            logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
         self._copier.write(mapped, self.contents.views)
-        write_changes(changes, mapped, self._copier)
-        names = [spec.name for spec in mapped.layout.specs]
-        written = self._copier.checksums(mapped)
-        for name, expected, checksum in zip(names, checksums, written, strict=True):
+        if base.checksums is None:
+            return
+        checksums = self._copier.checksums(mapped)
+        for spec, expected, checksum in zip(
+            mapped.layout.specs, base.checksums, checksums, strict=True
+        ):
             if checksum != expected:
-                raise StoreCorruptError(self._damaged(name))
-
-    def _checksums_after(self, changes: Sequence[TensorDiff]) -> dict[int, int]:
-        """Hash each changed tensor as it will be, one at a time, in memory of its own.
-
-        Raises:
-            StoreCorruptError: the published tensor is damaged.
-        """
-        published = self._chain.last.checksums
-        assert published is not None  # noqa: S101 - of a sender that hashes
-        checksums = {}
-        for change in changes:
-            spec = self.contents.layout.specs[change.tensor]
-            data = self.contents.tensor(change.tensor).clone().reshape(-1).view(torch.uint8)
-            alone = FileTensors(data, Layout.of([spec]))
-            if self._copier.checksums(alone) != [published[change.tensor]]:
-                raise StoreCorruptError(self._damaged(spec.name))
-            write_changes([change._replace(tensor=0)], alone, self._copier)
-            [checksums[change.tensor]] = self._copier.checksums(alone)
-        return checksums
-
-    def _damaged(self, name: str) -> str:
-        return (
-            f"{self._chain.writer.root}: {name} was damaged after it was published, so what "
-            "changed since cannot be published upon it; send all weights"
-        )
+                raise StoreCorruptError(
+                    f"{self._chain.writer.root}: {spec.name} was damaged after it was published, "
+                    "so what changed since cannot be published upon it; send all weights"
+                )
 
 
 def with_values_in(contents: FileTensors, changes: Iterable[TensorDiff]) -> list[TensorDiff]:

@@ -112,12 +112,19 @@ def make_step(
 ) -> Step:
     layout = layout_of(before, dtypes)
     contents = Guarded(layout, before)
-    found = find_changes(contents, after, copier, hashed=hashed)
+    found = find_changes(contents, after, copier)
+    checksums = copier.write(Guarded(layout, []), after, hashed=hashed)
     layout_xxh3 = digest(layout.encode())
     if absolute:
         found = replace(found, changes=[one._replace(replaced=None) for one in found.changes])
     encoded = encode_delta(
-        found, copier, base=BASE, identity=IDENTITY, version=8, layout_xxh3=layout_xxh3
+        found,
+        copier,
+        checksums=checksums,
+        base=BASE,
+        identity=IDENTITY,
+        version=8,
+        layout_xxh3=layout_xxh3,
     )
     return Step(layout, layout_xxh3, before, after, encoded)
 
