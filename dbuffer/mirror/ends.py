@@ -24,7 +24,6 @@ class MirrorOptions:
     poll_interval_s: float
     reader_timeout_s: float
     allow_shared_store: bool
-    move_torchrl_aside: bool
     copier: Copier
     """Reads and hashes."""
     progress: Progress | None

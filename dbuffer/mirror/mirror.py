@@ -79,8 +79,6 @@ class Mirror(Closing, ProcessBound):
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.
-        move_torchrl_aside: where the local directory holds weights of TorchRL's own double buffer,
-            move them into ``before-dbuffer`` below it. Default: refuse such a directory.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already, :attr:`version` and :attr:`stats` say so, and
             :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
@@ -101,7 +99,6 @@ class Mirror(Closing, ProcessBound):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
-        move_torchrl_aside: bool = False,
         on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -110,7 +107,6 @@ class Mirror(Closing, ProcessBound):
             poll_interval_s=options.positive_seconds("poll_interval_s", poll_interval_s),
             reader_timeout_s=options.seconds("reader_timeout_s", reader_timeout_s),
             allow_shared_store=options.flag("allow_shared_store", allow_shared_store),
-            move_torchrl_aside=options.flag("move_torchrl_aside", move_torchrl_aside),
             copier=Copier(num_threads),
             progress=progress,
         )

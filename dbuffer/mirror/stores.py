@@ -90,7 +90,7 @@ class StoreTarget:
         if self._store.exists() and not self._is_source(source):
             require_no_senders(source, self._store)
         filesystem.make_directory(root, parents=True)
-        require_own_directory(root, move_torchrl_aside=self._options.move_torchrl_aside)
+        require_own_directory(root)
         self._store.check()
         lock = filesystem.take_lock(root / MIRROR_LOCK_FILE, "mirror's", may_lack_locks=False)
         if lock is None:

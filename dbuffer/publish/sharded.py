@@ -74,9 +74,6 @@ class ShardedWeightSender(Publisher):
             before they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
-        move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
-            them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
-            checkpoint.
         keep: how many versions to keep besides the newest two, for receivers that open an older
             version. Each takes the room of its weights; on a local mount, each version then gets a
             new file. Pinned versions do not count.
@@ -112,7 +109,6 @@ class ShardedWeightSender(Publisher):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
-        move_torchrl_aside: bool = False,
         keep: int = 0,
         keep_bytes: int | None = None,
     ) -> None:
@@ -142,7 +138,6 @@ class ShardedWeightSender(Publisher):
                     durable=durable,
                     reader_timeout_s=reader_timeout_s,
                     allow_shared_store=allow_shared_store,
-                    move_torchrl_aside=move_torchrl_aside,
                     keep=keep,
                     keep_bytes=keep_bytes,
                 )

@@ -382,24 +382,6 @@ def make_scratch_directory(scratch: Path) -> Path:
     return path
 
 
-def make_numbered_directory(parent: Path) -> Path:
-    """Make a directory ``1`` below ``parent``, or the next number that is free, and return it."""
-    make_directory(parent)
-    for number in itertools.count(1):
-        path = parent / str(number)
-        with os_errors("make the directory", path), contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            break
-    return path
-
-
-def move_into(directory: Path, *paths: Path) -> None:
-    """Move files and directories into a directory of the same filesystem."""
-    for path in paths:
-        with os_errors("move", path):
-            path.rename(directory / path.name)
-
-
 def remove_stale_temporaries(directory: Path) -> None:
     """Remove what processes left behind that died while they made a file or a directory.
 

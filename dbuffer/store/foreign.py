@@ -7,18 +7,11 @@ a run of which only the trainer was moved to dbuffer would serve its last old we
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from dbuffer.errors import OptionError
 from dbuffer.format import places
-from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
-
-logger = logging.getLogger(__name__)
-
-ASIDE_DIRECTORY = "before-dbuffer"
-"""Directory in a store, with a numbered one for each time that weights were moved aside."""
 
 _TORCHRL_META = "meta.json"
 """File that ``TensorDict.memmap`` writes into a directory, and into each nested one."""
@@ -36,7 +29,6 @@ _PARTS = {
     places.DELTAS_DIRECTORY,
     places.KEPT_DIRECTORY,
     places.SCRATCH_DIRECTORY,
-    ASIDE_DIRECTORY,
 }
 """Names in a store's directory."""
 
@@ -88,37 +80,24 @@ def is_store(root: Path) -> bool:
     return other_contents(root) is None and any((root / name).exists() for name in _PARTS)
 
 
-def require_own_directory(root: Path, *, move_torchrl_aside: bool = False) -> None:
+def require_own_directory(root: Path) -> None:
     """Refuse to write a store into a directory that holds something else.
-
-    ``move_torchrl_aside``: move TorchRL's weights into a directory below this one instead.
 
     Raises:
         OptionError: the directory holds a checkpoint, TorchRL's weights, or other files.
-        StoreAccessError: the directory cannot be listed, or the files cannot be moved.
+        StoreAccessError: the directory cannot be listed.
     """
     other = other_weights(root)
-    if other is None:
-        contents = other_contents(root)
-        if contents is not None:
-            raise OptionError(
-                f"{root} holds {contents}, and no store: name a directory of the store's own, "
-                f"such as {root / 'policy'}"
-            )
-        return
-    if other != _TORCHRL_WEIGHTS:
-        raise OptionError(f"{root} holds {other}: give the store another directory")
-    if not move_torchrl_aside:
+    if other == _TORCHRL_WEIGHTS:
         raise OptionError(
             f"{root} holds {other}, which receivers of TorchRL's own scheme would go on reading: "
-            "change the receivers' import to dbuffer as well, then remove these files or pass "
-            "move_torchrl_aside=True"
+            "change the receivers' import to dbuffer as well, then remove these files"
         )
-    aside = filesystem.make_numbered_directory(root / ASIDE_DIRECTORY)
-    # The first file moved is the one without which no receiver can load the others.
-    filesystem.move_into(aside, root / _TORCHRL_META)
-    with os_errors("look for TorchRL's weights", root):
-        nested = (path.parent for path in root.glob(f"*/{_TORCHRL_META}"))
-        moved = [*root.glob(_TORCHRL_TENSORS), *nested]
-    filesystem.move_into(aside, *moved)
-    logger.warning("%s held %s: moved into %s", root, other, aside)
+    if other is not None:
+        raise OptionError(f"{root} holds {other}: give the store another directory")
+    contents = other_contents(root)
+    if contents is not None:
+        raise OptionError(
+            f"{root} holds {contents}, and no store: name a directory of the store's own, "
+            f"such as {root / 'policy'}"
+        )

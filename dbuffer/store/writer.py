@@ -103,7 +103,6 @@ class BufferWriter:
         durable: bool,
         reader_timeout_s: float,
         allow_shared_store: bool,
-        move_torchrl_aside: bool = False,
         history: str | None = None,
         keep: int = 0,
         keep_bytes: int | None = None,
@@ -118,9 +117,8 @@ class BufferWriter:
         self.root = self.store.root
         reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         options.flag("durable", durable)
-        options.flag("move_torchrl_aside", move_torchrl_aside)
         filesystem.make_directory(self.root, parents=True, durable=durable)
-        require_own_directory(self.root, move_torchrl_aside=move_torchrl_aside)
+        require_own_directory(self.root)
         self.store.check()
         self._make_directories()
         if keep:  # here, and not at a publish that needs it

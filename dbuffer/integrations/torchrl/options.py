@@ -20,7 +20,7 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer
 
 _SHARED = ("num_threads", "allow_shared_store")
-_WRITER = (*_SHARED, "reader_timeout_s", "move_torchrl_aside")
+_WRITER = (*_SHARED, "reader_timeout_s")
 _SENDER = (*_WRITER, "durable", "checksum", "delta", "dtype", "rename")
 _RECEIVER = (*_SHARED, "verify", "poll_interval_s")
 _MIRROR = (*_WRITER, "poll_interval_s")
@@ -46,7 +46,6 @@ class TransportOptions:
     allow_shared_store: bool = False
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Option of an engine that follows; see :class:`EngineOptions`."""
-    move_torchrl_aside: bool = False
 
     def __post_init__(self) -> None:
         """Check here what a worker would refuse in its own process."""
@@ -61,7 +60,6 @@ class TransportOptions:
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
-        checks.flag("move_torchrl_aside", self.move_torchrl_aside)
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:

@@ -56,7 +56,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         sync: let ``send`` return when the workers have applied the weights, else at once.
         timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
         **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
-            ``rename``, ``reader_timeout_s``, ``move_torchrl_aside``), of the receivers
+            ``rename``, ``reader_timeout_s``), of the receivers
             (``verify``, ``poll_interval_s``), and ``allow_shared_store``.
 
     Raises:

@@ -70,7 +70,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
         **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
-            ``rename``, ``reader_timeout_s``, ``move_torchrl_aside``), of the receivers
+            ``rename``, ``reader_timeout_s``), of the receivers
             (``verify``, ``poll_interval_s``), of the engine (``unused_tensors``), and
             ``allow_shared_store``.
 

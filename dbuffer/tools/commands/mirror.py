@@ -48,7 +48,6 @@ def mirror(
     ] = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
-    move_torchrl_aside: shared.AsideOption = False,
 ) -> None:
     """Copy each new version into a local store, for all workers of this node.
 
@@ -78,7 +77,6 @@ def mirror(
             poll_interval_s=poll_interval_s,
             reader_timeout_s=60.0 if reader_timeout_s is None else reader_timeout_s,
             allow_shared_store=allow_shared_store,
-            move_torchrl_aside=move_torchrl_aside,
             on_copied=report,
             progress=functools.partial(status_line.show_bytes, f"copying {remote}"),
         )

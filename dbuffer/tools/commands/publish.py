@@ -78,7 +78,6 @@ def publish(
     rename: shared.RenameOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
-    move_torchrl_aside: shared.AsideOption = False,
 ) -> None:
     """Publish a checkpoint as the store's newest version.
 
@@ -106,7 +105,6 @@ def publish(
         dtype=cast_to,
         rename=names,
         allow_shared_store=allow_shared_store,
-        move_torchrl_aside=move_torchrl_aside,
     )
     with sender:
         status_line.show(f"publishing {checkpoint}")

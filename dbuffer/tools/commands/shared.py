@@ -98,14 +98,6 @@ SharedOption = Annotated[
         help="Accept a directory that belongs to another user, or that others can write to.",
     ),
 ]
-AsideOption = Annotated[
-    bool,
-    typer.Option(
-        "--move-torchrl-aside",
-        help="If the directory holds weights of TorchRL's own double buffer, move them into "
-        "`before-dbuffer` below it. Default: refuse such a directory.",
-    ),
-]
 RenameOption = Annotated[
     Path | None,
     typer.Option(

@@ -18,7 +18,6 @@ from torch import distributed
 import dbuffer
 from dbuffer.errors import OptionError, StoreAccessError, WaitTimeoutError
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.store.foreign import ASIDE_DIRECTORY, other_weights
 from tests.support.commands import call
 from tests.support.soak import in_turn
 from tests.support.stores import contents, small_disk
@@ -72,22 +71,9 @@ SENDERS = [send, send_sharded, mirror]
 def test_no_sender_writes_beside_torchrls_weights(torchrls, publish):
     """Receivers of TorchRL's own scheme would go on serving the old ones."""
     before = contents(torchrls)
-    with pytest.raises(OptionError, match="move_torchrl_aside"):
+    with pytest.raises(OptionError, match="receivers of TorchRL's own scheme"):
         publish(torchrls)
     assert contents(torchrls) == before
-    publish(torchrls, move_torchrl_aside=True)
-    with dbuffer.WeightReceiver(torchrls) as receiver, receiver.open(timeout_s=5) as snapshot:
-        assert snapshot.tensors
-    with pytest.raises(FileNotFoundError):
-        TensorDict.load_memmap(torchrls)
-    assert contents(torchrls / ASIDE_DIRECTORY / "1") == before
-    # What TorchRL writes later is moved beside it.
-    write_as_torchrl(torchrls)
-    with pytest.raises(OptionError):
-        publish(torchrls)
-    publish(torchrls, move_torchrl_aside=True)
-    assert contents(torchrls / ASIDE_DIRECTORY / "2") == before
-    assert other_weights(torchrls) is None
 
 
 def fill(directory: Path, *files: str) -> None:
@@ -114,10 +100,9 @@ def test_no_sender_writes_beside_other_files(tmp_path, files, there, publish):
     directory = tmp_path / "runs"
     fill(directory, *files)
     before = contents(directory)
-    for more in ({}, {"move_torchrl_aside": True}):
-        with pytest.raises(OptionError, match=re.escape(f"{directory} holds {there}")) as error:
-            publish(directory, **more)
-        assert ("checkpoint" in there) != (f" such as {directory}/" in str(error.value))
+    with pytest.raises(OptionError, match=re.escape(f"{directory} holds {there}")) as error:
+        publish(directory)
+    assert ("checkpoint" in there) != (f" such as {directory}/" in str(error.value))
     assert contents(directory) == before
 
 
@@ -172,7 +157,7 @@ def test_readers_say_what_is_there(torchrls, caplog, capsys):
         assert "which holds weights of TorchRL's own" in err
 
 
-def test_the_command_line_refuses_as_wrong_usage_and_moves_aside(torchrls, tmp_path, capsys):
+def test_the_command_line_refuses_as_wrong_usage(torchrls, tmp_path, capsys):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     project = tmp_path / "project"
     fill(project, "notes.txt", "data/x")
@@ -181,12 +166,11 @@ def test_the_command_line_refuses_as_wrong_usage_and_moves_aside(torchrls, tmp_p
     code, _, err = call(capsys, "publish", tmp_path / "model.safetensors", project)
     assert (code, contents(project)) == (2, before)
     assert "holds data, notes.txt, and no store" in err
-    publish = ["publish", tmp_path / "model.safetensors", torchrls]
-    code, _, err = call(capsys, *publish)
-    assert code == 2
-    assert "holds weights of TorchRL's own" in err
-    assert call(capsys, *publish, "--move-torchrl-aside")[0] == 0
-    write_as_torchrl(tmp_path / "mirror")
-    copy = ["mirror", torchrls, tmp_path / "mirror", "--count", "1"]
-    assert call(capsys, *copy)[0] == 2
-    assert call(capsys, *copy, "--move-torchrl-aside")[0] == 0
+    send(remote := tmp_path / "remote")
+    for command in (
+        ["publish", tmp_path / "model.safetensors", torchrls],
+        ["mirror", remote, torchrls, "--count", "1"],
+    ):
+        code, _, err = call(capsys, *command)
+        assert code == 2
+        assert "holds weights of TorchRL's own" in err

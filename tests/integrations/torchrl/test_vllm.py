@@ -209,11 +209,6 @@ def test_a_run_of_which_only_the_trainer_has_moved(tmp_path):
             sender.update_weights(weights)
     assert theirs.receive_weights()["a"].tolist() == [0.0, 0.0]
     assert VLLMDoubleBufferTransport(str(address)).receive_weights() is None
-    scheme = VLLMDoubleBufferSyncScheme(str(address), move_torchrl_aside=True)
-    scheme.create_sender().update_weights(weights)
-    with pytest.raises(FileNotFoundError):
-        theirs.receive_weights()
-    assert scheme.create_transport().receive_weights()["a"].tolist() == [1.0, 1.0]
 
 
 class Counting:
