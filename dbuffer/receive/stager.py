@@ -196,11 +196,12 @@ class Stager(ProcessBound):
         """Version that is ready, or taken."""
         self._is_taken = False
         """Whether the version is in use; nothing else is staged meanwhile."""
+        self._is_applied = False
+        """Whether the version was applied, and is for the stager's thread to let go of: its record
+        may have to be flushed over a network, and unmapping takes 17 ms a GB. An engine that is
+        paused waits for neither."""
         self._hold = contextlib.ExitStack()
         """Hold on the staged version, where it is mapped."""
-        self._unmap_later: Staged | None = None
-        """Version that was applied, for the stager's thread to unmap where its mapping is not kept:
-        that takes 17 ms a GB, for which neither the engine nor the next version need wait."""
         self._failure: Failure | None = None
         """Failure of the last attempt. A version that was ready before it still is."""
         self._request: _Request | None = None
@@ -263,6 +264,7 @@ class Stager(ProcessBound):
         self._require_open()  # a fork's copy of the lock may stay locked
         with self._condition:
             self._require_open()
+            self._drop_applied()
             request = self._request_for(version, at_least, history, is_whole=whole)
             self._failure = None  # it may have been mended since
             self._loop.retry_now()
@@ -299,9 +301,7 @@ class Stager(ProcessBound):
             if applied is not None and history in (None, self._receiver.history):
                 self._skip_up_to = applied
                 if self._staged is not None and self._staged.version <= applied:
-                    self._unmap_later = self._staged
-                    self._drop()
-                    self._receiver.record.write()
+                    self._is_applied = True
             self._condition.notify_all()
 
     def stage_again(self, *, applied: int | None = None, history: str | None = None) -> None:
@@ -327,7 +327,6 @@ class Stager(ProcessBound):
         self._thread.join()
         with self._condition:
             self._drop()
-            self._unmap_later = None
         self._receiver.record.remove()
         self._receiver.close()
         self._memory.free()
@@ -383,7 +382,6 @@ class Stager(ProcessBound):
     def _run(self) -> None:
         leave_core()
         while self._wait_until_free():
-            self._unmap_later = None
             with self._condition:
                 request = self._request
                 newer_than, exactly = self._aim()
@@ -402,10 +400,16 @@ class Stager(ProcessBound):
 
     def _wait_until_free(self) -> bool:
         """Wait until a version may be staged; False: it is closed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_closed or self._may_stage())
-            self._interrupt.clear()
-            return not self._is_closed
+        while True:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._is_closed or self._is_applied or self._may_stage()
+                )
+                if self._is_closed or not self._is_applied:
+                    self._interrupt.clear()
+                    return not self._is_closed
+                applied = self._drop_applied()
+            del applied  # unmapped here, without the lock
 
     def _aim(self) -> tuple[int | None, int | None]:
         """Return the version above which to stage the newest, or else the one to stage."""
@@ -432,8 +436,17 @@ class Stager(ProcessBound):
             self._failure = None
             return True
 
+    def _drop_applied(self) -> Staged | None:
+        """Let go of a version that was applied; return it, for its memory to be freed later."""
+        staged = self._staged
+        if not self._is_applied:
+            return None
+        self._drop()
+        self._receiver.record.write()
+        return staged
+
     def _drop(self) -> None:
-        self._staged, self._is_taken = None, False
+        self._staged, self._is_taken, self._is_applied = None, False, False
         record = self._receiver.record
         record.set(staged_version=None)
         try:

@@ -116,9 +116,11 @@ class Timing:
     done by then, or starts over with a newer version."""
 
     # integrations.engine
-    ready_check_s: float = 0.002
-    """Interval at which ranks' records are read until all ranks are ready: a few small files,
-    mostly in memory."""
+    ready_check_min_s: float = 0.002
+    """First pause between two looks at ranks' records until all ranks are ready; it grows with the
+    time that was waited already."""
+    ready_check_max_s: float = 0.1
+    """Upper bound of that pause."""
     rank_gone_s: float = 5.0
     """Time after which a rank whose record is missing has left the store, or whose process has
     ended is lost: a live rank removes its record when it leaves, and a dead one cannot."""

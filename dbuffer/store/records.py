@@ -116,6 +116,11 @@ class OwnRecord(ProcessBound):
         with self._lock:
             self._record = dataclasses.replace(self._record, **changes)
 
+    def set_anew(self, **changes: Any) -> None:
+        """Change fields as :meth:`set` does, of a record that is later than all before it."""
+        with self._lock:
+            self._record = _anew(self._record, **changes)
+
     def count(self, **amounts: float) -> None:
         """Add to the record's stats; :meth:`write` makes them seen."""
         with self._lock:
@@ -126,7 +131,7 @@ class OwnRecord(ProcessBound):
 
     def write(self, **changes: Any) -> None:
         """Change fields, to be seen from now on."""
-        self.set(updated_at=time.time(), **changes)
+        self.set_anew(**changes)
 
     def write_problem(self, error: Exception, version: int | None, history: str | None) -> None:
         """Say why a version cannot be applied; None: the store itself is the problem.
@@ -207,9 +212,7 @@ class RecordFile(OwnRecord):
                 self._file = None
 
     def _write(self) -> None:
-        # The later of two is told by it, so it goes on where the host's clock is put back.
-        now = max(time.time(), math.nextafter(self._record.updated_at, math.inf))
-        record = self._record = dataclasses.replace(self._record, updated_at=now)
+        record = self._record = _anew(self._record)
         if self._file is None:
             _of_process[self.path] = self
             _remove_ended(self._store, record)
@@ -241,6 +244,13 @@ class RecordFile(OwnRecord):
         if self._heartbeat is not None:
             self._heartbeat.set()
             self._heartbeat = None
+
+
+def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
+    """Return a record with these changes, and the time of now."""
+    # The later of two is told by it, so it goes on where the host's clock is put back.
+    now = max(time.time(), math.nextafter(record.updated_at, math.inf))
+    return dataclasses.replace(record, **changes, updated_at=now)
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:

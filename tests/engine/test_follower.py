@@ -30,6 +30,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -42,6 +43,7 @@ from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import PublishedRecord
 from tests.support import waiting
 from tests.support.children import Child, Command
 from tests.support.later import Later
@@ -611,7 +613,7 @@ def test_broken_engine_is_told_by_its_record(scene):
     ids=repr,
 )
 def test_lost_answer_is_not_believed_whatever_it_says(scene, error):
-    """The engine's record tells how an attempt ended; an answer only says when to read it."""
+    """The engine's record tells how an attempt ended; its rank is asked for it again."""
     with scene.about_to_switch() as follower:
         scene.engine.lost_answer = error
         assert follower.sync().version == scene.engine.version == follower.applied == 2
@@ -624,22 +626,89 @@ def full(*_: object, **__: object) -> None:
     raise dbuffer.StoreFullError("no room")
 
 
+def test_engine_that_does_not_tell_how_an_attempt_ended_is_of_no_version_until_it_does(scene):
+    """Its record goes on saying that version 1 is served, of the attempt before."""
+    engine, lost = scene.engine, RuntimeError("a proxy says: it serves on")
+
+    def call(request: RankRequest) -> list[RankAnswer]:
+        answers = LightEngine.call(engine, request)
+        if request.call in ("update", "acknowledge"):
+            raise lost
+        return answers
+
+    with scene.about_to_switch() as follower:
+        engine.call = call
+        with pytest.raises(dbuffer.EngineUpdateError, match=str(lost)):
+            follower.sync()
+        assert (engine.serves, engine.paused) == ((2, UNKNOWN_VERSION), False)
+        del engine.call
+        assert follower.sync() is None
+        assert (engine.label, follower.applied) == ("2", 2)
+
+
+@pytest.mark.timing(heartbeat_s=0.05)
 @pytest.mark.parametrize("answer", [RuntimeError("a proxy says: it serves on"), None], ids=str)
-def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_asked(
+def test_engine_whose_store_is_full_switches_and_acknowledges_once_there_is_room(
     scene, monkeypatch, answer
 ):
-    """Its record goes on saying that version 1 is served, of the attempt before."""
     with scene.about_to_switch() as follower:
         until("it is ready", follower.is_ready)
         scene.engine.lost_answer = answer
         with monkeypatch.context() as patch:
             patch.setattr(filesystem, "replace_file", full)
-            with pytest.raises(dbuffer.EngineUpdateError, match=str(answer or "version 2")):
-                follower.sync()
-        assert (scene.engine.serves, scene.engine.paused) == ((2, UNKNOWN_VERSION), False)
-        if answer is not None:
+            assert follower.sync().version == 2
+            assert scene.recorded == (1, {"step": 10})
             assert follower.sync() is None
-            assert (scene.engine.label, follower.applied) == ("2", 2)
+            assert (scene.engine.serves, follower.has_applied(2)) == ((2, "2"), True)
+        until("it acknowledges", lambda: scene.recorded == (2, {"step": 20}))
+
+
+def test_engine_acknowledges_last_and_writes_no_record_while_it_is_paused(
+    mount, scene, monkeypatch
+):
+    """Senders that wait for a version send requests for it at once."""
+    engine, put = scene.engine, PublishedRecord.put
+    written_in_the_pause, acknowledged = [], []
+
+    def note(self: PublishedRecord, record: ReceiverRecord) -> None:
+        if engine.paused and threading.current_thread() is threading.main_thread():
+            written_in_the_pause.append(record.receiver)
+        if record.part_of is None and record.applied_version == 2:
+            acknowledged.append((engine.label, engine.paused))
+        put(self, record)
+
+    with scene.about_to_switch() as follower:
+        monkeypatch.setattr(PublishedRecord, "put", note)
+        assert follower.sync().version == 2
+        assert (written_in_the_pause, acknowledged[:1]) == ([], [("2", False)])
+
+
+def test_acknowledgement_that_does_not_arrive_is_made_by_the_next_sync(scene):
+    engine = scene.engine
+
+    def call(request: RankRequest) -> list[RankAnswer]:
+        if request.call == "acknowledge":
+            raise away()
+        return LightEngine.call(engine, request)
+
+    with scene.about_to_switch() as follower:
+        engine.call = call
+        with pytest.raises(dbuffer.EngineUnreachableError):
+            follower.sync()
+        assert (engine.serves, engine.paused, scene.recorded[0]) == ((2, "2"), False, 1)
+        del engine.call
+        assert follower.sync() is None
+        assert (engine.label, scene.recorded[0]) == ("2", 2)
+
+
+def test_ranks_that_take_long_are_looked_at_ever_less_often(scene, monkeypatch):
+    """Each look opens some files for each rank, maybe over a network."""
+    looks, look = [], DoubleBuffer.record
+    monkeypatch.setattr(DoubleBuffer, "record", lambda *args: looks.append(args) or look(*args))
+    with scene.serving() as follower, pytest.raises(dbuffer.WaitTimeoutError):
+        looks.clear()
+        follower.sync(at_least=2, timeout_s=1.0)
+    assert len(looks) < 200
 
 
 def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(scene):

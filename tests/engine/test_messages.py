@@ -13,6 +13,7 @@ import pytest
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import (
@@ -27,6 +28,7 @@ from dbuffer.integrations.engine.messages import (
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import OwnRecord
 from tests.support.light_engines import Model, Rank, options
 from tests.support.patterns import SMALL
 
@@ -91,11 +93,20 @@ def test_answers_survive_json(error):
     answer = decode_answer(json.loads(json.dumps(encode_answer(as_answer(error)))))
     assert (type(answer), str(answer)) == (type(error), str(error))
     assert decode_answer(json.loads(json.dumps(encode_answer(None)))) is None
+    record = OwnRecord("engine").current
+    assert decode_answer(json.loads(json.dumps(encode_answer(record)))) == record
 
 
 @pytest.mark.parametrize(
     "values",
-    [None, [], "done", {"error": "EngineUpdateError"}, {"error": "OSError", "problem": "a"}],
+    [
+        None,
+        [],
+        "done",
+        {"error": "EngineUpdateError"},
+        {"error": "OSError", "problem": "a"},
+        {"record": {"receiver": "engine"}},
+    ],
     ids=repr,
 )
 def test_what_is_no_answer_is_an_error(values):
@@ -186,7 +197,8 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     rank, monkeypatch, error, kind
 ):
     rank.begin()
-    assert rank.ask(RankRequest("update", update=UpdateRequest(at_least=1))) is None
+    answer = rank.ask(RankRequest("update", update=UpdateRequest(at_least=1)))
+    assert isinstance(answer, ReceiverRecord)
     rank.ask(RankRequest("end"))
 
     def fail(*_: object, **__: object) -> Any:

@@ -581,7 +581,7 @@ def process_id(_: Any) -> int:
 
 async def ask(program: Program, request: RankRequest) -> None:
     for reply in await program.engine.collective_rpc(CALL, args=(request.as_json(),)):
-        assert decode_answer(reply) is None
+        assert not isinstance(decode_answer(reply), dbuffer.DBufferError)
 
 
 async def measure_staging(program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,15 +20,14 @@ from dbuffer.runtime.messages import described
 logger = logging.getLogger(__name__)
 
 
-def capture_answer(call: Callable[[], None]) -> messages.RankAnswer:
+def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
     """Call, and return the answer of this rank; raise nothing."""
     try:
-        call()
+        return call()
     except Exception as error:  # every rank must answer
         if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
         return messages.as_answer(error)
-    return None
 
 
 class RankEndpoint:
@@ -97,7 +97,9 @@ class RankEndpoint:
 
     # Requests
 
-    def do(self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]) -> None:
+    def do(
+        self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
+    ) -> messages.RankAnswer:
         """Serve a request, or raise; ``make_rank`` is called where the request needs the rank."""
         match request.call:
             case "begin":
@@ -110,7 +112,14 @@ class RankEndpoint:
                 )
             case "update":
                 assert request.update is not None  # noqa: S101 - parsed
-                self.following().update(request.update)
+                receiver = self.following()
+                receiver.update(request.update)
+                return receiver.engine_record
+            case "acknowledge":
+                receiver = self.following()
+                # The engine generates, and must not wait for a disk.
+                threading.Thread(target=receiver.acknowledge, name="dbuffer-acknowledge").start()
+                return receiver.engine_record
             case "check":
                 _check(make_rank(), request)
             case "forget":
@@ -120,6 +129,7 @@ class RankEndpoint:
                 self.state.require_awake()
             case "end":
                 self.end()
+        return None
 
     def begin(
         self,

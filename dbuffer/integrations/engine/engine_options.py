@@ -205,8 +205,8 @@ class UpdateRequest:
     """Kind of the update, in vLLM's words: whole tensors, or patches. Either way the store holds
     the version whole, and the engine switches to it in the same way."""
     attempt: str | None = None
-    """Id of this attempt. The engine's record names it once the attempt has succeeded or failed, so
-    that the follower knows which weights the engine has."""
+    """Id of a follower's attempt. The engine's record names it once the attempt has succeeded or
+    failed, so that the follower knows which weights the engine has."""
 
     def __post_init__(self) -> None:
         for name in ("version", "at_least"):

@@ -2,11 +2,13 @@
 
 One switch: wait until every rank has the version ready, which costs the engine nothing; pause,
 which drops all caches; let the ranks agree and load; read the outcome from the engine's record; set
-the engine's label, which it reports with its responses; resume. Caches go first, because that can
-fail, and a failure must come before the weights change; nothing fills them in a pause.
+the engine's label, which it reports with its responses; resume; acknowledge, for which senders
+wait. Caches go first, because that can fail, and a failure must come before the weights change;
+nothing fills them in a pause.
 
-The engine's record in the store is the one statement about an attempt. The answers of its ranks
-only say that it may be read, and give a failure its words.
+The engine's record is the one statement about an attempt. Its first rank answers with it, and
+writes it into the store once it is acknowledged, or the attempt has failed. Any other answer only
+gives a failure its words.
 """
 
 from __future__ import annotations
@@ -101,13 +103,14 @@ class Follower(Closing):
         """Whether the engine serves this version, or a later one, of what the store holds now.
 
         An engine that is to stay on a version must serve that one. Its record is read anew: it may
-        have lost its weights since the last switch. But the record names a version before the
-        engine's label does.
+        have lost its weights since the last switch.
         """
         view, applied = self._view, self._applied
         if view is None or _followers.get(_key_of(view.facts)) is not self:
             return False
-        recorded = VersionId.of(view.readable_record())
+        record = view.readable_record()
+        is_older = record is not None and self._is_put_back(record)  # it is being written
+        recorded = applied if is_older else VersionId.of(record)
         if applied is None or recorded is None or min(applied.version, recorded.version) < version:
             return False
         if view.options.version not in (None, applied.version):
@@ -446,6 +449,7 @@ class Follower(Closing):
             num_bytes=int(record.stats.get("bytes", 0)),
         )
         self._report.switched(switch)
+        self._acknowledge()
         # The switch is done. A problem with the store is for the next attempt.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
@@ -480,12 +484,13 @@ class Follower(Closing):
         self._is_certain = False  # until the record says what came of the attempt
         started = time.monotonic()
         error: Exception | None = None
+        answered: ReceiverRecord | None = None
         try:
-            self._engine.do(RankRequest("update", update=update))
+            answered = self._engine.do(RankRequest("update", update=update))
         except Exception as raised:  # noqa: BLE001 - the record tells what it means
             error = raised
         load_s = time.monotonic() - started
-        record = self._outcome_of(view, attempt)
+        record = self._outcome_of(view, attempt, answered)
         if record is None:
             raise error or errors.EngineUpdateError(
                 f"{view.engine_id} did not acknowledge version {goal.version} in "
@@ -505,17 +510,29 @@ class Follower(Closing):
             raise errors.EngineBrokenError(str(error)) from error
         raise error
 
-    def _outcome_of(self, view: StoreView, attempt: str) -> ReceiverRecord | None:
+    def _outcome_of(
+        self, view: StoreView, attempt: str, answered: ReceiverRecord | None
+    ) -> ReceiverRecord | None:
         """Believe the engine's record, if it tells how this attempt ended; None: it does not.
 
-        The record may be missing: a full disk prevents it, and a rank that was killed writes none.
+        A rank whose answer was lost is asked again; one that was killed does not tell.
         """
-        record = view.readable_record()
+        record = answered or view.readable_record()
+        if record is None or record.attempt != attempt:
+            with contextlib.suppress(Exception):  # the update's own error says more
+                record = self._engine.do(RankRequest("acknowledge"))
         if record is None or record.attempt != attempt:
             return None
         self._adopt_record(record)
         self._is_certain = not record.is_broken
         return record
+
+    def _acknowledge(self) -> None:
+        """Let the engine's record say what it serves. After a failure, following begins anew."""
+        self._is_certain = False
+        with self._translating("acknowledge its version"):
+            self._engine.do(RankRequest("acknowledge"))
+        self._is_certain = True
 
     def _label_and_resume(self) -> None:
         """End this follower's pause; before that, label weights that may be of no version.
@@ -633,10 +650,12 @@ class Follower(Closing):
         if self._owes_resume:
             try:
                 self._label_and_resume()
+                self._acknowledge()
             except errors.EngineEndedError:
                 pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
-                logger.error("%s is left paused: %s", self.engine_id, str(error))
+                state = "left paused" if self._owes_resume else "not acknowledged"
+                logger.error("%s is %s: %s", self.engine_id, state, str(error))
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
         self._report.ended()

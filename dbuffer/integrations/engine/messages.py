@@ -1,11 +1,12 @@
 """Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer is None, or an error whose class, never its wording, says what has become of the engine.
-The outcome of an update is in the engine's record in the store; its answer says that it ended.
+An answer is None, or an error whose class, never its wording, says what has become of the engine;
+or, from the engine's first rank after an update, the engine's record, which tells the outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self
 
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
+from dbuffer.format.manifest import ReceiverRecord, fields_of, made_of
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import described
@@ -23,14 +25,15 @@ class RankRequest:
     """Request to all ranks of an engine.
 
     * ``begin``: follow a store, in place of the one that was followed before;
-    * ``update``: switch to a version;
+    * ``update``: switch to a version, and answer the engine's record;
+    * ``acknowledge``: write that record into the store, and answer it;
     * ``check``: answer whether the model has places for these tensors;
     * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
     * ``awake``: answer whether the weights are awake;
     * ``end``: stop following; the model keeps its weights.
     """
 
-    call: Literal["begin", "update", "check", "forget", "awake", "end"]
+    call: Literal["begin", "update", "acknowledge", "check", "forget", "awake", "end"]
     _: KW_ONLY
     options: EngineOptions | None = None
     """Options to begin with."""
@@ -80,6 +83,7 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "takes_over": partial(checks.flag, "takes_over"),
     },
     "update": {"update": UpdateRequest.parse},
+    "acknowledge": {},
     "check": {"tensors": specs_of, "allows_unused": partial(checks.flag, "allows_unused")},
     "forget": {},
     "awake": {},
@@ -87,8 +91,8 @@ _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 """Arguments of each call, with the functions that parse them."""
 
-RankAnswer = errors.DBufferError | None
-"""Answer of one rank: its error, or None where the request was done."""
+RankAnswer = errors.DBufferError | ReceiverRecord | None
+"""Answer of one rank: its error; or else the engine's record, or None."""
 
 _SEVERITIES: tuple[type[errors.DBufferError], ...] = (
     errors.WeightsMismatchError,
@@ -114,7 +118,7 @@ def as_answer(error: Exception) -> errors.DBufferError:
     return errors.EngineUpdateError(described(error))
 
 
-def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
+def worst_of(answers: Sequence[RankAnswer]) -> errors.DBufferError | None:
     """Return the worst answer; the first of several that are as bad.
 
     Raises:
@@ -122,7 +126,13 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
-    return max(filter(None, answers), key=_severity, default=None)
+    failures = [answer for answer in answers if isinstance(answer, errors.DBufferError)]
+    return max(failures, key=_severity, default=None)
+
+
+def record_in(answers: Sequence[RankAnswer]) -> ReceiverRecord | None:
+    """Return the engine's record, if a rank has answered with it."""
+    return next((answer for answer in answers if isinstance(answer, ReceiverRecord)), None)
 
 
 def raise_worst(failures: Sequence[errors.DBufferError]) -> None:
@@ -139,19 +149,24 @@ def _severity(error: errors.DBufferError) -> int:
     return next(_SEVERITIES.index(kind) for kind in type(error).__mro__ if kind in _SEVERITIES)
 
 
-def encode_answer(answer: RankAnswer) -> dict[str, str]:
+def encode_answer(answer: RankAnswer) -> dict[str, Any]:
     """Encode an answer as JSON."""
+    if isinstance(answer, ReceiverRecord):
+        return {"record": fields_of(answer)}
     return {} if answer is None else {"error": type(answer).__name__, "problem": str(answer)}
 
 
 def decode_answer(values: Any) -> RankAnswer:
     """Decode an answer."""
     kinds = {kind.__name__: kind for kind in _ANSWERS}
-    match values:
-        case {"error": str(name), "problem": str(problem)} if name in kinds:
-            return kinds[name](problem)
-        case dict() if not values:
-            return None
+    with contextlib.suppress(errors.StoreCorruptError):  # of a record with other fields
+        match values:
+            case {"error": str(name), "problem": str(problem)} if name in kinds:
+                return kinds[name](problem)
+            case {"record": record}:
+                return made_of(ReceiverRecord, record)
+            case dict() if not values:
+                return None
     raise errors.EngineUpdateError(
         f"{values!r:.300} is no answer of this version of dbuffer: use the same version in the "
         "engine and in its follower"

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.version_id import WeightLabel
@@ -76,11 +77,16 @@ class Engine:
         """Send a request to all ranks; return the answer of each."""
         raise NotImplementedError
 
-    def do(self, request: messages.RankRequest) -> None:
-        """Let all ranks do something, or raise the worst of their errors."""
-        worst = messages.worst_of(self.call(request))
+    def do(self, request: messages.RankRequest) -> ReceiverRecord | None:
+        """Let all ranks do something, or raise the worst of their errors.
+
+        Return the engine's record, if a rank answers with it.
+        """
+        answers = self.call(request)
+        worst = messages.worst_of(answers)
         if worst is not None:
             raise worst
+        return messages.record_in(answers)
 
     def is_paused(self) -> bool | None:
         """Whether it is paused, by this follower or by another process; None: it does not tell."""

@@ -25,6 +25,7 @@ from dbuffer.errors import (
     VersionError,
     WeightsMismatchError,
 )
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
@@ -169,7 +170,8 @@ class RankReceiver:
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
 
-        A version that the engine already has is no error, and nothing is loaded.
+        A version that the engine already has is no error, and nothing is loaded. A follower, which
+        names its attempt, calls :meth:`acknowledge` once the engine generates under the label.
 
         Args:
             request: the version; or the error of an invalid request, which all ranks then refuse,
@@ -189,7 +191,9 @@ class RankReceiver:
                 self._gather_offers(None, request, begins=True)  # raises on all ranks
             else:
                 staged = self._take_on_all_ranks(request)
-                self._write_record({} if staged is None else self._load_on_all_ranks(staged))
+                self._set_record({} if staged is None else self._load_on_all_ranks(staged))
+                if self._attempt is None:
+                    self.acknowledge()
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
@@ -201,6 +205,16 @@ class RankReceiver:
         finally:
             self._state.is_updating = False
             self._stager.release(applied=self._version, history=self._history)
+
+    @property
+    def engine_record(self) -> ReceiverRecord | None:
+        """The engine's record, whether written or not; None: another rank keeps it."""
+        return self._record.current if self.ranks.rank == 0 else None
+
+    def acknowledge(self) -> None:
+        """Write the engine's record, which senders wait for; from any thread."""
+        if self.ranks.rank == 0:
+            self._record.write()
 
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
@@ -440,29 +454,32 @@ class RankReceiver:
     def write_records(self) -> None:
         """Write the records once more: their store may have been put back from a copy."""
         self._rank_record.write()
-        if self.ranks.rank == 0:
-            self._record.write()
+        self.acknowledge()
 
     def _show_engine(self) -> None:
         """Write the engine's record into a store that came after it: the version may not fit."""
         if self.ranks.rank == 0 and not self._record.is_open:
             self._record.write()
 
-    def _write_record(self, stats: dict[str, float] | None = None) -> None:
+    def _write_record(self) -> None:
         """Write what the model has into the engine's record; its first rank does."""
-        if self.ranks.rank == 0:
-            problem, version = self._problem
-            self._record.write(
-                applied_version=self._version,
-                metadata={} if self._applied is None else self._state.metadata,
-                applied_identity=None if self._applied is None else self._applied.identity,
-                history=self._history,
-                problem=problem,
-                problem_version=version,
-                state="serving" if self._state.broken is None else "broken",
-                attempt=self._attempt,
-                stats=stats or self._record.current.stats,
-            )
+        self._set_record()
+        self.acknowledge()
+
+    def _set_record(self, stats: dict[str, float] | None = None) -> None:
+        """Let the engine's record say what the model has, once it is written."""
+        problem, version = self._problem
+        self._record.set_anew(
+            applied_version=self._version,
+            metadata={} if self._applied is None else self._state.metadata,
+            applied_identity=None if self._applied is None else self._applied.identity,
+            history=self._history,
+            problem=problem,
+            problem_version=version,
+            state="serving" if self._state.broken is None else "broken",
+            attempt=self._attempt,
+            stats=stats or self._record.current.stats,
+        )
 
 
 def by_rank(problems: Sequence[str | None]) -> str:

@@ -35,8 +35,10 @@ class StoreView:
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
-        # Source of the versions; a local store may be behind it.
-        self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
+        self._origin = self._store
+        """Source of the versions; a local store may be behind it."""
+        if options.store != options.read_store:
+            self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
         # It only waits for the pointer, holds nothing, and so leaves no record.
         self._receiver = WeightReceiver(
             options.read_store,
@@ -83,7 +85,7 @@ class StoreView:
 
     def _may_still_hold(self, history: str | None) -> bool:
         """Whether the store, or the one that it mirrors, may still hold this history."""
-        held = {_history_in(self._store), _history_in(self._origin)} - {None}
+        held = {_history_in(store) for store in {self._store, self._origin}} - {None}
         return history is None or not held or history in held
 
     def require_version(self) -> None:
@@ -216,7 +218,8 @@ class StoreView:
             WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
+        deadline = started + timeout_s
         serves_on = f"the engine serves on with {describe_weights(served)}"
         at_start = self._rank_records()
         complete_at = time.monotonic()
@@ -240,12 +243,16 @@ class StoreView:
             require_alive()
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("following was stopped")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise errors.WaitTimeoutError(
                     f"version {goal.version} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
-            time.sleep(TIMING.ready_check_s)
+            # Each look opens files of each rank, maybe over a network: ever fewer looks, for a wait
+            # that is a tenth longer at most.
+            pause_s = min((now - started) / 10, TIMING.ready_check_max_s)
+            time.sleep(max(pause_s, TIMING.ready_check_min_s))
 
     def _rank_records(self) -> dict[str, ReceiverRecord | None]:
         return {rank: self._record(rank) for rank in self._rank_ids}

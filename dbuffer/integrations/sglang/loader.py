@@ -15,6 +15,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import DBufferError, OptionError
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.sglang.commands import from_tensors
@@ -37,7 +38,9 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     watch_scheduler()
     endpoint = RankEndpoint.of(model)
     answer = capture_answer(lambda: endpoint.do(request, lambda: SchedulerRank(model, names)))
-    if answer is None:
+    if isinstance(answer, ReceiverRecord):
+        endpoint.following().acknowledge()  # the store is where the follower reads the outcome
+    if not isinstance(answer, DBufferError):
         return
     logger.error("%s: %s", request.call, answer)
     if endpoint.receiver is not None:

@@ -87,6 +87,8 @@ class _Sglang(Engine):
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
+        if request.call == "acknowledge":  # an update has done it
+            return [None]
         self._send(request)
         # The outcome of an update is read from the engine's record in any case, by the follower.
         return [None if request.options is None else _refusal(request.options)]
