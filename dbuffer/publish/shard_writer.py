@@ -174,11 +174,8 @@ class SharedFileWriter(ShardWriter):
         return self.finish(world, hashed=True)
 
     def drop(self) -> None:
-        """Nothing is this rank's own: rank 0 abandons the file."""
+        """Unmap the files: one that rank 0 abandons keeps its room for as long as it is mapped."""
         self._mapped = None
-
-    def close(self) -> None:
-        self.drop()
         self._kept.clear()
 
     def _begun(self) -> MappedTensors:

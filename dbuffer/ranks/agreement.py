@@ -154,7 +154,10 @@ class Agreement(World):
                 self._fails_together = True
                 rank, one = min(failed, key=lambda each: each[1].may_follow)
                 raised: type[DBufferError] = getattr(errors, one.kind)
-                raise raised(f"rank {rank} could not {what}: {one.error}") from cause
+                try:
+                    raise raised(f"rank {rank} could not {what}: {one.error}") from cause
+                finally:
+                    cause = None  # its traceback has this frame: a cycle that keeps the weights
             return [one.value for one in outcomes]
 
     def collect(self, what: str, action: Callable[[], Arrays]) -> list[Arrays]:

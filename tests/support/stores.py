@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -98,6 +99,24 @@ def open_below(directory: Path) -> set[str]:
         with contextlib.suppress(FileNotFoundError):
             found.add(str(link.readlink()))
     return {path for path in found if path.startswith(f"{directory}/")}
+
+
+def removed_but_mapped(store: Path) -> set[str]:
+    """Removed files of a store whose room this process keeps, because it maps them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        line.split(maxsplit=5)[5] for line in lines if str(store) in line and "(deleted)" in line
+    }
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def contents(directory: Path, *besides: str) -> dict[str, bytes | None]:

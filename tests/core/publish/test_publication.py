@@ -29,6 +29,7 @@ from dbuffer.publish.draft import Draft
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
 from tests.support.programs import run_program
+from tests.support.stores import removed_but_mapped, without_garbage_collection
 from tests.support.waiting import Gate, until
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
@@ -357,6 +358,23 @@ def test_weights_are_let_go_of_when_they_are_published(sender, store):
     assert watched() is None
     assert pending.is_done
     assert torch.equal(received(store)["a"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_failed_publish_takes_no_room(store, keep):
+    """Python's garbage collector may run much later, or when the trainer calls it."""
+    weights = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
+    with dbuffer.WeightSender(store, delta=True, keep=keep) as sender, without_garbage_collection():
+        for _ in range(3):
+            weights["a"][5] += 1
+            sender.send(weights)
+            pending = sender.send(weights, wait=False)
+            weights["a"][5] += 1
+            with pytest.raises(dbuffer.InvalidWeightsError) as caught:
+                pending.wait()
+            assert "in require_unchanged" in caught.value.__notes__[0]
+            del pending, caught
+            assert not removed_but_mapped(store)
 
 
 def end_without_closing(connection: Connection, store: Path) -> None:

@@ -72,7 +72,14 @@ from tests.support.soak import (
     numbers,
     patience_s,
 )
-from tests.support.stores import assert_tidy, make_temporaries_old, named_files, weights_files
+from tests.support.stores import (
+    assert_tidy,
+    make_temporaries_old,
+    named_files,
+    removed_but_mapped,
+    weights_files,
+    without_garbage_collection,
+)
 from tests.support.waiting import TIMEOUT_S, meanwhile
 from tests.support.worlds import World
 
@@ -513,6 +520,33 @@ def send_lazy(rank: int, store: Path) -> int:
         patch.setattr(box_share, "_WRITTEN_BYTES", 4000)
         sender.send(weights)
     return most
+
+
+class Smoke(OSError):
+    """Error that can be referred to weakly."""
+
+
+def fail_to_commit(rank: int, store: Path) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise Smoke
+
+    weights = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
+    with ShardedWeightSender(store, delta=True) as sender, without_garbage_collection():
+        for _ in range(3):
+            sender.send(weights)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(BufferWriter, "commit", fail)
+                with pytest.raises(dbuffer.RankFailedError) as caught:
+                    sender.send(weights)
+            if rank == 0:
+                cause = weakref.ref(caught.value.__cause__)
+                del caught
+                assert cause() is None
+            assert not removed_but_mapped(store)
+
+
+def test_a_failed_publish_takes_no_room(four, store):
+    four.run(fail_to_commit, store)
 
 
 def test_tensors_that_are_made_are_not_all_there_at_once(world, store):
