@@ -47,8 +47,9 @@ class BroadcastManager(Closing):
         store: the store's directory, the same on all ranks, and as the engines see it. Default: one
             in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
             the job. A second manager in a job needs a store of its own.
-        rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
-            knows transformers' names; for SGLang, without ``args.text_only``, LightRFT's mapping.
+        rename: a mapping of names, or a function from name to name; ``{}``: names stay. Default:
+            none for vLLM, which knows transformers' names; for SGLang, without ``args.text_only``,
+            LightRFT's mapping.
         delta: publish only the bytes that changed since the last version, if they are few.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
@@ -106,7 +107,7 @@ class BroadcastManager(Closing):
                 self.store,
                 delta=delta,
                 dtype=configuration.dtype,
-                rename=rename or configuration.rename(actor),
+                rename=configuration.rename(actor) if rename is None else rename,
                 rank_timeout_s=rank_timeout_s,
             )
             self._opened.callback(self._sender.close)

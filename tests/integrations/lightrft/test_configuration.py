@@ -23,6 +23,7 @@ from dbuffer.receive.stager import Stager
 from tests.support.engines import preforked
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
+from tests.support.patterns import received
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
@@ -284,11 +285,35 @@ def hold(rank: int, place: Path) -> str:
     return str(held["manager"].store)
 
 
-def followed_by_a_stand_in(place: Path) -> BroadcastManager:
+def followed_by_a_stand_in(
+    place: Path, module: nn.Module | None = None, engine_type: str = "vllm", **options: Any
+) -> BroadcastManager:
     default_store._SHARED_MEMORY = place
+    actor, strategy = Actor(sharded(module)), strategy_for("fsdp2", engine_type)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "start_follower", lambda engine_type, *rest: StandIn(*rest))
-        return BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), "an engine")
+        return BroadcastManager(actor, strategy, "an engine", **options)
+
+
+def names_for_sglang(rank: int, place: Path, rename: dict[str, str] | None) -> list[str]:
+    """Publish a vision-language model, and return the names."""
+    model = nn.Module()
+    model.language_model = nn.Linear(2, 2)
+    with followed_by_a_stand_in(place, model, "sglang", rename=rename) as manager:
+        manager.broadcast_to_engine()
+        return sorted(received(manager.store))
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        (None, ["model.bias", "model.weight"]),
+        ({}, ["language_model.bias", "language_model.weight"]),
+        ({"language_model.bias": "b"}, ["b", "language_model.weight"]),
+    ],
+)
+def test_rename_replaces_the_names_of_lightrft(world, tmp_path, rename, names):
+    assert world.run(names_for_sglang, tmp_path, rename) == [names, names]
 
 
 def let_go(rank: int) -> bool:
