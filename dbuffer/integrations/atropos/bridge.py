@@ -191,11 +191,16 @@ class VLLMWeightBridge:
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
-            OptionError: (a ``ValueError``) the parameter mapping is not for it, or what was
-                attached is not just its parameters.
+            OptionError: (a ``ValueError``) the parameter mapping is not for it, what was
+                attached is not just its parameters, or there is no such device.
         """
         if self._model is None:
             self._require_sender()
+            if self.device.type == "cuda" and not torch.cuda.is_available():
+                raise OptionError(
+                    f"invalid device {self.config.device!r}, Atropos' default: there is no GPU "
+                    'here; use BridgeConfig(device="cpu")'
+                )
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(self.config.model_name, dtype="auto")

@@ -24,6 +24,7 @@ from dbuffer.integrations.atropos.rotary import permute_for_rotary
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.weights.names import NameMap, read_mapping_file
+from dbuffer.weights.rules import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class ParameterMapping:
         content: its content. Default: one that changes nothing.
 
     Raises:
-        OptionError: (a ``ValueError``) it is no content of a mapping file.
+        OptionError: (a ``ValueError``) it is no content of a mapping file, or renames parts of a
+            fused projection.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -70,6 +72,13 @@ class ParameterMapping:
         self._content = content
         rules = NameMap.parse(content, str(path)).rules
         targets = Counter(rule.to for rule in rules if rule.kind == "name")
+        renamed = [rule for rule in rules if targets[rule.to] > 1 and not _is_part(rule)]
+        if renamed:
+            raise OptionError(
+                f"{path} gives parts of fused projections other names, too: "
+                f"{listed(renamed)}. An engine fuses them itself, and knows them by its "
+                "checkpoint's names: map each of them to that"
+            )
         self.names = NameMap(
             rule
             for rule in rules
@@ -186,6 +195,12 @@ class ParameterMapping:
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
             for name, tensor in tensors.items()
         }
+
+
+def _is_part(rule: Rule) -> bool:
+    """Whether a tensor is in the module that has the projection of its new name."""
+    module = str(rule.to).split(".")[:-2]
+    return str(rule.text).split(".")[: len(module)] == module
 
 
 def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:

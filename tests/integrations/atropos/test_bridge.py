@@ -354,6 +354,14 @@ def test_bridge_that_is_not_open_says_so(store):
     assert not store.exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_default_device_without_a_gpu_says_so(store):
+    assert BridgeConfig().device == "cuda"
+    with VLLMWeightBridge(config_for(device="cuda", model_name="none"), store=store) as bridge:
+        with pytest.raises(dbuffer.OptionError, match=r'no GPU.*device="cpu"'):
+            bridge.get_trainable_model()
+
+
 def test_bridge_with_nothing_to_publish_says_so(store):
     with VLLMWeightBridge(config_for(), store=store) as bridge:
         with pytest.raises(dbuffer.NotReadyError, match="get_trainable_model"):
@@ -638,7 +646,7 @@ def test_rank_that_is_lost_while_it_tells_the_server(store, tmp_path):
         ({"qkv_proj.weight": to("qkv_proj.weight")}, "0.bias 0.weight 1.bias 1.weight"),
         # Parts of a fused projection keep their names.
         (
-            {"0.weight": to("qkv"), "1.weight": to("qkv"), "0.bias": to("b")},
+            {"0.weight": to("qkv.weight"), "1.weight": to("qkv.weight"), "0.bias": to("b")},
             "0.weight 1.bias 1.weight b",
         ),
     ],
@@ -657,6 +665,11 @@ def test_names_are_those_of_the_mapping(store, tmp_path, entries, names):
         ({"2.weight": to("2.weight", needs_permute=True)}, r"2\.weight"),
         ({"0.weight": to("1.weight")}, r"1\.weight"),
         ({"0.weight": {"name": "w"}}, "vllm_name"),
+        # An engine's loader would not know the parts by the names that they keep.
+        (
+            {"0.weight": to("attn.qkv.weight"), "1.weight": to("attn.qkv.weight")},
+            r"fused.*0\.weight.*1\.weight",
+        ),
     ],
 )
 @pytest.mark.timing(mapping_settle_s=0.1)
