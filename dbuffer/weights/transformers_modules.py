@@ -139,7 +139,11 @@ def _in_own_class(model: Any) -> Any:
     def twin_of(module: nn.Module) -> nn.Module:
         own = next(kind for kind in type(module).__mro__ if not _is_replaced(kind))
         twin: nn.Module = object.__new__(own)
-        children = {name: child and twin_of(child) for name, child in module._modules.items()}  # noqa: SLF001
+        # A compiled layer has no truth value: it is a module with a length that it cannot tell.
+        children = {
+            name: None if child is None else twin_of(child)
+            for name, child in module._modules.items()  # noqa: SLF001
+        }
         vars(twin).update(vars(module), _modules=children)
         return twin
 

@@ -22,6 +22,7 @@ from tests.support.later import Later
 from tests.support.patterns import assert_same, received
 
 transformers = Later("transformers")
+checkpointing = Later("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
 
 pytestmark = NEEDS_CONVERSIONS
 
@@ -137,9 +138,22 @@ def in_a_wrapped_layer(model: nn.Module) -> nn.Module:
     return model
 
 
+def in_a_compiled_layer(model: nn.Module) -> nn.Module:
+    """Wrap layers as for FSDP2: transformers then sees stand-ins of the modules."""
+    layers = model.model.layers
+    layers[1] = checkpointing.checkpoint_wrapper(torch.compile(layers[1], backend="eager"))
+    return model
+
+
 @pytest.mark.parametrize(
     ("wrap", "prefix"),
-    [(in_two_wrappers, ""), (nn.DataParallel, ""), (in_a_wrapped_layer, ""), (Actor, "model.")],
+    [
+        (in_two_wrappers, ""),
+        (nn.DataParallel, ""),
+        (in_a_wrapped_layer, ""),
+        (in_a_compiled_layer, ""),
+        (Actor, "model."),
+    ],
 )
 def test_a_model_in_another_module_is_converted_too(mixtral, tmp_path, store, sender, wrap, prefix):
     expected = {prefix + name: tensor for name, tensor in saved(mixtral, tmp_path).items()}
