@@ -172,9 +172,10 @@ async def tell_versions(program: Program) -> None:
             assert [choice["index"] for choice in choices] == list(range(count))
             assert [versions_of(choice) for choice in choices] == [[span]] * count
     # The outputs of a beam search are no prompt's: their spans are not known.
-    beams = completion(n=2, use_beam_search=True)
-    response = await program.ask("/v1/completions", beams, ASKED)
-    assert [choice["weight_versions"] for choice in response["body"]["choices"]] == [None] * 2
+    for body in (completion(n=2), completion(n=2, max_tokens=1, prompt=[[1, 2, 3], [4, 5, 6]])):
+        response = await program.ask("/v1/completions", body | {"use_beam_search": True}, ASKED)
+        choices = choices_of(response)
+        assert [choice["weight_versions"] for choice in choices] == [None] * len(choices)
     # A response without tokens names no version.
     response = await program.ask("/v1/completions", completion(model="another"), ASKED)
     assert (response["status"], response["version"]) == (NOT_FOUND, None)

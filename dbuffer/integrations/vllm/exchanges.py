@@ -50,7 +50,7 @@ class Exchange:
     is_ended: bool = False
     """Whether the engine ended it because of the weights."""
     calls_are_prompts: bool = True
-    """Whether calls of the engine are the prompts, in order; those of a beam search are not."""
+    """Whether each call of the engine is a prompt, in order. False: a beam search made them."""
     error: OptionError | None = None
     """Error in the request that its route could not see."""
 
@@ -68,6 +68,11 @@ class Exchange:
     def tells_spans(self) -> bool:
         """Whether the response is to have fields about its choices' weights."""
         return self.wants_spans and bool(self.calls)
+
+    def note_choices(self, num_choices: int) -> None:
+        """Compare the choices of a response with those that the engine's calls have."""
+        # A beam search of one token calls the engine as prompts do, and has a choice for each beam.
+        self.calls_are_prompts &= num_choices == sum(call.num_choices for call in self.calls)
 
     def fields_of(self, index: int) -> dict[str, Any]:
         """Return the fields about the weights of a response's choice.
@@ -233,6 +238,8 @@ def with_fields(body: Any, exchange: Exchange, *, is_chunk: bool) -> Any:
     choices = body.get("choices") if isinstance(body, Mapping) else None
     if not isinstance(choices, list):
         return body
+    if not is_chunk:
+        exchange.note_choices(len(choices))
     told = [
         choice | exchange.fields_of(choice.get("index", 0))
         if not is_chunk or choice.get("finish_reason") is not None

@@ -74,7 +74,7 @@ def answering(
 
 def has_generated(exchange: Exchange) -> None:
     exchange.admitted, exchange.num_tokens = SERVED, 3
-    exchange.calls = [Call(1, {0: {"weight_versions": SPANS}})]
+    exchange.calls = [Call(2, {0: {"weight_versions": SPANS}})]
 
 
 def has_been_ended(exchange: Exchange) -> None:
@@ -162,6 +162,19 @@ def test_fields_are_added_to_the_last_chunk_of_a_choice(step):
 def test_json_without_choices_stays_as_it_is(body):
     app = answering([JSON], body, note=has_generated)
     assert json.loads(ask(app, X_Weight_Versions="true")[2]) == json.loads(body)
+
+
+def test_beams_of_one_token_tell_no_spans():
+    """A beam search of two prompts calls the engine once for each, and answers with two beams."""
+
+    def has_searched(exchange: Exchange) -> None:
+        exchange.admitted, exchange.num_tokens = SERVED, 2
+        exchange.calls = [Call(1, {0: {"weight_versions": SPANS}}) for _ in range(2)]
+
+    beams = {"choices": [{"index": index, "finish_reason": "length"} for index in range(4)]}
+    app = answering([JSON], json.dumps(beams).encode(), note=has_searched)
+    told = json.loads(ask(app, X_Weight_Versions="true")[2])["choices"]
+    assert [choice["weight_versions"] for choice in told] == [None] * 4
 
 
 def test_request_that_the_engine_ended_before_a_token_is_refused():
