@@ -42,6 +42,8 @@ IN_ITS_EVENT_LOOP = (
     "with await asyncio.to_thread(...)"
 )
 
+NOT_RESET = "the engine could not reset its prefix cache, or the cache of its KV connector"
+
 
 class OfflineVllm(Engine):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
@@ -81,8 +83,10 @@ class OfflineVllm(Engine):
 
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
         with self._ending_with_the_engine():
-            if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
+            if self._engine.has_unfinished_requests():
                 raise EngineBusyError("the engine is generating: wait for its requests, then sync")
+            if not self._llm.reset_prefix_cache(reset_connector=True):
+                raise EngineUpdateError(NOT_RESET)
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
 
@@ -192,7 +196,7 @@ class AsyncVllm(Engine):
         # recomputed, so that no token comes from two versions.
         is_reset, *_ = await asyncio.gather(*self._cache_resets())
         if not is_reset:
-            raise EngineUpdateError("the engine could not reset its prefix cache")
+            raise EngineUpdateError(NOT_RESET)
 
     async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
         if self.has_own_pause:

@@ -1,7 +1,8 @@
 """Each kind of engine drops all caches in its pause: of tokens, of inputs, of encoders' outputs.
 
 Stand-ins note what vLLM is asked for. `test_async` shows with real engines that no token comes from
-the cache of an older version; to show that of an encoder's outputs, an engine needs an encoder.
+the cache of an older version, and `vllm_caches.py` that none comes through a connector; to show
+that of an encoder's outputs, an engine needs an encoder.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dbuffer.integrations.vllm.vllm_engine import (
     OfflineVllm,
     VllmServer,
 )
+from tests.support.engines.vllm_engines import NEEDS_VLLM, observe
 
 PREFIX, INPUTS, ENCODER = "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"
 
@@ -51,8 +53,9 @@ def note_async(calls: list[str], name: str) -> Callable[..., Any]:
 
 
 def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
-    def note(name: str) -> Callable[[], bool]:
-        def call() -> bool:
+    def note(name: str, **expected: Any) -> Callable[..., bool]:
+        def call(**options: Any) -> bool:
+            assert options == expected
             calls.append(name)
             return True
 
@@ -60,12 +63,14 @@ def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
 
     engine = SimpleNamespace(engine_core=None, has_unfinished_requests=lambda: False)
     engine.reset_mm_cache, engine.reset_encoder_cache = note(INPUTS), note(ENCODER)
-    return OfflineVllm(SimpleNamespace(llm_engine=engine, reset_prefix_cache=note(PREFIX)))
+    reset = note(PREFIX, reset_connector=True)
+    return OfflineVllm(SimpleNamespace(llm_engine=engine, reset_prefix_cache=reset))
 
 
 def config(**changes: Any) -> SimpleNamespace:
     """Configuration of an engine whose requests share no cache, but for changes."""
-    caches = {"enable_prefix_caching": False, "is_multimodal_model": False, **changes}
+    caches = {"enable_prefix_caching": False, "is_multimodal_model": False}
+    caches |= changes
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1),
         cache_config=SimpleNamespace(**caches),
@@ -131,7 +136,11 @@ def test_a_pause_in_place_drops_none(make, loop):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"enable_prefix_caching": True}, {"is_multimodal_model": True}, {"kv_transfer_config": {}}],
+    [
+        {"enable_prefix_caching": True},
+        {"is_multimodal_model": True},
+        {"kv_transfer_config": {}},
+    ],
     ids=str,
 )
 def test_no_pause_is_in_place_where_requests_share_a_cache(changes, loop):
@@ -148,3 +157,12 @@ def test_an_engine_that_cannot_pause_in_place_says_so(make, loop):
     with pytest.raises(OptionError, match="in_place"):
         engine.require_pause("in_place")
     engine.close()
+
+
+class TestConnectors:
+    """KV connectors of a real engine are reset in a switch, or it does not follow."""
+
+    pytestmark = NEEDS_VLLM
+
+    def test_no_answer_comes_through_a_connector_from_older_weights(self, tmp_path):
+        observe("vllm_caches.py", tmp_path)

@@ -1,0 +1,92 @@
+"""Program of `test_caches.py`, which says what it shows."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dbuffer
+from dbuffer.integrations.vllm import follow
+from dbuffer.integrations.vllm.facts import require_droppable
+from tests.support.engines.tiny_models import make_model, save_model
+from tests.support.engines.vllm_engines import greedy, judge, start_llm
+
+BOTH = "kv_both"
+NO_RESET, SHARED = "ExampleConnector", "MooncakeStoreConnector"
+OFFLOADS = {"kv_connector": "OffloadingConnector", "kv_role": BOTH}
+TIERS = {"spec_name": "TieringOffloadingSpec"}
+
+
+def run(directory: Path) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    kept = directory / "kept"
+    transfer = KVTransferConfig(
+        kv_connector=NO_RESET,
+        kv_role=BOTH,
+        kv_connector_extra_config={"shared_storage_path": str(kept)},
+    )
+    llm = start_llm(save_model("qwen3", 1, directory), kv_transfer_config=transfer)
+    tell_which_are_refused(llm.llm_engine.vllm_config)
+    first, store = greedy(llm), directory / "store"
+    assert any(kept.iterdir())
+    with dbuffer.WeightSender(store) as sender:
+        with pytest.raises(dbuffer.UnsupportedError, match=NO_RESET):
+            follow(llm, store)
+
+        def reset_cache(_: Any) -> bool:
+            shutil.rmtree(kept)
+            kept.mkdir()
+            return True
+
+        ExampleConnector.reset_cache = reset_cache  # type: ignore[method-assign]
+        sender.send(make_model("qwen3", 2))
+        with follow(llm, store) as follower:
+            follower.sync()
+            switched = greedy(llm)
+    reset_cache(None)
+    assert llm.reset_prefix_cache()
+    assert switched == greedy(llm) != first
+
+
+def tell_which_are_refused(config: Any) -> None:
+    """Judge connectors that no engine here can have, by an engine's configuration."""
+    from vllm.config import KVTransferConfig
+
+    config = copy.copy(config)
+    reads = {"kv_connector": NO_RESET, "kv_role": "kv_consumer"}
+    for refused, transfer in (
+        (None, OFFLOADS),
+        (None, {"kv_connector": NO_RESET, "kv_role": "kv_producer"}),
+        (NO_RESET, reads),
+        (SHARED, {"kv_connector": SHARED, "kv_role": BOTH}),
+        ("OffloadingConnector", OFFLOADS | {"kv_connector_extra_config": TIERS}),
+        (
+            NO_RESET,
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": BOTH,
+                "kv_connector_extra_config": {"connectors": [OFFLOADS, reads]},
+            },
+        ),
+    ):
+        config.kv_transfer_config = KVTransferConfig(**transfer)
+        if refused is None:
+            require_droppable(config)
+            continue
+        with pytest.raises(dbuffer.UnsupportedError, match=f"through {refused}, "):
+            require_droppable(config)
+    config.kv_transfer_config = None
+    config.ec_transfer_config = SimpleNamespace(is_ec_consumer=True, ec_connector="Encoders")
+    with pytest.raises(dbuffer.UnsupportedError, match="through Encoders, "):
+        require_droppable(config)
+
+
+if __name__ == "__main__":
+    judge(run)
