@@ -11,6 +11,7 @@
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
 `rank`, `model` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
 weights. `core_labels` lets the engine core tell with each token which weights it came from;
+`pooling` lets answers without tokens be of one version;
 `exchanges`, `admission` and `responses` pass that on to a server's clients.
 `vllm_engine`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
 engine; `config` reads dbuffer's part of vLLM's configuration.

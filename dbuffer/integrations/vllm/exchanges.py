@@ -50,7 +50,7 @@ class Exchange:
     is_ended: bool = False
     """Whether the engine ended it because of the weights."""
     calls_are_prompts: bool = True
-    """Whether each call of the engine is a prompt, in order. False: a beam search made them."""
+    """Whether each call of the engine is a prompt, in order, and not a step of a beam search."""
     error: OptionError | None = None
     """Error in the request that its route could not see."""
 
@@ -70,8 +70,8 @@ class Exchange:
         return self.wants_spans and bool(self.calls)
 
     def note_choices(self, num_choices: int) -> None:
-        """Compare the choices of a response with those that the engine's calls have."""
-        # A beam search of one token calls the engine as prompts do, and has a choice for each beam.
+        """Note the number of a response's choices, which a beam search has for each beam."""
+        # One of a single token calls the engine as prompts do.
         self.calls_are_prompts &= num_choices == sum(call.num_choices for call in self.calls)
 
     def fields_of(self, index: int) -> dict[str, Any]:

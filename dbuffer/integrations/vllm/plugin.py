@@ -58,10 +58,13 @@ def _tell_versions(core: type) -> None:
         return
     from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
     from dbuffer.integrations.vllm.core_pauses import hold_cores
+    from dbuffer.integrations.vllm.pooling import mend_core, tell_ended
 
     hold_cores(EngineCoreProc, DPEngineCoreProc)
     label_cores(core, EngineCoreProc)
     tell_labels(RequestState)
+    mend_core(EngineCoreProc)
+    tell_ended(RequestState)
 
 
 def log_as_vllm() -> None:

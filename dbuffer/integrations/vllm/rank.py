@@ -18,6 +18,7 @@ from dbuffer.integrations.vllm.facts import require_droppable
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
+from dbuffer.integrations.vllm.pooling import mend_workers
 from dbuffer.runtime.cores import use_cores_of_parent
 
 
@@ -29,6 +30,7 @@ class WorkerRank(EngineRank):
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         require_droppable(vllm_config)
+        mend_workers()
         self._vllm_config = vllm_config
         self.module = model
         self._device = device

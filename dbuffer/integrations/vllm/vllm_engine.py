@@ -162,6 +162,11 @@ class AsyncVllm(Engine):
                 f'pause="in_place" drops no cache, and this engine has {" and ".join(shared)}: '
                 "requests that come after a switch would go on from what old weights computed"
             )
+        if mode == "in_place" and self._engine.vllm_config.model_config.runner_type == "pooling":
+            raise UnsupportedError(
+                'pause="in_place" lets prompts go on from what old weights computed, and answers '
+                "of a pooling model do not tell their weights"
+            )
 
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)

@@ -70,7 +70,7 @@ def offline(calls: list[str], _: asyncio.AbstractEventLoop) -> Engine:
 def config(**changes: Any) -> SimpleNamespace:
     """Configuration of an engine whose requests share no cache, but for changes."""
     caches = {"enable_prefix_caching": False, "is_multimodal_model": False}
-    caches |= changes
+    caches |= {"runner_type": "generate"} | changes
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1),
         cache_config=SimpleNamespace(**caches),
@@ -140,10 +140,11 @@ def test_a_pause_in_place_drops_none(make, loop):
         {"enable_prefix_caching": True},
         {"is_multimodal_model": True},
         {"kv_transfer_config": {}},
+        {"runner_type": "pooling"},
     ],
     ids=str,
 )
-def test_no_pause_is_in_place_where_requests_share_a_cache(changes, loop):
+def test_no_pause_is_in_place_where_answers_would_mix_versions(changes, loop):
     engine = asynchronous([], loop, **changes)
     engine.require_pause("keep")
     with pytest.raises(UnsupportedError, match="in_place"):
