@@ -9,7 +9,7 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
+`rank`, `model`, `connectors` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
 weights. `core_labels` lets the engine core tell with each token which weights it came from;
 `pooling` lets answers without tokens be of one version;
 `exchanges`, `admission` and `responses` pass that on to a server's clients.

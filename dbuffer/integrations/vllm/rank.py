@@ -14,7 +14,7 @@ from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, S
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
-from dbuffer.integrations.vllm.facts import require_droppable
+from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
