@@ -251,11 +251,9 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     """
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
-        own = os.open(path, mode | os.O_CLOEXEC)
-    try:
-        return map_locked(own, file_bytes, access)
-    finally:
-        os.close(own)
+        own = filesystem.Descriptor.open(path, mode)
+    with own:
+        return map_locked(own.number, file_bytes, access)
 
 
 def map_locked(file: int, file_bytes: int, access: int) -> torch.Tensor:

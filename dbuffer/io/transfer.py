@@ -75,7 +75,7 @@ def read_tensors(
         for part, spans in itertools.groupby(layout.spans[first:end], lambda span: span.part):
             # Opened once more for each thread: sharing one spoils each other's read-ahead.
             name = f"/proc/self/fd/{files[part]}"
-            with Descriptor(os.open(name, os.O_RDONLY | os.O_CLOEXEC)) as own:
+            with Descriptor.open(name, os.O_RDONLY) as own:
                 for span in spans:
                     data = _read_span(own.number, span, into, path)
                     if hashed:

@@ -136,7 +136,7 @@ class HeldObjects(HeldVersion):
         path = f"/proc/self/fd/{self._deltas[identity].number}"
         name = self._bucket.name_of(f"{self._prefix}/deltas/{identity}")
         with filesystem.os_errors("open a delta in memory", name):
-            return name, Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return name, Descriptor.open(path, os.O_RDONLY)
 
     def _fetch_deltas(self, identities: list[str]) -> None:
         files: dict[str, Descriptor] = {}

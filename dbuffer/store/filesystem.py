@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import io
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -47,6 +49,9 @@ _MFD_CLOEXEC = 1
 _STALE_RETRIES = 4
 """A file that is replaced between lookup and read is a stale handle; the next lookup finds the
 new one."""
+
+_FORK_RETRIES = 100
+"""A fork is over after a few openings, unless it waits for a lock that the opening thread has."""
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Names of :func:`replace_file`'s temporary files: the file's name, a random number."""
@@ -145,7 +150,7 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
     """
     try:
         # O_NONBLOCK: a pipe put in the file's place must not hang the process that opens it.
-        file = Descriptor(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+        file = Descriptor.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise StoreCorruptError(f"{path} is not a plain file") from None
@@ -282,17 +287,16 @@ def replace_file(
             is open stays for a while, under another name.
     """
     with os_errors("write", path):
-        temporary, number = _open_temporary(scratch, path)
-        file = Descriptor(number)
+        temporary, file = _open_temporary(scratch, path)
         try:
-            write_at(number, 0, data)
+            write_at(file.number, 0, data)
             if flush or durable:
-                os.fsync(number)
+                os.fsync(file.number)
             if lock:
-                try_lock(number, exclusive=True)
+                try_lock(file.number, exclusive=True)
             if before is not None:
                 before.close()
-            _rename(temporary, path, identity_of(number))
+            _rename(temporary, path, identity_of(file.number))
         except BaseException:
             file.close()
             temporary.unlink(missing_ok=True)
@@ -324,7 +328,7 @@ def identity_at(path: Path) -> tuple[int, int] | None:
     """
     try:
         refresh(path.parent)
-        with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+        with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
             return identity_of(file.number)
     except OSError:
         return None
@@ -335,10 +339,10 @@ def _temporary_in(scratch: Path, name: str) -> Path:
     return scratch / f".{name}.{secrets.token_hex(8)}.tmp"
 
 
-def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:
+def _open_temporary(scratch: Path, path: Path) -> tuple[Path, Descriptor]:
     temporary = _temporary_in(scratch, path.name)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return temporary, os.open(temporary, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return temporary, Descriptor.open(temporary, flags)
 
 
 def rename_directory(directory: Path, path: Path) -> None:
@@ -359,8 +363,8 @@ def link(path: Path, name: Path) -> None:
 
 def require_second_names(scratch: Path) -> None:
     """Raise a `StoreAccessError` where a file cannot have a second name."""
-    temporary, number = _open_temporary(scratch, Path("name"))
-    os.close(number)
+    temporary, file = _open_temporary(scratch, Path("name"))
+    file.close()
     second = _temporary_in(scratch, "name")
     try:
         link(temporary, second)
@@ -403,9 +407,8 @@ def remove_stale_temporaries(directory: Path) -> None:
 
 def make_file(path: Path, access: int) -> Descriptor:
     """Make a file that only its owner can read or write; ``access`` as for `os.open`."""
-    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os_errors("make a file for weights", path):
-        return Descriptor(os.open(path, flags, 0o600))
+        return Descriptor.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
 
 
 def make_memory_file(name: str) -> Descriptor:
@@ -490,9 +493,8 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
     by default. The caller needs another way to detect a second owner. Without it, such a mount is a
     StoreAccessError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os_errors(f"open the {whose} lock", path):
-        lock = Descriptor(os.open(path, flags, 0o600))
+        lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             if try_lock(lock.number, exclusive=True):
                 return lock
@@ -569,11 +571,11 @@ def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
 
 def time_at(scratch: Path) -> float:
     """Seconds since the epoch, by the clock of the mount's file times."""
-    temporary, number = _open_temporary(scratch, Path("clock"))
+    temporary, file = _open_temporary(scratch, Path("clock"))
     try:
-        return os.fstat(number).st_mtime
+        with file:
+            return os.fstat(file.number).st_mtime
     finally:
-        os.close(number)
         temporary.unlink(missing_ok=True)
 
 
@@ -619,37 +621,82 @@ class Descriptor(Closing, ProcessBound):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self._number = number
-        self._finalizer = weakref.finalize(self, _close_quietly, number)
+        try:
+            # Its close is one call of C: no signal handler can raise between closing the number and
+            # noting that it is closed.
+            self._file = io.FileIO(number)
+        except OSError:  # a directory
+            os.close(number)
+            raise
+        self._finalizer = weakref.finalize(self, _close_quietly, self._file)
         _open_descriptors.add(self)
+
+    @classmethod
+    def open(cls, path: Path | str, flags: int) -> Descriptor:
+        """Open a file, and make sure that no forked child has it.
+
+        A new file is for its owner alone; ``flags`` as for `os.open`.
+        """
+        for num_retries in itertools.count():
+            before = _forks.moment
+            file = cls(os.open(path, flags | os.O_CLOEXEC, 0o600))
+            is_alone = _forks.moment == before and not _forks.under_way
+            if is_alone or num_retries == _FORK_RETRIES:
+                break
+            # A child that another thread forked just now may have the file without knowing it.
+            file.close()
+            flags &= ~os.O_EXCL
+        return file
 
     @property
     def number(self) -> int:
         """The kernel's number of it, for as long as it is open; a `ClosedError` after that."""
         if not self.is_open:
             raise ClosedError("this file is closed, or was opened before a fork")
-        return self._number
+        return self._file.fileno()
 
     def close(self) -> None:
         """Close it; more than once is fine."""
-        self._finalizer()
+        _close_quietly(self._file)
+        self._finalizer.detach()
 
     @property
     def is_open(self) -> bool:
-        return self._finalizer.alive and not self._is_inherited
+        return not (self._file.closed or self._is_inherited)
+
+
+def _close_quietly(file: io.FileIO) -> None:
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
-def _close_all() -> None:
-    for descriptor in list(_open_descriptors):
-        descriptor.close()
+class _Forks:
+    """Notes this process's forks, and closes what a child inherits."""
+
+    def __init__(self) -> None:
+        self.under_way: set[int] = set()
+        """Threads that fork."""
+        self.moment = 0
+        """Number of beginnings and ends of forks."""
+
+    def begin(self) -> None:
+        self.under_way.add(threading.get_ident())
+        self.moment += 1
+
+    def end(self) -> None:
+        self.under_way.discard(threading.get_ident())
+        self.moment += 1
+
+    def end_in_child(self) -> None:
+        self.under_way.clear()  # other threads' forks end in the parent alone
+        for descriptor in list(_open_descriptors):
+            descriptor.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_quietly(number: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(number)
+_forks = _Forks()
+os.register_at_fork(
+    before=_forks.begin, after_in_parent=_forks.end, after_in_child=_forks.end_in_child
+)

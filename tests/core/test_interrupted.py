@@ -18,6 +18,7 @@ import pytest
 
 import dbuffer
 from dbuffer.publish import delta_chain
+from dbuffer.store.filesystem import is_locked
 from dbuffer.store.medium import medium_of
 from tests.support.crashes import (
     DELTA_SITUATIONS,
@@ -30,8 +31,8 @@ from tests.support.crashes import (
     noting,
     pattern_of,
 )
-from tests.support.moments import at_call
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, newest, publish
+from tests.support.moments import LOOKS, at_call
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, load, newest, publish
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 from tests.support.stores import assert_tidy, make_temporaries_old
 
@@ -94,6 +95,31 @@ def test_interrupted_at_every_moment_of_a_publish(
         shutil.rmtree(store)
     flip.check_all()
     record_property("senders interrupted at a moment of a publish", flip.moments)
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_interrupted_at_every_moment_of_a_close(shm_path, end):
+    """Closed once more, it holds no lock."""
+    for number in itertools.count(1):
+        store = shm_path / f"{number}"
+        with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+            publish(sender, 1)
+            assert load(receiver) == 1
+            closing = sender if end == "sender" else receiver
+            at_call(number, interrupt, LOOKS)
+            try:
+                closing.close()
+                sys.setprofile(None)
+            except KeyboardInterrupt:
+                closing.close()
+            else:
+                break
+            if end == "sender":
+                dbuffer.WeightSender(store).close()
+            else:
+                assert not is_locked(receiver.record.path)
+        shutil.rmtree(store)
+    assert number > 2, "no moment was found"
 
 
 @pytest.mark.parametrize("failing", range(1, 8))

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.format import places
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, in_a_fork
 from tests.support.moments import Step, at_step, stop
-from tests.support.patterns import OTHER, SMALL, newest, publish
+from tests.support.patterns import OTHER, SMALL, load, newest, publish
 from tests.support.stores import contents
 
 SOON_S = 30.0
@@ -175,6 +176,41 @@ def test_forked_child_cannot_publish_and_keeps_no_lock(store, in_a_publish):
             for version in (4, 5):
                 assert sender.send(SMALL.weights(version)).duration_s < SOON_S
         assert newest(store) == 5
+
+
+def fork_at_each_opening(connection: Connection, store: Path) -> None:
+    """Fork as another thread may: a file is open, and not yet among those that a child closes."""
+    patch, open_file = pytest.MonkeyPatch(), os.open
+    children: dict[str, int] = {}
+
+    def open_and_fork(path: Any, *arguments: Any) -> int:
+        number = open_file(path, *arguments)
+        name = Path(path).name
+        is_to_lock = "receiver-" in name or name == places.WRITER_LOCK_FILE
+        if is_to_lock and name not in children:
+            children[name] = os.fork()
+            if children[name] == 0:
+                signal.alarm(60)
+                signal.pause()
+        return number
+
+    with patch.context() as patched:
+        patched.setattr(os, "open", open_and_fork)
+        with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+            publish(sender, 1)
+            load(receiver)
+    connection.send(len(children))
+    with contextlib.suppress(dbuffer.StoreBusyError), dbuffer.WeightSender(store):
+        connection.send(filesystem.is_locked(receiver.record.path))
+    for child in children.values():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_child_forked_while_a_file_is_opened_keeps_no_lock(store):
+    with Child(fork_at_each_opening, store) as parent:
+        assert parent.receive() >= 2
+        assert parent.receive() is False
 
 
 def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
