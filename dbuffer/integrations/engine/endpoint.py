@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from dbuffer import errors
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions
@@ -54,11 +56,15 @@ class RankEndpoint:
     # Loads that are not dbuffer's
 
     def watch_loads(self, model: Any) -> None:
-        """Notice each call of a model's ``load_weights`` outside of an update."""
-        load_weights = getattr(model, "load_weights", None)
-        if load_weights is None:
-            return
+        """Notice each call of a ``load_weights`` outside of an update: the model's, or a part's.
 
+        A program may load the language model of a multimodal one alone.
+        """
+        for part in model.modules() if isinstance(model, torch.nn.Module) else (model,):
+            if callable(load_weights := getattr(part, "load_weights", None)):
+                part.load_weights = self._noting(load_weights)
+
+    def _noting(self, load_weights: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load_weights)
         def load_and_note(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -66,7 +72,7 @@ class RankEndpoint:
             finally:
                 self.note_foreign_load("load_weights")
 
-        model.load_weights = load_and_note
+        return load_and_note
 
     def note_foreign_load(self, what: str) -> None:
         """Treat the weights as unknown after ``what``, unless that was part of an update."""
