@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import copy as copy_layer
 from typing import Any
 
 import numpy as np
@@ -1033,13 +1034,51 @@ def test_another_layout_is_proven_anew():
     assert switched.switch_often(two_tensors) == PLANNED
 
 
-def test_parameters_that_have_moved_are_reloaded():
-    switched = Switched(two_layers, two_tensors())
-    assert switched.switch_often(two_tensors)[-1]
-    weight = switched.model.layers["a"].weight
-    kept, weight.data = weight.data, weight.data.clone()
-    assert not switched.switch(two_tensors())
-    assert kept is not weight.data
+def move_memory(model: Model) -> None:
+    weight = model.layers["a"].weight
+    weight.data = weight.data.clone()
+
+
+def replace_parameter(model: Model) -> None:
+    model.layers["a"].weight = parameter_like(model.layers["a"].weight)
+
+
+def replace_layer(model: Model) -> None:
+    layer = copy_layer(model.layers["a"])
+    layer._parameters = layer._parameters | {"weight": parameter_like(layer.weight)}
+    model.layers["a"] = layer
+
+
+def parameter_like(parameter: Any) -> nn.Parameter:
+    like = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    like.__dict__.update(parameter.__dict__)
+    return like
+
+
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["before staging", "in the pause"])
+@pytest.mark.parametrize(
+    ("kind", "replace"),
+    [
+        (Layer, move_memory),
+        (Layer, replace_parameter),
+        (Layer, replace_layer),
+        (IntoItself, replace_parameter),
+        (IntoAKernel, replace_layer),
+    ],
+)
+def test_a_switch_fills_what_has_replaced_what_was_planned(kind, replace, is_prepared, log):
+    make = functools.partial(mixed_model, kind)
+    switched = Switched(make, mixed_tensors(), packing=Packer())
+    assert switched.switch_often(mixed_tensors) == PLANNED
+    if is_prepared:
+        newest, switch = switched.prepare_next()
+        replace(switched.model)
+        switched.apply_or_reload(newest, switch)
+        assert torch.equal(switched.model.layers["c"].weight, newest["c.weight"])
+    else:
+        replace(switched.model)
+    assert switched.switch_often(mixed_tensors) == PLANNED
+    assert sum("was replaced, or has moved" in line for line in plan_lines(log)) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+import dbuffer
+from dbuffer.integrations.vllm import follow
 from tests.support.engines.tiny_models import (
     SHAPE,
     save_mixed,
@@ -23,6 +26,7 @@ from tests.support.engines.vllm_engines import (
     set_packing,
     start_llm,
 )
+from tests.support.waiting import error_of
 
 NUM_LAYERS = 17  # of eight parameters each
 KINDS = ("down_proj", "o_proj", "input_layernorm")
@@ -35,6 +39,7 @@ def run(directory: Path) -> None:
     llm = start_llm(deep, how="none")
     reload_a_layer_that_derives_something(directory, deep, llm)
     patch_nothing_upon_what_vllm_put_back(directory, deep, llm)
+    fill_what_replaced_a_parameter_and_refuse_a_layer(directory, deep, llm)
     refuse_a_reranker_that_computes_its_head(directory)
     switch_what_a_model_keeps_beside_its_parameters(directory)
 
@@ -75,6 +80,76 @@ def patch_nothing_upon_what_vllm_put_back(directory: Path, deep: Path, llm: Any)
             right = put(save_mixed(deep, weights, directory / f"after {kind}"))
             wrong = [name for name in right if not torch.equal(right[name], switched[name])]
             assert (len(changed), wrong, error) == (NUM_LAYERS, [], None)
+
+
+def fill_what_replaced_a_parameter_and_refuse_a_layer(
+    directory: Path, deep: Path, llm: Any
+) -> None:
+    model, weights = model_of(llm), weights_in(deep)
+    mlp = model.model.layers[1].mlp
+
+    def replace(parameter: Any) -> torch.nn.Parameter:
+        like = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        like.__class__ = parameter.__class__
+        like.__dict__.update(parameter.__dict__)
+        return like
+
+    def replace_parameter() -> None:
+        mlp.down_proj.weight = replace(mlp.down_proj.weight)
+
+    def move_all() -> None:
+        model.double().float()
+
+    def assign() -> None:
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(weights, assign=True)
+
+    def served(_: Any) -> list[torch.Tensor]:
+        return [mlp.down_proj.weight.detach(), model.model.norm.weight.detach()]
+
+    def add(amount: float) -> list[torch.Tensor]:
+        published = [weights[f"model.{name}.weight"] for name in ("layers.1.mlp.down_proj", "norm")]
+        for tensor in published:
+            tensor += amount
+        return published
+
+    store = directory / "replaced store"
+    with (
+        dbuffer.WeightSender(store) as sender,
+        follow(llm, store) as follower,
+        counted_reloads(llm) as reloads,
+    ):
+
+        def switch() -> None:
+            published = add(0.1)
+            sender.send(weights)
+            assert follower.sync() is not None
+            assert all(map(torch.equal, served(llm), published))
+
+        switch()
+        for change in (replace_parameter, move_all, assign):
+            switch()
+            assert follower.sync(force=True) is not None
+            change()
+            switch()
+            reloads.clear()
+            switch()
+            assert reloads == []
+        change()
+        assert follower.sync(force=True) is not None
+        switch()
+        # vLLM knows the layers that it has made, and would empty this one.
+        layer = copy(mlp.down_proj)
+        layer._parameters = {"weight": replace(layer.weight)}
+        mlp.down_proj, before = layer, mlp.down_proj
+        add(0.1)
+        sender.send(weights)
+        for force in (False, True):
+            error = error_of(lambda force=force: follower.sync(force=force))
+            assert "something replaced model.layers.1.mlp.down_proj since" in error
+            assert llm.llm_engine.get_weight_version() == "unknown"
+        mlp.down_proj = before
+        assert follower.sync() is not None
 
 
 def reload_a_layer_that_derives_something(directory: Path, deep: Path, llm: Any) -> None:

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
-from dbuffer.errors import EngineBusyError
+from dbuffer.errors import EngineBusyError, UnsupportedError
 from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.engine.version_id import VersionId
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.targets import LoadedNames
 
 ENDPOINT_ATTR = "_dbuffer_endpoint"
@@ -36,6 +37,12 @@ class ServingModel(Protocol):
         nothing keep all that they have.
         """
 
+    def require_reloadable(self) -> None:
+        """Raise :class:`UnsupportedError` if :meth:`load` cannot fill all that computes.
+
+        Something may have replaced a layer or a parameter since following began.
+        """
+
     def load_checkpoint(self) -> None:
         """Swap in the weights that the engine was started with, from where it read them."""
 
@@ -44,6 +51,15 @@ class ServingModel(Protocol):
 
     def serve_again(self) -> None:
         """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+
+
+def require_unchanged(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise :class:`UnsupportedError` if a model's layers and parameters are not as they were."""
+    if replaced := [name for name, each in before.items() if now.get(name) != each]:
+        raise UnsupportedError(
+            f"something replaced {listed(replaced)} since following began, and the engine cannot "
+            "load into what is there now: restart the engine"
+        )
 
 
 class EngineRank:

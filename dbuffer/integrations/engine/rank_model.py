@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
@@ -111,9 +112,20 @@ class RankModel:
     # In the worker's main thread
 
     def is_loadable(self, staged: Staged) -> bool:
-        """Whether what was staged of a version is enough to load it now."""
+        """Whether what was staged of a version is enough to load it now.
+
+        Raises:
+            UnsupportedError: a reload is due, and cannot fill all that computes.
+        """
         switch = self._switch_of(staged)
-        return staged.tensors is not None or (switch is not None and switch.is_enough)
+        if switch is not None and switch.is_enough:
+            return True
+        try:
+            self.serving.require_reloadable()
+        except UnsupportedError:
+            self.note_foreign_load()
+            raise
+        return staged.tensors is not None
 
     def load(self, staged: Staged) -> None:
         """Load a version. A failure leaves a mix, to be repaired at once."""

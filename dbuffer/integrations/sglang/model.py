@@ -16,6 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_model
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
+from dbuffer.integrations.engine.engine_rank import require_unchanged
 from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.weights.checkpoint import read_checkpoint
@@ -35,9 +36,16 @@ class SglangModel:
         self._model = model
         self._names = names
         self._device = next(model.parameters()).device
+        self._forms = self._forms_now()
 
     def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - never, see the check
         self._load((renamed(name, self._names), tensor) for name, tensor in tensors)
+
+    def require_reloadable(self) -> None:
+        require_unchanged(self._forms, self._forms_now())
+
+    def _forms_now(self) -> dict[str, object]:
+        return {name: _form(parameter) for name, parameter in self._model.named_parameters()}
 
     def load_checkpoint(self) -> None:
         path = Path(get_model().model_path)

@@ -7,11 +7,12 @@ what it leaves wrong is in `reload_fixes`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -20,6 +21,8 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
+from dbuffer.integrations.engine.engine_rank import require_unchanged
+from dbuffer.integrations.engine.plan.load_trace import form_of
 from dbuffer.integrations.vllm import reload_fixes as fixes
 
 
@@ -34,7 +37,10 @@ class VllmModel:
         self._device = device
         self._model = model
         self._hook: Any = None
-        self._places = self._addresses()
+        # On a CPU there are no graphs.
+        is_captured = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self._reads_captured_addresses = device.type != "cpu" and is_captured
+        self._targets = self._reload_targets()
 
     def load(self, weights: fixes.Weights, *, partial: bool = False) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
@@ -45,6 +51,7 @@ class VllmModel:
             partial: layers that get nothing keep all that they have.
         """
         before = [(module, fixes.own_tensors(module)) for module in self._model.modules()]
+        places = self._addresses()
         with self._loading():
             try:
                 loaded = self._reload(weights, before, partial=partial)
@@ -58,7 +65,7 @@ class VllmModel:
         # The next step reads what was copied, and staging may write anew where it was copied from.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        if self._addresses() != self._places:
+        if self._addresses() != places:
             raise EngineBrokenError("parameters were left at other places in memory")
 
     @contextlib.contextmanager
@@ -97,6 +104,20 @@ class VllmModel:
                 f"weights in load format {config.load_config.load_format!r} cannot be read again"
             )
         self.load(loader.get_all_weights(config.model_config, self._model))
+
+    def require_reloadable(self) -> None:
+        require_unchanged(self._targets, self._reload_targets())
+
+    def _reload_targets(self) -> dict[str, object]:
+        """Return what a reload fills: parameters, and layers, since vLLM empties one made later."""
+        targets: dict[str, object] = {}
+        for name, module in self._model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                targets[name] = weakref.ref(module)
+        addresses = self._addresses() if self._reads_captured_addresses else {}
+        for name, tensor in self._model.named_parameters():
+            targets[name] = form_of(tensor), addresses.get(name)
+        return targets
 
     def _addresses(self) -> dict[str, int]:
         """Return each parameter's address in memory: captured graphs read only there."""

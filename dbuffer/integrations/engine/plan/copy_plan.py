@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,30 @@ MIN_COPIED = 0.5
 below this, it saves little."""
 
 
+class _Place(NamedTuple):
+    """Module or tensor of a model, in the table of the module that has it."""
+
+    module: torch.nn.Module
+    table: str
+    name: str
+    thing: torch.nn.Module | torch.Tensor
+    address: int
+    """Address of a tensor's first element."""
+
+    def __str__(self) -> str:
+        return f"{self.name} of a {type(self.module).__name__}"
+
+    def is_as_planned(self) -> bool:
+        """Whether copies into the planned tensor still reach the one that the module has."""
+        thing = self.module.__dict__[self.table].get(self.name)
+        if not isinstance(self.thing, torch.Tensor):
+            return thing is self.thing
+        # Some layers wrap the same memory anew each time that they are loaded.
+        if thing is not self.thing and (thing is None or form_of(thing) != form_of(self.thing)):
+            return False
+        return bool(thing.data_ptr() == self.address)
+
+
 @dataclass(eq=False)
 class CopyPlan:
     """The copies that switch a model to any version of one layout; see :func:`plan_copies`."""
@@ -41,8 +66,6 @@ class CopyPlan:
     """Parameters and buffers that are copied, those of layers with images included."""
     parameters: Tensors
     """Live tensors that are copied into directly, by their names in the trace."""
-    addresses: Sequence[int]
-    """Addresses at which the copies are to find these."""
     packed: Mapping[str, PackedLayer]
     """Layers that have images, by name."""
     reloaded: Mapping[str, str]
@@ -52,12 +75,22 @@ class CopyPlan:
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary: the plan is good for
     versions that leave these as they are. None: it is not verified."""
+    places: Sequence[_Place] = ()
+    """Modules of the model, and the tensors that a switch writes."""
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
         """Live tensors that a switch writes, those of layers with images included."""
         packed = [p for each in self.packed.values() for p in each.layer.parameters(recurse=False)]
         return [*self.parameters.values(), *packed]
+
+    def replaced(self) -> str | None:
+        """Return the name of a module or tensor that is no longer where it was; None: all are.
+
+        Anything may replace them: another library that quantizes a layer, a method of a worker
+        extension, ``param.data = ...``.
+        """
+        return next((str(place) for place in self.places if not place.is_as_planned()), None)
 
     @cached_property
     def is_in_main_memory(self) -> bool:
@@ -117,8 +150,8 @@ def plan_copies(
     if not in_images <= traced.keys():  # of a layer tied to one that is reloaded
         raise UnsupportedError(listed(list(reloaded.values()), "; "))
     parameters = {name: live[name] for name in traced if name not in in_images}
-    addresses = addresses_of(parameters)
-    plan = CopyPlan(traced, parameters, addresses, packed, reloaded, sources)
+    plan = CopyPlan(traced, parameters, packed, reloaded, sources)
+    plan.places = _places_of(model, plan.written)
     if not partial:
         _require_all_parameters(model, plan)
     return plan
@@ -180,9 +213,16 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
         raise UnsupportedError(listed(left_out, "; "))
 
 
-def addresses_of(tensors: Tensors) -> list[int]:
-    """Return where the first element of each tensor is."""
-    return [tensor.data_ptr() for tensor in tensors.values()]
+def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[_Place]:
+    """Return the places of all modules of a model, and of the tensors that a switch writes."""
+    addresses = {id(tensor): tensor.data_ptr() for tensor in written}
+    return [
+        _Place(module, table, name, thing, addresses.get(id(thing), 0))
+        for module in model.modules()
+        for table in ("_modules", "_parameters", "_buffers")
+        for name, thing in module.__dict__[table].items()
+        if id(thing) in addresses or isinstance(thing, torch.nn.Module)
+    ]
 
 
 def layer_of(parameter: str) -> str:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from dbuffer.format.layout import align
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, addresses_of, layer_of
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
 from dbuffer.integrations.engine.plan.images import Image
 from dbuffer.integrations.engine.plan.load_trace import Copy, View
 from dbuffer.integrations.engine.plan.patching import (
@@ -80,12 +80,12 @@ class PreparedSwitch:
 
     @property
     def is_enough(self) -> bool:
-        """Whether it is verified to do all that a reload does, to parameters where they were."""
+        """Whether it is verified to do all that a reload does, to the model's present tensors."""
         verified_for = self.plan.verified_for
         return (
             verified_for is not None
             and all(self.digests.get(name) == xxh3 for name, xxh3 in verified_for.items())
-            and addresses_of(self.plan.parameters) == self.plan.addresses
+            and self.plan.replaced() is None
         )
 
     @cached_property

@@ -158,7 +158,8 @@ class WeightLoader:
             self._drop_plan()
             self._trace, self._reloaded = trace, {}
             self._num_verifications, self._num_skipped = 0, 0
-        elif self._plan is None and self._num_skipped:
+        self._drop_plan_of_replaced()
+        if self._plan is None and self._num_skipped:
             self._num_skipped -= 1
         if self._plan is None and not self._num_skipped:
             self._make_plan()
@@ -267,6 +268,7 @@ class WeightLoader:
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
         self._held = NOTHING_HELD
+        self._drop_plan_of_replaced()
         # A value derived from one of these may have become another one.
         if self._plan is not None and self._plan.verified_for:
             self._plan.verified_for = None
@@ -331,6 +333,17 @@ class WeightLoader:
         if self._plan is not None:
             self._plan.verified_for = None
         self._plan = None
+
+    def _drop_plan_of_replaced(self) -> None:
+        """Plan again, and reload once, if the model has other modules or tensors than planned."""
+        if self._plan is not None and (name := self._plan.replaced()):
+            logger.warning(
+                "%s was replaced, or has moved in memory, since switches were planned: a reload "
+                "fills the model that serves, and they are planned again",
+                name,
+            )
+            self._reloaded = {}
+            self._drop_plan()
 
     def _give_up(self, why: str, level: int = logging.INFO) -> None:
         """Reload all versions of this layout."""
