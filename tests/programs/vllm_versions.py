@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.support.engines.vllm_servers import (
 from tests.support.ports import free_port
 from tests.support.soak import is_soak
 
-OK, BAD_REQUEST, NOT_FOUND, CONFLICT, UNAVAILABLE = 200, 400, 404, 409, 503
+OK, BAD_REQUEST, NOT_FOUND, CONFLICT, INTERNAL, UNAVAILABLE = 200, 400, 404, 409, 500, 503
 STREAMS = 20
 REQUESTS = 2000 if is_soak() else 100
 EVERY_S = 0.3
@@ -106,6 +107,15 @@ class Program:
             chunks = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
             return _told(response) | {"chunks": chunks}
 
+    async def begun(self, count: int) -> None:
+        """Wait until the engine computes this many requests."""
+        while True:
+            metrics = (await self.client.get("/metrics")).text
+            running = re.search(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE)
+            if running is not None and float(running[1]) >= count:
+                return
+            await asyncio.sleep(0.02)
+
     async def ready(self, **query: Any) -> tuple[int, Any]:
         """Return the status and the body of what a load balancer asks."""
         response = await self.client.get("/ready", params=query)
@@ -134,6 +144,14 @@ def chat(num_tokens: int = 8, **more: Any) -> dict[str, Any]:
     return asked | {"messages": [{"role": "user", "content": "word7 word8"}]}
 
 
+def response(num_tokens: int = 8) -> dict[str, Any]:
+    return {"model": MODEL, "input": "word7 word8", "max_output_tokens": num_tokens}
+
+
+def message(num_tokens: int = 8) -> dict[str, Any]:
+    return chat(num_tokens)
+
+
 def generate(num_tokens: int = 8, **more: Any) -> dict[str, Any]:
     sampling = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     return {"model": MODEL, "token_ids": [1, 2, 3], "sampling_params": sampling | more}
@@ -145,6 +163,10 @@ ROUTES = [
     *([("/inference/v1/generate", generate)] if HAS_SPANS else []),
 ]
 """Paths that generate, and functions that make the bodies of their requests."""
+
+
+WITHOUT_CHOICES = [("/v1/responses", response), ("/v1/messages", message)]
+"""Paths of routes whose responses have no choices, and functions that make bodies for them."""
 
 
 # What clients are told.
@@ -233,6 +255,37 @@ async def require_versions(program: Program) -> None:
     assert (status, replica["version"]) == (UNAVAILABLE, "1")
 
 
+async def tell_and_refuse_without_choices(program: Program) -> None:
+    """Responses without choices have the headers, streamed or not, and are refused once."""
+    for path, body in WITHOUT_CHOICES:
+        for send in (program.ask, program.stream):
+            response = await send(path, body())
+            assert (response["status"], response["version"]) == (OK, "1")
+            response = await send(path, body(), {"X-Weight-Exact-Version": "2"})
+            assert (response["status"], response["retry after"]) == (CONFLICT, "1")
+            assert (await send(path, body(), ASKED))["status"] == BAD_REQUEST
+
+
+async def cut_without_choices(program: Program, version: int) -> None:
+    """A switch to this version ends such requests, and none of their responses says complete."""
+    exact = {"X-Weight-Exact-Version": str(version - 1)}
+    requests = [
+        asyncio.create_task(send(path, body(LONG_TOKENS), exact))
+        for path, body in WITHOUT_CHOICES
+        for send in (program.ask, program.stream)
+    ]
+    await program.begun(len(requests))
+    await program.follow(version)
+    for response in await asyncio.gather(*requests):
+        if "body" in response:
+            assert response["status"] == CONFLICT
+        else:
+            assert (response["status"], response["version"]) == (OK, str(version - 1))
+            last = json.dumps(response["chunks"][-1])
+            assert "ended by a switch" in last, last
+            assert "completed" not in last
+
+
 async def wait_for_a_version(program: Program) -> None:
     """A request waits for a version as long as it allows."""
     path, body = "/v1/completions", completion()
@@ -248,6 +301,20 @@ async def wait_for_a_version(program: Program) -> None:
     past = {"X-Weight-Exact-Version": "1", "X-Weight-Wait-S": str(WAIT_S)}
     response = await program.ask(path, body, past)
     assert (response["status"], response["retry after"]) == (CONFLICT, None)
+
+
+def wait_for_ever(program: Program) -> list[Coroutine[Any, Any, None]]:
+    """Requests that wait when the server ends: each is answered, with an error."""
+
+    async def ask(path: str, body: dict[str, Any]) -> None:
+        headers = {"X-Weight-Min-Version": "100000", "X-Weight-Wait-S": "3600"}
+        answer = await program.ask(path, body, headers)
+        assert answer["status"] >= INTERNAL
+
+    async def look() -> None:
+        assert (await program.ready(min_version=100000, wait_s=3600))[0] == UNAVAILABLE
+
+    return [look(), *(ask(path, body()) for path, body in (*ROUTES, *WITHOUT_CHOICES))]
 
 
 async def switch_in_long_requests(program: Program) -> None:
@@ -408,11 +475,16 @@ async def serve(directory: Path, num_replicas: int) -> None:
         if num_replicas == 1:
             await tell_versions(program)
             await require_versions(program)
+            await tell_and_refuse_without_choices(program)
             await wait_for_a_version(program)
             await switch_in_long_requests(program)
-        await label_right_under_load(program, 4)
+            await cut_without_choices(program, 4)
+            ends = [asyncio.create_task(one) for one in wait_for_ever(program)]
+        await label_right_under_load(program, 5)
     ended = program.server.terminate()
     assert num_replicas > 1 or ended == (0, [])
+    if num_replicas == 1:
+        await asyncio.gather(*ends)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """`Admission`: the weights that a request to a server takes, from its headers.
 
-A request says so in ``X-Weight-…`` headers, which any client can add and any route can have. The
-server waits for such weights as long as the request allows. vLLM's engine core, where requests and
-switches meet in one queue, has the last word: see :mod:`.core_labels`.
+A request says so in ``X-Weight-…`` headers, which any client can add. The server waits for such
+weights as long as the request allows. vLLM's engine core, where requests and switches meet in one
+queue, has the last word: see :mod:`.core_labels`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
@@ -120,16 +120,31 @@ class Admission:
         return asdict(self)
 
 
-def require_known(names: Iterable[str]) -> None:
-    """Refuse headers that begin as those of this module, and are none of them.
+def weight_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the headers ``X-Weight-…`` of a request.
 
     Raises:
-        OptionError: for example, one is misspelt, and would be ignored.
+        OptionError: one is none of them (misspelt, it would be ignored), or is given twice.
     """
     known = {name.lower() for name in (*_FIELDS, SPANS_HEADER)}
-    for name in names:
-        if name.startswith(PREFIX) and name not in known:
-            raise OptionError(f"unknown header {name}: use {', '.join((*_FIELDS, SPANS_HEADER))}")
+    given = given_once([pair for pair in headers if pair[0].startswith(PREFIX)])
+    for name in given.keys() - known:
+        raise OptionError(f"unknown header {name}: use {', '.join((*_FIELDS, SPANS_HEADER))}")
+    return given
+
+
+def given_once(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return values by name.
+
+    Raises:
+        OptionError: a name is given twice, and either value may be meant.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for name in values:
+            if len(each := [value for key, value in pairs if key == name]) > 1:
+                raise OptionError(f"{name} is given {len(each)} times: {', '.join(each):.200}")
+    return values
 
 
 def flag_of(name: str, text: str | None) -> bool:
@@ -146,7 +161,7 @@ def _version(name: str, text: str) -> int:
 
 def _number(name: str, text: str) -> float:
     try:
-        number = float(text)
+        number = math.nan if "_" in text else float(text)  # float() reads 1_0 as 10
     except ValueError:
         number = math.nan
     if not math.isfinite(number):

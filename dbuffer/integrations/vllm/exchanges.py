@@ -1,7 +1,8 @@
 """`Exchange`: one HTTP request to a vLLM server, and the weights that its answer comes from.
 
 The middleware makes an exchange its own for the time of a request; the engine's front end, below
-all routes, tells it about each output. So no route of vLLM has to know.
+all routes, waits for the weights that the request takes, and tells the exchange about each output.
+So no route of vLLM has to know, and nothing waits that was not authenticated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
 from dbuffer.integrations.vllm.config import BACKEND
@@ -43,6 +44,9 @@ class Exchange:
 
     admission: Admission | None = None
     wants_spans: bool = False
+    has_choices: bool = True
+    """Whether the response has choices, which tell spans, and that the engine ended one."""
+    arrived_at: float = field(default_factory=time.monotonic)
     admitted: WeightLabel | None = None
     """Label of the weights that the response begins with; None: nothing was generated."""
     calls: list[Call] = field(default_factory=list)
@@ -56,8 +60,14 @@ class Exchange:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is invalid, or the engine ended it before anything was generated."""
-        return self.error is not None or (self.is_ended and self.num_tokens == 0)
+        """Whether it is invalid, or the engine ended it and nothing in a response would tell."""
+        has_nothing = self.is_ended and self.num_tokens == 0
+        return self.error is not None or has_nothing or self.is_cut_in_silence
+
+    @property
+    def is_cut_in_silence(self) -> bool:
+        """Whether the engine ended it, and its route would tell the response as complete."""
+        return self.is_ended and not self.has_choices
 
     def refuse(self, message: str) -> OptionError:
         """Let the answer be this error, whatever the route makes of it."""
@@ -100,17 +110,43 @@ class Outlook:
         self._looked_at = 0.0
 
     async def labels(self) -> list[WeightLabel]:
-        """Ask the engine's cores; return the label of each."""
+        """Ask the engine's cores; return the label of each.
+
+        Raises:
+            EngineEndedError: the engine has ended: vLLM never answers a call that was in flight.
+        """
+        self._require_alive()
         replicas = replicas_of(self._engine.vllm_config)
         if len(replicas) == 1:
-            return [WeightLabel.decode(await self._engine.engine_core.call_utility_async(LABEL))]
-        calls = (ask_replica(self._engine, one, LABEL) for one in replicas)
-        return [WeightLabel.decode(text) for text in await asyncio.gather(*calls)]
+            calls = [self._engine.engine_core.call_utility_async(LABEL)]
+        else:
+            calls = [ask_replica(self._engine, one, LABEL) for one in replicas]
+        answers = asyncio.gather(*calls)
+        try:
+            while not (await asyncio.wait([answers], timeout=TIMING.alive_check_s))[0]:
+                self._require_alive()
+        finally:
+            answers.cancel()
+        return [WeightLabel.decode(text) for text in answers.result()]
 
-    async def refusal(self, admission: Admission) -> Refusal | None:
-        """Wait for weights that a request takes; return why there are none, else None."""
+    def _require_alive(self) -> None:
+        if self._engine.errored:
+            raise EngineEndedError("the engine has ended")
+
+    async def refusal(
+        self, admission: Admission, arrived_at: float | None = None
+    ) -> Refusal | None:
+        """Wait for weights that a request takes; return why there are none, else None.
+
+        Args:
+            admission: its requirements.
+            arrived_at: start of its wait. Default: now.
+
+        Raises:
+            EngineEndedError: the engine has ended, by itself or with its server.
+        """
         # An older answer would refuse a request that was sent because a switch is done.
-        not_before = time.monotonic()
+        not_before = time.monotonic() if arrived_at is None else arrived_at
         deadline = not_before + admission.wait_s
         while True:
             refusal = admission.refusal_by(await self._labels_since(not_before))
@@ -150,7 +186,9 @@ def observe(engine: Any, outlook: Outlook) -> None:
             sampling_params.extra_args = extra_args_with(
                 sampling_params.extra_args, exchange.admission
             )
-        outputs = generate(prompt, sampling_params, *args, **kwargs)
+        outputs = _once_admitted(
+            exchange, outlook, generate(prompt, sampling_params, *args, **kwargs)
+        )
         if _has_spans():
             return _with_spans(exchange, call, outputs)
         return _between_labels(exchange, call, outputs, outlook.labels)
@@ -175,22 +213,34 @@ def _has_spans() -> bool:
     return hasattr(getattr(RequestState, "_new_completion_output", None), ADMITTED)
 
 
+async def _once_admitted(
+    exchange: Exchange, outlook: Outlook, outputs: AsyncGenerator[Any, None]
+) -> AsyncGenerator[Any, None]:
+    """Pass outputs on, once there are weights that the request takes, or it waited for them.
+
+    If there are none then, the core ends the request; if the engine has ended, vLLM says so.
+    """
+    async with contextlib.aclosing(outputs):
+        if exchange.admission is not None and exchange.num_tokens == 0:
+            with contextlib.suppress(EngineEndedError):
+                await outlook.refusal(exchange.admission, exchange.arrived_at)
+        async for output in outputs:
+            for choice in output.outputs:
+                exchange.num_tokens += len(choice.token_ids)
+                exchange.is_ended |= choice.stop_reason == STOP_REASON
+            yield output
+
+
 async def _with_spans(exchange: Exchange, call: Call, outputs: AsyncGenerator[Any, None]) -> Any:
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             for choice in output.outputs:
-                _note(exchange, choice)
                 if exchange.admitted is None and (encoded := getattr(choice, ADMITTED, None)):
                     exchange.admitted = WeightLabel.decode(encoded)
                 if exchange.wants_spans and choice.weight_versions is not None:
                     spans = [_as_json(span) for span in choice.weight_versions]
                     call.spans[choice.index] = {"weight_versions": spans}
             yield output
-
-
-def _note(exchange: Exchange, choice: Any) -> None:
-    exchange.num_tokens += len(choice.token_ids)
-    exchange.is_ended |= choice.stop_reason == STOP_REASON
 
 
 def _as_json(span: Any) -> dict[str, Any]:
@@ -212,7 +262,6 @@ async def _between_labels(
             async for output in outputs:
                 exchange.admitted = exchange.admitted or _common(await before)
                 for choice in output.outputs:
-                    _note(exchange, choice)
                     if exchange.wants_spans and choice.finish_reason is not None:
                         call.spans[choice.index] = {
                             "weight_version_start": _text(exchange.admitted),

@@ -7,31 +7,50 @@
   chunk.
 * With an :class:`Admission` in its headers, a request is answered by such weights, or by 409.
 * ``GET /ready`` answers 200 if a request with such a query would be admitted, else 503.
+
+Responses without choices (:data:`WITHOUT_CHOICES`) have the headers, and no spans. They cannot tell
+that a switch ended a request in the middle: in a stream that is an error, else the 409.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.integrations.engine.version_id import WeightLabel
 from dbuffer.integrations.vllm.admission import (
     SPANS_HEADER,
     Admission,
     Refusal,
     flag_of,
-    require_known,
+    given_once,
+    weight_headers,
 )
+from dbuffer.integrations.vllm.core_labels import STOP_REASON
 from dbuffer.integrations.vllm.exchanges import CURRENT, Exchange, Outlook, with_fields
 
+WITHOUT_CHOICES = frozenset(
+    {
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/systemone",
+        "/cohere/v2/chat",
+        "/generative_scoring",
+    }
+)
+"""Routes that generate, and answer without choices. Some begin a stream before the engine does."""
 RETRY_AFTER_S = 1
 """``Retry-After`` of a refusal that may be over by then: trainers publish every few seconds."""
+_CUT_SHORT = "ended by a switch to weights that the request does not take"
 _MAX_HEADER_CHARS = 4096
 """Longest metadata in a header; servers and proxies take 8 KiB for all of them."""
 _BAD_REQUEST, _CONFLICT, _OK, _UNAVAILABLE = 400, 409, 200, 503
@@ -39,62 +58,126 @@ _BAD_REQUEST, _CONFLICT, _OK, _UNAVAILABLE = 400, 409, 200, 503
 
 async def serve(app: ASGIApp, outlook: Outlook, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve one HTTP request of a server whose engine follows a store."""
-    headers = dict(Headers(scope=scope).items())
+    # A server's --root-path is a part of the path.
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     try:
-        # A server's --root-path is a part of the path.
-        if scope["path"].removeprefix(scope.get("root_path", "")) == "/ready":
-            query = dict(QueryParams(scope["query_string"]).items())
-            ready = await _readiness(outlook, Admission.parse_query(query) or Admission())
-            await ready(scope, receive, send)
+        if path == "/ready":
+            query = given_once(QueryParams(scope["query_string"]).multi_items())
+            admission = Admission.parse_query(query) or Admission()
+            ready = await _unless_disconnected(receive, _readiness(outlook, admission))
+            if ready is not None:
+                await ready(scope, receive, send)
             return
-        require_known(headers)
-        admission = Admission.parse(headers)
-        wants_spans = flag_of(SPANS_HEADER, headers.get(SPANS_HEADER.lower()))
+        exchange = _exchange_for(path, weight_headers(Headers(scope=scope).items()))
     except OptionError as error:
         await _error(_BAD_REQUEST, "BadRequestError", str(error))(scope, receive, send)
         return
-    if admission is not None and (refusal := await outlook.refusal(admission)) is not None:
-        await _refused(refusal, await outlook.labels())(scope, receive, send)
-        return
-    exchange = Exchange(admission, wants_spans)
     CURRENT.set(exchange)  # of this task alone, which serves no other request
     response = _Response(exchange, send)
-    await app(scope, receive, response.send)
+    try:
+        await app(scope, receive, response.send)
+    except Exception:
+        if response.has_begun or not exchange.is_refused:
+            raise
+    if exchange.is_refused and not response.has_begun:
+        await (await _refusal(exchange, outlook))(scope, receive, send)
+
+
+def _exchange_for(path: str, headers: Mapping[str, str]) -> Exchange:
+    """Return the exchange of a request.
+
+    Raises:
+        OptionError: a header is invalid, or its route does not take it.
+    """
+    wants_spans = flag_of(SPANS_HEADER, headers.get(SPANS_HEADER.lower()))
+    has_choices = path not in WITHOUT_CHOICES
+    if wants_spans and not has_choices:
+        raise OptionError(
+            f"{SPANS_HEADER} is for routes whose responses have choices, and {path} has none: its "
+            "responses tell the weights of their first token, in headers"
+        )
+    return Exchange(Admission.parse(headers), wants_spans, has_choices)
+
+
+async def _refusal(exchange: Exchange, outlook: Outlook) -> JSONResponse:
+    """Return the response to a request that is invalid, or that the engine has ended."""
     if exchange.error is not None:
-        answer = _error(_BAD_REQUEST, "BadRequestError", str(exchange.error))
-        await answer(scope, receive, send)
-    elif exchange.is_refused:
-        assert admission is not None  # noqa: S101 - else the engine ends none
+        return _error(_BAD_REQUEST, "BadRequestError", str(exchange.error))
+    assert exchange.admission is not None  # noqa: S101 - else the engine ends none
+    try:
         labels = await outlook.labels()
-        refusal = admission.refusal_by(labels) or Refusal("another version when it came", False)
-        await _refused(refusal, labels)(scope, receive, send)
+    except EngineEndedError as error:
+        return _error(_UNAVAILABLE, "EngineEndedError", str(error))
+    refusal = exchange.admission.refusal_by(labels)
+    return _refused(refusal or Refusal("another version when it came", False), labels)
+
+
+async def _unless_disconnected(
+    receive: Receive, work: Coroutine[Any, Any, JSONResponse]
+) -> JSONResponse | None:
+    """Do some work; stop it and return None if the client leaves."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(watch())
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
 
 
 class _Response:
     """Sends a response on, with its headers and fields about weights.
 
-    It keeps the response's start back until there is a body: then the engine has begun, or refused.
+    It keeps the response's start back until there is a body of the engine's: then the engine has
+    begun, or refused.
     """
 
     def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
         self._send = send
+        self.has_begun = False
+        self._is_over = False
         self._start: Message | None = None
         """The start, while it is kept back."""
         self._held: list[Message] = []
-        """Messages about choices that the engine has refused, while it may refuse the others."""
+        """Messages from before the engine has begun, or about choices that it has refused while it
+        may refuse the others."""
         self._rewrite: _Rewrite | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
             return
+        if self.has_begun and self._exchange.is_cut_in_silence:
+            await self._cut_short()
+            return
         self._held.append(message)
-        if self._start is not None and self._exchange.is_refused:
+        if self._start is not None and (self._exchange.is_refused or self._awaits_engine(message)):
             return
         held, self._held = self._held, []
         for one in held:
             await self._pass_on(one)
+
+    async def _cut_short(self) -> None:
+        """End the stream with an error, in place of its route's words that it is complete."""
+        if not self._is_over:
+            self._is_over = True
+            told = {"type": STOP_REASON, "message": _CUT_SHORT}
+            # As OpenAI's clients read errors, and as Anthropic's do.
+            event = {"type": "error", "code": STOP_REASON, "message": _CUT_SHORT, "error": told}
+            body = b"event: error\n" + _DATA + _encoded(event) + _EVENT_END
+            await self._send({"type": "http.response.body", "body": body})
+
+    def _awaits_engine(self, message: Message) -> bool:
+        """Whether this is a part of a stream that has begun before the engine."""
+        has_nothing = self._exchange.admitted is None and self._exchange.num_tokens == 0
+        is_last = not message.get("more_body", False)
+        return has_nothing and not self._exchange.has_choices and not is_last
 
     async def _pass_on(self, message: Message) -> None:
         start = self._start
@@ -114,6 +197,7 @@ class _Response:
                 if not message.get("more_body", False):
                     headers["content-length"] = str(len(message["body"]))
             headers.update(_headers_of(self._exchange.admitted))
+            self.has_begun = True
             await self._send({**start, "headers": headers.raw})
         await self._send(message)
 
@@ -183,8 +267,11 @@ def _headers_of(label: WeightLabel | None) -> dict[str, str]:
 
 
 async def _readiness(outlook: Outlook, admission: Admission) -> JSONResponse:
-    refusal = await outlook.refusal(admission)
-    labels = await outlook.labels()
+    try:
+        refusal = await outlook.refusal(admission)
+        labels = await outlook.labels()
+    except EngineEndedError as error:
+        refusal, labels = Refusal(str(error), is_final=False), []
     body = {
         "ready": refusal is None,
         "reason": None if refusal is None else refusal.reason,

@@ -11,7 +11,7 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, VersionId, WeightLabel
-from dbuffer.integrations.vllm.admission import Admission, require_known
+from dbuffer.integrations.vllm.admission import Admission, given_once, weight_headers
 from dbuffer.integrations.vllm.core_labels import label_cores
 
 HISTORY = "0123456789abcdef"
@@ -95,16 +95,25 @@ def test_version_that_is_no_whole_number_is_refused_by_name(text):
         Admission.parse({"x-weight-min-version": text})
 
 
-@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-0.1", "3601"])
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-0.1", "3601", "1_0"])
 def test_wait_that_no_request_may_take_is_refused_by_name(text):
     with pytest.raises(dbuffer.OptionError, match="X-Weight-Wait-S"):
         Admission.parse({"x-weight-min-version": "1", "x-weight-wait-s": text})
 
 
 def test_misspelt_header_is_not_ignored():
-    require_known(["x-weight-min-version", "x-weight-versions", "x-request-id"])
+    known = {"x-weight-min-version": "1", "x-weight-versions": "true"}
+    assert weight_headers([*known.items(), ("x-request-id", "a"), ("x-request-id", "b")]) == known
     with pytest.raises(dbuffer.OptionError, match="x-weight-minversion"):
-        require_known(["x-weight-minversion"])
+        weight_headers([("x-weight-minversion", "1")])
+
+
+@pytest.mark.parametrize("values", [("1", "9"), ("9", "1"), ("1", "1")])
+def test_header_or_parameter_that_is_given_twice_is_refused_by_name(values):
+    with pytest.raises(dbuffer.OptionError, match=r"x-weight-min-version is given 2 times: ."):
+        weight_headers([("x-weight-min-version", value) for value in values])
+    with pytest.raises(dbuffer.OptionError, match="min_version is given 2 times"):
+        given_once([("wait_s", "1"), *(("min_version", value) for value in values)])
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.vllm import exchanges
 from dbuffer.integrations.vllm.admission import Admission
+from dbuffer.integrations.vllm.core_labels import ADMITTED, STOP_REASON
 from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook, observe
-from dbuffer.integrations.vllm.responses import serve
+from dbuffer.integrations.vllm.responses import WITHOUT_CHOICES, serve
 from dbuffer.runtime.timing import TIMING
 
 HISTORY = "0123456789abcdef"
@@ -27,6 +29,9 @@ START = {"type": "http.response.start", "status": 200}
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
+
+IN_TIME_S = 30.0
+"""Bound of what would otherwise wait for an hour."""
 
 POST = {"type": "http", "path": "/v1/completions"}
 
@@ -49,7 +54,7 @@ class Core:
 def outlook_on(core: Core) -> Outlook:
     parallel = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, is_moe_model=False)
     config = SimpleNamespace(parallel_config=parallel)
-    return Outlook(SimpleNamespace(engine_core=core, vllm_config=config))
+    return Outlook(SimpleNamespace(engine_core=core, vllm_config=config, errored=False))
 
 
 Note = Callable[[Exchange], None]
@@ -82,6 +87,11 @@ def has_been_ended(exchange: Exchange) -> None:
     exchange.calls = [Call(1)]
 
 
+async def stay() -> Any:
+    """Receive nothing more of a client that stays."""
+    await asyncio.Event().wait()
+
+
 def ask(
     app: Any, core: Core | None = None, scope: dict[str, Any] = POST, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
@@ -97,7 +107,7 @@ def ask(
             for name, value in headers.items()
         ],
     }
-    asyncio.run(serve(app, outlook_on(core or Core(SERVED)), scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(serve(app, outlook_on(core or Core(SERVED)), scope, stay, send))
     start, *bodies = sent
     assert start["type"] == "http.response.start"
     assert all(one["type"] == "http.response.body" for one in bodies)
@@ -179,7 +189,7 @@ def test_beams_of_one_token_tell_no_spans():
 
 def test_request_that_the_engine_ended_before_a_token_is_refused():
     """A switch came between the look at the engine and the request's way there."""
-    core = Core(WeightLabel("7"), WeightLabel("8"))
+    core = Core(WeightLabel("8"))
     app = answering([EVENTS], b"data: {}\n\n", b"data: [DONE]\n\n", note=has_been_ended)
     status, headers, body = ask(app, core, X_Weight_Exact_Version="7")
     assert (status, headers["x-weight-version"]) == (409, "8")
@@ -280,3 +290,178 @@ def test_label_that_is_looked_at_is_not_older_than_the_request():
     before, after = asyncio.run(look())
     assert before is not None
     assert after is None
+
+
+# What waits, and until when
+
+
+class Engine:
+    """vLLM's front end over such a core: one token, or a request that the core has ended."""
+
+    def __init__(self, core: Core, *finish_reasons: str | None) -> None:
+        self.finish_reasons = finish_reasons or ("length",)
+        self.outlook = outlook_on(core)
+        self.encode = None
+        observe(self, self.outlook)
+
+    async def generate(self, *_: Any) -> Any:
+        for number, reason in enumerate(self.finish_reasons):
+            is_ended = reason == "abort"
+            choice = SimpleNamespace(
+                index=0,
+                token_ids=[] if is_ended else [number],
+                finish_reason=reason,
+                stop_reason=STOP_REASON if is_ended else None,
+                weight_versions=None,
+            )
+            if number == 0 and not is_ended:
+                setattr(choice, ADMITTED, SERVED.encode())
+            yield SimpleNamespace(outputs=[choice])
+
+
+class Parameters(SimpleNamespace):
+    """Sampling parameters, as far as an engine that is observed needs them."""
+
+    def __init__(self) -> None:
+        super().__init__(n=1, extra_args=None)
+
+    def clone(self) -> Parameters:
+        return Parameters()
+
+
+def served(engine: Engine, path: str, app: Any, receive: Any = stay, **headers: str) -> list[Any]:
+    """Return the messages of an answer."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path, _, query = path.partition("?")
+    pairs = [(name.replace("_", "-").lower(), value) for name, value in headers.items()]
+    scope = {
+        **POST,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in pairs],
+    }
+    asyncio.run(asyncio.wait_for(serve(app, engine.outlook, scope, receive, send), IN_TIME_S))
+    return sent
+
+
+def streaming(engine: Engine, catches: Any = Exception) -> Callable[..., Coroutine[Any, Any, None]]:
+    """A route that begins its stream before it asks the engine, as `/v1/responses` does."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def tell(event: bytes) -> None:
+            body = b"data: %s\n\n" % event
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await send({**START, "headers": [EVENTS]})
+        await tell(b"created")
+        async for _ in engine.generate("prompt", Parameters(), "id"):
+            await tell(b"delta")
+        await tell(b"completed")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return app
+
+
+@pytest.fixture
+def with_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let outputs tell their weights as vLLM's do from 0.32 on."""
+    monkeypatch.setattr(exchanges, "_has_spans", lambda: True)
+
+
+def test_request_waits_where_its_route_asks_the_engine(with_spans):
+    core = Core(*[WeightLabel("6")] * 5, SERVED)
+    engine = Engine(core)
+    start, *_ = served(
+        engine, "/v1/completions", streaming(engine), X_Weight_Min_Version="7", X_Weight_Wait_S="60"
+    )
+    assert (start["status"], core.labels) == (200, [SERVED])
+
+
+def test_request_that_its_server_does_not_let_in_learns_nothing_and_waits_for_nothing():
+    """vLLM compares API keys below this middleware."""
+
+    async def unauthorized(_: Any, __: Any, send: Any) -> None:
+        await send({**START, "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    core = Core(WeightLabel("1"))
+    asked = {"X_Weight_Min_Version": "7", "X_Weight_Wait_S": "3600"}
+    start, _ = served(Engine(core), "/v1/completions", unauthorized, **asked)
+    assert (start["status"], start["headers"], core.num_questions) == (401, [], 0)
+
+
+def test_client_that_leaves_no_longer_waits_for_readiness():
+    async def leave() -> Any:
+        return {"type": "http.disconnect"}
+
+    path = "/ready?min_version=8&wait_s=3600"
+    assert served(Engine(Core(SERVED)), path, None, leave) == []
+
+
+@pytest.mark.timing(alive_check_s=0.01)
+def test_engine_that_ends_ends_all_waits(with_spans):
+    """vLLM never answers a call that was in flight when its engine died."""
+
+    class Dying(Core):
+        async def call_utility_async(self, method: str) -> str:
+            if self.num_questions == 3:
+                engine.outlook._engine.errored = True
+                await asyncio.Event().wait()
+            return await super().call_utility_async(method)
+
+    engine = Engine(Dying(SERVED))
+    start, body = served(engine, "/ready?min_version=8&wait_s=3600", None)
+    assert start["status"] == 503
+    assert "ended" in json.loads(body["body"])["reason"]
+    engine = Engine(Dying(SERVED))
+    asked = {"X_Weight_Min_Version": "8", "X_Weight_Wait_S": "3600"}
+    start, *_ = served(engine, "/v1/completions", streaming(engine), **asked)
+    assert start["status"] == 200, "vLLM's engine is asked, and says that it has ended"
+
+
+# Routes without choices
+
+
+@pytest.mark.parametrize("path", sorted(WITHOUT_CHOICES))
+def test_stream_that_begins_before_the_engine_has_its_headers(with_spans, path):
+    engine = Engine(Core(SERVED))
+    start, *bodies = served(engine, path, streaming(engine))
+    assert dict(start["headers"])[b"x-weight-version"] == b"7"
+    told = b"".join(body["body"] for body in bodies)
+    assert told == b"data: created\n\ndata: delta\n\ndata: completed\n\n"
+
+
+def test_stream_that_begins_before_the_engine_is_refused_once(with_spans):
+    engine = Engine(Core(WeightLabel("8")), "abort")
+    start, *_ = served(engine, "/v1/responses", streaming(engine), X_Weight_Exact_Version="7")
+    assert start["status"] == 409
+
+
+def test_request_that_is_cut_is_not_told_as_complete(with_spans):
+    engine = Engine(Core(WeightLabel("8")), None, "abort")
+    asked = {"X_Weight_Exact_Version": "7"}
+    *bodies, last = served(engine, "/v1/responses", streaming(engine), **asked)
+    assert not any(b"completed" in body.get("body", b"") for body in [*bodies, last])
+    event, data = last["body"].split(b"\n", 1)
+    assert (event, last.get("more_body", False)) == (b"event: error", False)
+    told = json.loads(data.removeprefix(b"data: "))
+    assert "ended by a switch" in told["message"] == told["error"]["message"]
+
+    async def whole(_: Any, __: Any, send: Any) -> None:
+        async for _ in engine.generate("prompt", Parameters(), "id"):
+            pass
+        await send({**START, "headers": [JSON]})
+        await send({"type": "http.response.body", "body": b'{"status": "completed"}'})
+
+    start, *_ = served(engine, "/v1/responses", whole, **asked)
+    assert start["status"] == 409
+
+
+def test_spans_that_a_route_cannot_tell_are_refused():
+    start, body = served(Engine(Core(SERVED)), "/v1/messages", None, X_Weight_Versions="true")
+    assert start["status"] == 400
+    assert "/v1/messages" in json.loads(body["body"])["error"]["message"]
