@@ -135,6 +135,8 @@ class Timing:
     follow_again_s: float = 0.5
     """Least wait of a follower between two attempts, also when a newer version follows the failed
     one at once."""
+    server_close_s: float = 30.0
+    """Time for the switch of a server that is under way to end, when its follower is closed."""
     resume_retry_s: float = 0.2
     """Pause before a follower asks a server again to resume."""
     alive_check_s: float = 1.0

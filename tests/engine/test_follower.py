@@ -216,6 +216,26 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
     assert not {"version_applied", "version_available", "lag_versions"} & set(during)
 
 
+@pytest.mark.timing(server_close_s=0.1)
+def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(scene):
+    engine, goes_on, began = scene.engine, threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        goes_on.wait(WAIT_S)
+
+    with scene.following(is_server=True) as follower:
+        engine.model.on_load = hang
+        scene.publish(2)
+        assert began.wait(WAIT_S)
+        started = time.monotonic()
+        follower.close()
+        assert time.monotonic() - started < WAIT_S / 2
+        assert any("may be left paused" in line for line in scene.lines())
+        goes_on.set()
+        until("it is resumed all the same", lambda: engine.serves == (2, "2") and not engine.paused)
+
+
 def test_server_that_starts_late_is_waited_for_in_one_line(scene):
     scene.publish(1)
     scene.engine.is_server = True

@@ -14,6 +14,7 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
@@ -127,13 +128,14 @@ class BackgroundFollower(Closing):
             self._attempted.wait_for(lambda: self._running <= self._errors.keys())
 
     def close(self) -> None:
-        """Stop following, after the switch that is under way. Not for the engine's event loop."""
+        """Stop following, after the switch that is under way. Not for the engine's event loop.
+
+        A server that does not answer then is waited for half a minute.
+        """
         self._stop.set()
         with contextlib.ExitStack() as stack:
-            for follower in self.replicas:
-                stack.callback(follower.close)
-            for thread in self._threads:
-                stack.callback(thread.join)
+            for follower, thread in zip(self.replicas, self._threads, strict=True):
+                stack.callback(_end, follower, thread)
 
     async def aclose(self) -> None:
         """Close as :meth:`close` does, in the engine's event loop, which a switch needs to end."""
@@ -155,6 +157,19 @@ class BackgroundFollower(Closing):
             with self._attempted:
                 self._running.remove(follower)
                 self._attempted.notify_all()
+
+
+def _end(follower: Follower, thread: threading.Thread) -> None:
+    """Close a follower when its thread has ended."""
+    thread.join(TIMING.server_close_s if follower.drives_server else None)
+    if thread.is_alive():
+        logger.error(
+            "%s has not answered for %g s: a switch is under way, and it may be left paused",
+            follower.engine_id,
+            TIMING.server_close_s,
+        )
+    else:
+        follower.close()
 
 
 def follow_for_ever(

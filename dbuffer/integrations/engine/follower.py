@@ -122,6 +122,11 @@ class Follower(Closing):
         """The engine's name among the store's receivers; known from :meth:`start` on."""
         return self._view.engine_id if self._view is not None else "the engine"
 
+    @property
+    def drives_server(self) -> bool:
+        """Whether its engine is a server, which may never answer."""
+        return self._engine.is_server
+
     def follows(self, engine_id: str, store: str) -> bool:
         """Whether it lets the engine of this name follow this store, a path without links."""
         if self._view is None:
