@@ -36,6 +36,7 @@ from dbuffer.format.manifest import Manifest, Pointer, Record, WriterRecord, enc
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem, kept
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
@@ -282,9 +283,15 @@ class BufferWriter:
         return stay
 
     def _remove_dropped(self) -> None:
-        """Remove what is left of dropped versions, also by writers that died meanwhile."""
+        """Remove what is left of dropped versions, also by writers that died meanwhile.
+
+        A version whose manifest is damaged is lost to all readers, and dropped unless it is pinned.
+        """
         for buffer, directory in self.store.kept_directories().items():
-            if (directory / places.MANIFEST_FILE).exists():
+            if (directory / places.MANIFEST_FILE).exists() and (
+                self.store.undamaged_manifest(buffer) is not None
+                or kept.is_pinned(self.store, buffer)
+            ):
                 continue
             self._files.sweep(buffer, keep=())
             if not self._files.all_in(buffer):
@@ -386,7 +393,8 @@ class BufferWriter:
                 sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                 sizes |= claim.deltas
                 self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
-        self._forget_now_and_then()
+        if time.monotonic() - self._forgot_at >= TIMING.forget_every_s:
+            self._forget_dead_receivers()
         return complete
 
     def _saying_if_published(self, pointer: Pointer) -> TranslatedErrors:
@@ -544,8 +552,17 @@ class BufferWriter:
             raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
 
     def _forget_dead_receivers(self) -> None:
-        """Remove records that are not needed any more; there is no end of generated ids."""
+        """Remove records that are not needed any more; there is no end of generated ids.
+
+        A record that cannot be removed, as another user's in a shared store, stays.
+        """
         self._forgot_at = time.monotonic()
+        try:
+            self._remove_old_records()
+        except (DBufferError, OSError) as error:
+            logger.warning("cannot look for records of dead receivers: %s", str(error))
+
+    def _remove_old_records(self) -> None:
         now = self.store.medium.now()
         records = self.store.receivers()
         records.sort(key=lambda record: record.updated_at)
@@ -560,14 +577,9 @@ class BufferWriter:
             with contextlib.suppress(StoreNotFoundError):
                 if now - record.updated_at > keep_s and not self.store.may_live(record):
                     path = self.store.record_path(record.receiver, record.token)
-                    path.unlink(missing_ok=True)
-
-    def _forget_now_and_then(self) -> None:
-        if time.monotonic() - self._forgot_at < TIMING.forget_every_s:
-            return
-        try:
-            self._forget_dead_receivers()
-        except (DBufferError, OSError) as error:
-            # What is published is published, and tidiness is not worth a publish that fails.
-            logger.warning("cannot remove records of dead receivers: %s", str(error))
-            self._forgot_at = time.monotonic()
+                    try:
+                        path.unlink(missing_ok=True)
+                    except OSError as error:
+                        log_once(
+                            logger, "cannot remove the record of a dead receiver: %s", str(error)
+                        )

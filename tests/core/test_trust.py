@@ -187,6 +187,36 @@ def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
         assert "Permission denied" in child.receive()
 
 
+def publish_as_nobody(connection: Connection, store: Path) -> None:
+    os.setuid(NOBODY)
+    for version in (1, 2):
+        assert connection.recv() == version
+        with dbuffer.WeightSender(store, allow_shared_store=True) as sender:
+            publish(sender, version)
+        connection.send(version)
+
+
+@needs_root
+@pytest.mark.timing(forget_ephemeral_after_s=0.0)
+def test_another_users_record_that_cannot_be_removed_stops_no_sender(shm_path):
+    """A dead receiver's, in a directory like ``/tmp``: only its user may remove it."""
+    for path in (shm_path, *shm_path.parents[:1]):
+        path.chmod(path.stat().st_mode | 0o777)
+    store = shm_path / "store"
+    with Child(publish_as_nobody, store) as child:
+        child.send(1)
+        assert child.receive() == 1
+        load(store, allow_shared_store=True)
+        (store / "receivers").chmod(0o1777)
+        os.chown(store / "receivers", 0, 0)
+        [record] = (store / "receivers").glob("*.json")
+        record.chmod(0o644)
+        child.send(2)
+        assert child.receive() == 2
+    assert record.exists()
+    load(store, allow_shared_store=True)
+
+
 # Nothing in a store is ever unpickled
 
 UNPICKLING = re.compile(

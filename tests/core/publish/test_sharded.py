@@ -522,13 +522,13 @@ def send_lazy(rank: int, store: Path) -> int:
     return most
 
 
-class Smoke(OSError):
+class SmokeError(OSError):
     """Error that can be referred to weakly."""
 
 
 def fail_to_commit(rank: int, store: Path) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise Smoke
+        raise SmokeError
 
     weights = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
     with ShardedWeightSender(store, delta=True) as sender, without_garbage_collection():

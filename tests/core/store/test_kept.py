@@ -143,6 +143,18 @@ def test_damaged_versions_are_neither_kept_nor_published_again(store, keeper, ca
     assert newest(store) == 6
 
 
+def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(store, keeper):
+    kept.pin(DoubleBuffer(store), 1)
+    publish(keeper, 4)
+    directories = [file_of(store, version).parent for version in (1, 2)]
+    for directory in directories:
+        (directory / "manifest.json").write_bytes(b"")
+    keeper.close()
+    with dbuffer.WeightSender(store, reader_timeout_s=0) as sender:
+        publish(sender, 20, 21, 22)
+    assert [directory.exists() for directory in directories] == [True, False]
+
+
 def test_a_reader_of_a_kept_version_outlives_it(store, keeper):
     with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=1) as snapshot:
         publish(keeper, 4, 5, 6)
