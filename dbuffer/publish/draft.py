@@ -141,11 +141,20 @@ class Draft:
         return checksums if mapped is None else copier.checksums(mapped)
 
     def fill_from_stream(
-        self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], progress: Progress | None
+        self,
+        stream: Iterable[tuple[TensorSpec, torch.Tensor]],
+        new_names: Callable[[list[str]], list[str]],
+        progress: Progress | None,
     ) -> list[int] | None:
         """Write tensors one behind the other; their layout is known when the last has come.
 
-        Returns their checksums, if ``hashed``.
+        Args:
+            stream: tensors, under their given names.
+            new_names: function that returns the names to publish, for all given names.
+            progress: called with the bytes written so far.
+
+        Returns:
+            Their checksums, if ``hashed``.
         """
         on_bytes = counter(progress, 0)
         specs, end, checksums = [], 0, []
@@ -157,6 +166,8 @@ class Draft:
                 on_bytes(spec.num_bytes)
         if not specs:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
+        names = new_names([spec.name for spec in specs])
+        specs = [spec._replace(name=name) for spec, name in zip(specs, names, strict=True)]
         self._footer = Footer.of(Layout.of(specs))
         return checksums if self._hashed else None
 

@@ -15,7 +15,7 @@ from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.changes import TensorDiff, change_at, narrowed
 from dbuffer.io.tensors import DTYPES, refuse_overflow
-from dbuffer.weights.sources import is_made_of_others
+from dbuffer.weights.sources import is_made_of_others, lies_in_memory
 
 _INTEGERS = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -90,6 +90,7 @@ def is_dense(tensor: Any) -> bool:
         and not tensor.is_meta
         and tensor.layout is torch.strided
         and not is_made_of_others(tensor)
+        and lies_in_memory(tensor)
     )
 
 

@@ -197,7 +197,7 @@ class WholeShare(Share):
     ) -> list[int] | None:
         draft = self._chain.begun
         if source.stream is not None:
-            return draft.fill_from_stream(source.stream, progress)
+            return draft.fill_from_stream(source.stream, source.new_names, progress)
         if source.is_lazy:
             # A tensor that was gathered or read is dropped before the next.
             return draft.fill_one_by_one(source.fetched(), self._copier, progress)

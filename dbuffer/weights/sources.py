@@ -8,10 +8,12 @@ has not yet produced.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.conversion import Conversion, shapes_of
-from dbuffer.weights.names import NameMap, Rename, clean_names, renamed, without_wrappers
+from dbuffer.weights.names import NameMap, Rename, clean_names, renamed
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 from dbuffer.weights.weight_source import (
     SourceReader,
@@ -104,7 +106,9 @@ class Source:
     is_lazy: bool = False
     """Whether there are lazy ones among the tensors."""
     stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
-    """Tensors that come one by one, in place of all others."""
+    """Tensors that come one by one, in place of all others, under their given names."""
+    new_names: Callable[[list[str]], list[str]] = list
+    """Function that returns the names to publish, for the given names of all of a stream."""
     reader: SourceReader | None = None
     """Reader that the lazy tensors come from, each in its turn."""
     check: Callable[[], None] = lambda: None
@@ -173,7 +177,8 @@ class Describer:
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
         if is_stream(weights):
-            return Source((), [], {}, stream=self._stream(weights))
+            self._require_whole_tensors("an iterator")
+            return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
         if isinstance(weights, str | os.PathLike):
             opened = read_checkpoint(Path(weights))
             source = self._describe_pairs(opened.names, opened.tensors)
@@ -182,11 +187,7 @@ class Describer:
         if named is None and self.sharded:
             named = parameters_of(weights)
         if named is None and is_weight_source(weights):
-            if self._changes_tensors:
-                raise UnsupportedError(
-                    "the tensors of a weight source come one by one, and this rename cuts, joins "
-                    "or transposes tensors: let the source do that, and rename whole tensors"
-                )
+            self._require_whole_tensors("a weight source")
             reader = SourceReader(weights)
             source = self._describe_pairs(*self._checked_pairs(reader.tensors.items()))
             return replace(source, reader=reader)
@@ -195,11 +196,12 @@ class Describer:
         if self.as_checkpoint and is_module(weights) and has_model(weights):
             checked = dict(zip(*self._checked_pairs(named.items()), strict=True))
             named = as_checkpoint(weights, checked)
-        if self._known is not None and self._known[0].fits(named):
-            tensors = list(named.values())
-            addresses = set(map(torch.Tensor.data_ptr, tensors))
-            if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                return Source(self._known[1], tensors, {})
+        with contextlib.suppress(RuntimeError):  # of a tensor without shape or address: see below
+            if self._known is not None and self._known[0].fits(named):
+                tensors = list(named.values())
+                addresses = set(map(torch.Tensor.data_ptr, tensors))
+                if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
+                    return Source(self._known[1], tensors, {})
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy and not self._changes_tensors:
@@ -212,17 +214,10 @@ class Describer:
         """Yield the tensors of an iterator one at a time, checked, with their specs.
 
         Ties are not detected: an earlier tensor, since freed, may have had the same address.
-        A wrapper's leading ``module.`` is stripped if the first name has it.
         """
-        prefix: str | None = None
         seen = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
-            name = without_wrappers(name)
-            if prefix is None:
-                prefix = name.removesuffix(clean_names([name])[0])
-            name = renamed(name.removeprefix(prefix), self.rename)
-            _check_name(name)
             if name in seen:
                 raise InvalidWeightsError(f"the name {name!r} occurs twice")
             seen.add(name)
@@ -232,12 +227,11 @@ class Describer:
             yield spec, fetched
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
-        names = clean_names(names)
         if self._changes_tensors:
-            names, tensors = self._convert(names, tensors)
+            names, tensors = self._convert(clean_names(names), tensors)
+            _check_names(names)
         else:
-            names = [renamed(name, self.rename) for name in names]
-        _check_names(names)
+            names = self._new_names(names)
         names, tensors, aliases = _without_ties(names, tensors)
         if not names and not self.sharded:  # other ranks may hold some
             raise InvalidWeightsError("the weights hold no tensor to publish")
@@ -248,6 +242,19 @@ class Describer:
             aliases=aliases,
             is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
         )
+
+    def _new_names(self, names: list[str]) -> list[str]:
+        """Return the names to publish: without wrappers' prefixes, and renamed."""
+        names = [renamed(name, self.rename) for name in clean_names(names)]
+        _check_names(names)
+        return names
+
+    def _require_whole_tensors(self, weights: str) -> None:
+        if self._changes_tensors:
+            raise UnsupportedError(
+                f"the tensors of {weights} come one by one, and this rename cuts, joins or "
+                "transposes tensors: do that before, and rename whole tensors"
+            )
 
     @property
     def _changes_tensors(self) -> bool:
@@ -418,7 +425,7 @@ def _by_name(names: list[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
 
 def _check_names(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})[:5]
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
     for name in names:
         _check_name(name)
@@ -488,7 +495,22 @@ def _gatherable(
             f"tensor {name!r} is sparse, nested, quantized or composed of other tensors; "
             "publish its parts as plain tensors"
         )
+    if not lies_in_memory(tensor):
+        raise InvalidWeightsError(
+            f"tensor {name!r} has no values in memory: it is a fake or functional tensor, is "
+            "inside a transform of torch.func, or its memory was freed, as FSDP1 does"
+        )
     return tensor
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has memory with its values, which empty tensors need not have."""
+    if hasattr(tensor, "fake_mode"):  # torch warns of a look at a fake tensor's address
+        return False
+    try:
+        return tensor.data_ptr() != 0 or not tensor.numel()
+    except RuntimeError:
+        return False
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:

@@ -123,19 +123,22 @@ class Matcher:
             return None
         if known.layout.specs is not layout.specs and known.layout != layout:
             return None
-        if not known.outline.fits(named):
-            return None
         tensors = list(named.values())
+        try:
+            if not known.outline.fits(named):
+                return None
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:  # of a tensor without shape or address, which is refused by name
+            return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
         # A lazily conjugated view has its tensor's address, and cannot be filled.
         if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
             return None
         # At the same addresses they overlap as little as before, and are as much the target's own.
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != known.addresses:
             if (
-                any(tensor.is_meta for tensor in tensors)
+                not all(map(sources.lies_in_memory, tensors))
                 or _may_overlap(addresses, tensors)
                 or _not_kept(target, named)
             ):
@@ -416,6 +419,8 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
         return f"{name!r} of the target is sharded"
     if tensor.layout is not torch.strided or tensor.is_nested or sources.is_made_of_others(tensor):
         return f"{name!r} of the target is sparse, nested or composed of other tensors"
+    if not sources.lies_in_memory(tensor):
+        return f"{name!r} of the target has no memory to fill: it is fake, functional or freed"
     try:
         sources.spec_of(name, tensor)
     except InvalidWeightsError as error:

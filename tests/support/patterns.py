@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dbuffer
 
@@ -194,3 +195,30 @@ class Tied(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
         self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _escaped() -> torch.Tensor:
+    tensors: list[torch.Tensor] = []
+    torch.func.vmap(lambda tensor: tensors.append(tensor) or tensor)(torch.ones(2, 3))
+    return tensors[0]
+
+
+NO_MEMORY = {
+    "fake": _fake,
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
+    "of a transform": _escaped,
+    "freed": _freed,
+    "zero": lambda: torch._efficientzerotensor(3),
+}
+"""Functions that make tensors without values, which ``data_ptr`` alone shows."""

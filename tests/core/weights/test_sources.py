@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 import weakref
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -21,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import dbuffer
 from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
 from dbuffer.format.layout import ITEM_BYTES
-from tests.support.patterns import Tied, assert_same, random_bits
+from tests.support.patterns import NO_MEMORY, Tied, assert_same, random_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -116,11 +117,9 @@ class TestNames:
                 kept,
                 kept.replace("weight", "bias"),
             ]
-        if not as_stream:
-            assert list(publish({"module.a": torch.zeros(1), "b": torch.ones(1)}).tensors) == [
-                "module.a",
-                "b",
-            ]
+        # Of no wrapper, if not all names have it.
+        some = {"module.a": torch.zeros(1), "b": torch.ones(1)}
+        assert list(publish(pairs_of(some, as_stream)).tensors) == ["module.a", "b"]
 
     @AS_STREAM
     def test_rename(self, publish, as_stream):
@@ -348,6 +347,7 @@ class TestRefusals:
         "nothing": lambda: None,
         "a dictionary": lambda: {"w": torch.ones(3)},
         "a TensorDict": lambda: TensorDict({"w": torch.ones(3)}),
+        **NO_MEMORY,
     }
 
     @pytest.fixture
@@ -379,7 +379,9 @@ class TestRefusals:
     @pytest.mark.filterwarnings("ignore:.*beta")
     def test_what_was_a_plain_tensor_in_the_last_version(self, refuse):
         plain = self.GOOD["w"]
-        for changed in (plain.to_sparse(), plain.to_mkldnn(), torch.empty(3, device="meta")):
+        meta, nested = torch.empty(3, device="meta"), torch.nested.nested_tensor([plain])
+        others = [make() for make in NO_MEMORY.values()]
+        for changed in (plain.to_sparse(), plain.to_mkldnn(), meta, nested, *others):
             refuse({**self.GOOD, "w": changed}, match="'w'")
 
     def test_what_is_no_named_tensors(self, refuse):
@@ -394,6 +396,12 @@ class TestRefusals:
         pairs = [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("a", torch.ones(2))]
         refuse(pairs, match="'a'")
         refuse(iter(pairs), match="'a'")
+
+    def test_a_name_that_comes_twice_among_many(self, refuse):
+        pairs = [(str(number), torch.ones(1)) for number in range(20_000)]
+        started = time.monotonic()
+        refuse([*pairs, pairs[7]], match="'7'")
+        assert time.monotonic() - started < 15
 
 
 INDEX = "model.safetensors.index.json"

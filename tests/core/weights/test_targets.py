@@ -18,7 +18,7 @@ from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion
 from dbuffer.weights.targets import Matcher
-from tests.support.patterns import Tied, assert_same, bits, random_bits
+from tests.support.patterns import NO_MEMORY, Tied, assert_same, bits, random_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -464,6 +464,16 @@ class TestStrictness:
         ("sparse", change("b", lambda t: torch.zeros(5).bfloat16().to_sparse()), "'?b'?"),
         ("another name", lambda target: target.update(d=target.pop("b")), "no b bfloat16.*'d'"),
     )
+
+    @pytest.mark.parametrize("make", NO_MEMORY.values(), ids=NO_MEMORY)
+    def test_a_tensor_without_memory_is_refused(self, sender, store, make):
+        sender.send({"w": torch.ones(3)})
+        with WeightReceiver(store) as receiver:
+            for _ in range(2):
+                with pytest.raises(WeightsMismatchError, match="no memory to fill"):
+                    receiver.load_into({"w": make()})
+                receiver.load_into({"w": torch.zeros(3)})
+                sender.send({"w": torch.ones(3)})
 
     @pytest.mark.parametrize(
         ("change", "message"), [c[1:] for c in CHANGES], ids=[c[0] for c in CHANGES]
