@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -318,11 +318,23 @@ class PageLock(ProcessBound):
         read_only: the memory cannot be written.
 
     Raises:
-        StoreAccessError: CUDA refuses it.
+        StoreAccessError: CUDA refuses it, or it is longer than `max_bytes`.
+    """
+
+    max_bytes: ClassVar[int] = (512 << 30) - 1
+    """Most that a lock covers: NVIDIA's driver 580 refuses more in one call.
+
+    Locks side by side do not serve: CUDA refuses a copy across their border as an "invalid
+    argument" (seen on an H200 with that driver), and a tensor may lie there.
     """
 
     def __init__(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         super().__init__()
+        if num_bytes > self.max_bytes:
+            raise StoreAccessError(
+                f"{num_bytes} bytes of memory are not page-locked: CUDA locks at most "
+                f"{self.max_bytes} at once"
+            )
         self._address = address
         flags = _REGISTER_READ_ONLY if read_only else 0
         status = int(_cuda_runtime().cudaHostRegister(address, num_bytes, flags))

@@ -33,6 +33,7 @@ from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.cores import leave_core
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,10 @@ class StagingMemory:
         if self._bytes.numel() != num_bytes:
             self.free()  # before the new one is made: never two versions at once
             memory = new_memory(num_bytes)
-            if self.is_pinned and num_bytes:
+            if self.is_pinned and num_bytes > PageLock.max_bytes:
+                message = "switches take longer: %d bytes of a version are too many to page-lock"
+                log_once(logger, message, num_bytes)
+            elif self.is_pinned and num_bytes:
                 # torch's own pinned memory rounds up to a power of two, up to twice as much.
                 self._lock = PageLock(memory.data_ptr(), num_bytes)
             self._bytes = memory

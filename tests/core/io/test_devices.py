@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+from dbuffer.errors import StoreAccessError
 from dbuffer.io import devices
 from dbuffer.io.copier import Copier
+from dbuffer.receive.stager import StagingMemory
 
 PIECE_BYTES = 4096
 
@@ -90,3 +94,32 @@ class TestCompare:
         old, new = torch.zeros(1000, dtype=torch.int32), torch.ones(1000, dtype=torch.int32)
         [piece] = devices.compare([(old, new)], copier.copy_tensors)
         assert (piece.num_changed, piece.changed) == (1000, None)
+
+
+class TestPageLock:
+    @pytest.fixture
+    def runtime(self, monkeypatch):
+        """CUDA's runtime, which locks all that it is asked to."""
+        runtime = Mock(cudaHostRegister=Mock(return_value=0))
+        monkeypatch.setattr(devices, "_cuda_runtime", lambda: runtime)
+        return runtime
+
+    def test_locks_memory_in_one_call_and_unlocks_it_once(self, runtime):
+        """A copy across the border of two locks would be refused."""
+        lock = devices.PageLock(4096, devices.PageLock.max_bytes)
+        lock.release()
+        lock.release()
+        runtime.cudaHostRegister.assert_called_once_with(4096, (512 << 30) - 1, 0)
+        runtime.cudaHostUnregister.assert_called_once_with(4096)
+
+    def test_memory_that_is_too_long_is_staged_unlocked(self, runtime, monkeypatch, caplog):
+        monkeypatch.setattr(devices.PageLock, "max_bytes", 8191)
+        with pytest.raises(StoreAccessError, match="8192 bytes"):
+            devices.PageLock(4096, 8192)
+        memory = StagingMemory(pinned=True)
+        assert memory.resized(8192).numel() == 8192
+        assert "8192 bytes" in caplog.text
+        runtime.cudaHostRegister.assert_not_called()
+        memory.resized(8191)
+        runtime.cudaHostRegister.assert_called_once()
+        memory.free()
