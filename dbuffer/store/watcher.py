@@ -8,7 +8,6 @@ wakes by itself after a poll interval, and always looks at the pointer itself.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -34,9 +33,6 @@ from dbuffer.store.medium import medium_of
 logger = logging.getLogger(__name__)
 
 
-_OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
-
-
 def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
     """Return an emitter that sets an event when a file is replaced.
 
@@ -57,8 +53,8 @@ def _setting(changed: threading.Event, file_name: str) -> type[InotifyEmitter]:
 class Watcher(ProcessBound):
     """Watches one file's directory for the file being replaced.
 
-    On a network mount, and while inotify or threads are used up, :meth:`wait` sleeps. The directory
-    may come later, or be replaced; then it is watched from the first wait after that. Once nothing
+    On a network mount, and without an inotify or a thread, :meth:`wait` sleeps. The directory may
+    come later, or be replaced; then it is watched from the first wait after that. Once nothing
     refers to a watcher, its thread ends.
     """
 
@@ -88,7 +84,7 @@ class Watcher(ProcessBound):
         """Watch the directory that has the name now; a removed one takes its watch with it."""
         try:
             status = self._file.parent.stat()
-        except FileNotFoundError:
+        except OSError:  # a look at the pointer tells why
             return
         identity = (status.st_dev, status.st_ino)
         # A new directory may get the number of the one that was removed; the emitter ends with
@@ -117,11 +113,9 @@ class Watcher(ProcessBound):
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads
             if observer is not None:
                 observer.stop()  # ends the thread that it began with
-            if not isinstance(error, OSError) or error.errno in _OUT_OF_INOTIFY:
+            if not isinstance(error, FileNotFoundError):  # removed since it was looked at
                 log_once(logger, "no inotify for %s (%s): polling", directory, str(error))
                 self._watch_from = time.monotonic() + TIMING.inotify_retry_s
-            elif error.errno != errno.ENOENT:  # that: it was removed since we looked
-                raise
             return False
         self._observer = observer
         self._dropped = weakref.finalize(self, _stop_dropped, observer, self._pid)

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
     monkeypatch.setattr(watcher_module, "BaseObserver", BrokenObserver)
 
 
-OUT_OF_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE)
+NO_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE, errno.EACCES)
 
 
 def assert_only_sleeps(watcher: Watcher, directory: Path, caplog: Any, level: str) -> None:
@@ -168,7 +169,7 @@ def assert_only_sleeps(watcher: Watcher, directory: Path, caplog: Any, level: st
     assert set(threading.enumerate()) <= before
 
 
-@in_turn(("number", "at"), OUT_OF_INOTIFY, ["start", "schedule"])
+@in_turn(("number", "at"), NO_INOTIFY, ["start", "schedule"])
 def test_without_inotify_it_sleeps_and_says_so_once(
     directory, watch, monkeypatch, caplog, number, at
 ):
@@ -187,10 +188,14 @@ def test_inotify_is_used_when_there_is_some_again(directory, watch, monkeypatch)
     assert_wakes(watcher, directory)
 
 
-def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
-    fail_to_observe(monkeypatch, errno.EACCES)
-    with pytest.raises(PermissionError):
-        watch(directory / "CURRENT").wait(0.01)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_without_access_to_the_directory_it_sleeps(directory, watch, monkeypatch, number):
+    """The look at the pointer raises the store's own error."""
+    watcher = watch(directory / "CURRENT")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", Mock(side_effect=OSError(number, os.strerror(number))))
+        assert not watcher.wait(0.01)
+    assert_wakes(watcher, directory)
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
