@@ -9,12 +9,12 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model`, `connectors` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
-weights. `core_labels` lets the engine core tell with each token which weights it came from;
-`pooling` lets answers without tokens be of one version;
-`exchanges`, `admission` and `responses` pass that on to a server's clients.
-`vllm_engine`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
-engine; `config` reads dbuffer's part of vLLM's configuration.
+`rank`, `model`, `connectors` and `meta_layers` below it; `weight_calls` notices vLLM's own calls
+that write weights. `core_labels` lets the engine core tell with each token which weights it came
+from; `exchanges`, `admission` and `responses` pass that on to a server's clients. `pooling` lets
+answers without tokens be of one version. `vllm_engine`, `facts`, `ray_follower` and `launched`
+(where torchrun started the ranks) drive an engine; `config` reads dbuffer's part of vLLM's
+configuration.
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.
