@@ -82,6 +82,10 @@ def bring_each_version(
                 requests.append(adapter_request(adapter_receiver, directory / "saved"))
                 # Its caches of adapters and prefixes know the prompts from before.
                 assert greedy_with(with_adapters, requests[-1]) == tokens
+            for _ in range(2):  # of which the engine has one slot, and reads the first again
+                send_adapter(adapter_sender, model)
+                requests.append(adapter_request(adapter_receiver, directory / "saved"))
+                greedy_with(with_adapters, requests[-1])
             assert greedy_with(with_adapters, requests[0]) == fresh[0]
             assert greedy(with_adapters) == base
             error = error_of(lambda: adapter_request(model_receiver, directory / "never"))

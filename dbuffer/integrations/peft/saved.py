@@ -7,29 +7,39 @@ its own, which appears whole or not at all, and is never written again.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbuffer.errors import WeightsMismatchError
+from dbuffer.errors import StoreAccessError, WeightsMismatchError
 from dbuffer.format.layout import digest
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.extras import needed_for
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.weights.targets import ADAPTER_KEY
 
+logger = logging.getLogger(__name__)
+
+_CONFIG = "adapter_config.json"
 _NAME = re.compile(r"v[0-9]+-[0-9a-f]{16}-[0-9]{1,19}")
 _SCRATCH = ".saving-"
 _ABANDONED_NS = 3600 * 10**9
 """Age at which what a process has begun to save is taken for that of one that was killed."""
+
+_holds: weakref.WeakValueDictionary[Path, filesystem.Descriptor] = weakref.WeakValueDictionary()
+"""What :func:`hold` has returned, while it is in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,8 @@ def save_adapter(
 ) -> SavedAdapter:
     """Save the newest version of an adapter below ``directory``, and acknowledge it.
 
-    What is there already is not written again. The newest two versions are kept there.
+    What is there already is not written again. The newest two versions are kept there, and older
+    ones while a request of vLLM that `adapter_request` made names them.
 
     Args:
         receiver: of a store that `send_adapter` publishes into.
@@ -110,7 +121,7 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
         tensors |= {alias: tensors[name].clone() for alias, name in snapshot.aliases.items()}
         save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True)
-        (path / "adapter_config.json").write_text(text, encoding="utf-8")
+        (path / _CONFIG).write_text(text, encoding="utf-8")
         # Else a power cut may leave the name of the directory, and not the bytes in it.
         for file in path.iterdir():
             with file.open("rb") as written:
@@ -118,16 +129,52 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
         filesystem.sync_directory(path)
 
 
+def hold(path: Path) -> filesystem.Descriptor | None:
+    """Keep a saved version's files while the result is in use; None if they are gone."""
+    held = _holds.get(path)
+    if held is None or not held.is_open:
+        try:
+            held = filesystem.open_regular(path / _CONFIG, os.O_RDONLY, owner_only=False)
+        except FileNotFoundError:
+            return None
+        if not _lock(held, exclusive=False):  # just being removed
+            return None
+        _holds[path] = held
+    return held
+
+
+def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
+    try:
+        return filesystem.try_lock(file.number, exclusive=exclusive)
+    except StoreAccessError as error:
+        if error.errno not in filesystem.NO_LOCKS:
+            raise
+        log_once(logger, "only the newest two adapters are kept: %s", error)
+        return True
+
+
 def _remove_old(newest: Path) -> None:
-    """Remove all versions but the newest and the one before, which requests may still name.
+    """Remove all versions but the newest, the one before, and those that are held.
 
     And what processes began that were killed.
     """
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     others = sorted((path for path in saved if path != newest), key=_made_at)
+    for path in others[:-1]:
+        _remove_if_free(path)
     begun_before = time.time_ns() - _ABANDONED_NS
-    scratch = newest.parent.glob(f"{_SCRATCH}*")
-    for path in (*others[:-1], *(path for path in scratch if _made_at(path) < begun_before)):
+    for path in newest.parent.glob(f"{_SCRATCH}*"):
+        if _made_at(path) < begun_before:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_if_free(path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):  # partly removed
+            # NFS locks a file exclusively only if it was opened for writing.
+            file = filesystem.open_regular(path / _CONFIG, os.O_RDWR, owner_only=False)
+            if not _lock(stack.enter_context(file), exclusive=True):
+                return
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations import peft as integration
+from dbuffer.integrations.peft.saved import hold
 from dbuffer.store import filesystem
 from tests.support.children import Child
 from tests.support.engines.tiny_models import make_model
@@ -232,6 +233,25 @@ class TestSaving:
         files = {path: path.stat().st_ino for path in saved[-1].path.iterdir()}
         assert integration.save_adapter(receiver, tmp_path) == saved[-1]
         assert {path: path.stat().st_ino for path in saved[-1].path.iterdir()} == files
+
+    def test_files_that_a_request_names_stay(self, sender, receiver, tmp_path):
+        model, saved = model_of(1), []
+
+        def save() -> None:
+            integration.send_adapter(sender, model)
+            saved.append(integration.save_adapter(receiver, tmp_path))
+
+        save()
+        held = hold(saved[0].path)
+        assert hold(saved[0].path) is held
+        for _ in range(3):
+            save()
+        paths = [one.path for one in saved]
+        assert [path.is_dir() for path in paths] == [True, False, True, True]
+        assert hold(paths[1]) is None
+        held.close()
+        save()
+        assert [path.is_dir() for path in paths] == [False, False, False, True]
 
     def test_what_has_its_name_outlives_a_power_cut(self, sender, receiver, tmp_path, monkeypatch):
         flushed, sync_file = [], filesystem.sync_file
