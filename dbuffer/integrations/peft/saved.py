@@ -39,7 +39,7 @@ _ABANDONED_NS = 3600 * 10**9
 """Age at which what a process has begun to save is taken for that of one that was killed."""
 
 _holds: weakref.WeakValueDictionary[Path, filesystem.Descriptor] = weakref.WeakValueDictionary()
-"""What :func:`hold` has returned, while it is in use."""
+"""Open configurations of the versions that :func:`hold` keeps, by their directories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
