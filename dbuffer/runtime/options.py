@@ -68,6 +68,14 @@ def flag(name: str, value: Any) -> bool:
     return choice(name, value, (True, False))
 
 
+def path(name: str, value: str | os.PathLike[str]) -> Path:
+    """A path, with the home directory in place of a ``~`` or ``~user`` at its beginning."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        refuse(name, os.fspath(value), "a path whose ~ has a home directory, or begin it with ./~")
+
+
 def directory(name: str, value: Any) -> Path:
     """A directory's path, made absolute: it stays where it is when the process changes its own.
 
@@ -85,7 +93,7 @@ def directory(name: str, value: Any) -> Path:
             return directory(name, unquote(parts.path))
         is_bucket = parts.scheme in _BUCKETS and parts.scheme != "https"
         refuse(name, value, _mirror_between(parts) if is_bucket else _no_url("a directory", parts))
-    return Path(value).absolute()
+    return path(name, value).absolute()
 
 
 def directory_or_bucket(name: str, value: Any) -> Path | str:

@@ -304,7 +304,11 @@ class BufferWriter:
         manifest = contents.manifests[buffer]
         if manifest is None or not self.rewrites_files:
             return None
-        return filesystem.identity_at(self.store.weights_path(buffer, manifest))
+        path = self.store.weights_path(buffer, manifest)
+        with contextlib.suppress(OSError):
+            if path.stat().st_nlink > 1:  # a kept version's too, and never written again
+                return None
+        return filesystem.identity_at(path)
 
     def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
         """Write the delta that leads to the version of this identity, and return its size.

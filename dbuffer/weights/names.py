@@ -9,10 +9,10 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
+from dbuffer.runtime import options
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.weights.rules import (
     TENSOR_KINDS,
@@ -274,7 +274,7 @@ def _index_in(indices: _Indices, name: str) -> int:
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
     """Return the content of a mapping file, for :meth:`NameMap.parse`."""
-    file = Path(path)
+    file = options.path("path", path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise OptionError(f"{file} has more than {MAX_FILE_BYTES} bytes: not a mapping file")

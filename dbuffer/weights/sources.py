@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
@@ -180,7 +179,7 @@ class Describer:
             self._require_whole_tensors("an iterator")
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
         if isinstance(weights, str | os.PathLike):
-            opened = read_checkpoint(Path(weights))
+            opened = read_checkpoint(options.path("weights", weights))
             source = self._describe_pairs(opened.names, opened.tensors)
             return replace(source, check=opened.require_unchanged)
         named: Mapping[str, Any] | None = _as_mapping(weights)

@@ -82,7 +82,7 @@ class VLLMWeightBridge:
         self.config = config
         self._delta = checks.flag("delta", delta)
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
-        self.store = Path(store).absolute() if store is not None else _default_store(config)
+        self.store = _default_store(config) if store is None else checks.directory("store", store)
         """The store's directory, for servers that follow by themselves."""
         self.inference_nodes: list[str] = []
         """Nodes whose engines are waited for, with several nodes."""
@@ -382,7 +382,7 @@ def _default_store(config: BridgeConfig) -> Path:
             "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
             "the bridge a store"
         )
-    return Path(config.directory).absolute() / "dbuffer-atropos"
+    return checks.directory("log_dir", config.directory) / "dbuffer-atropos"
 
 
 def _named(weights: Weights) -> Mapping[str, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
+from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.timing import TIMING
 from dbuffer.weights.names import NameMap, read_mapping_file
@@ -41,7 +42,9 @@ _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 def mapping_path(directory: str | None) -> Path:
     """Return the path of a run's mapping; ``directory`` as in `BridgeConfig`."""
     named = os.environ.get(PATH_VARIABLE)
-    return Path(named) if named else Path(directory or ".") / MAPPING_FILE
+    if named:
+        return options.path(PATH_VARIABLE, named)
+    return options.path("log_dir", directory or ".") / MAPPING_FILE
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ from dbuffer.errors import StoreAccessError, WeightsMismatchError
 from dbuffer.format.layout import digest
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
+from dbuffer.runtime import options
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
@@ -80,7 +81,7 @@ def save_adapter(
         SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
         StoreFullError, StoreAccessError: the filesystem refused.
     """
-    directory = Path(directory).absolute()
+    directory = options.directory("directory", directory)
     filesystem.make_directory(directory, parents=True)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
         made = Path(scratch, "adapter")

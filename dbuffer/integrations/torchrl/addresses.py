@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from dbuffer.format.manifest import Manifest
 from dbuffer.format.places import MIRROR_LOCK_FILE
+from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import is_locked
 from dbuffer.store.foreign import other_weights
@@ -36,7 +37,8 @@ class Addresses:
         *,
         allow_shared_store: bool = False,
     ) -> None:
-        self.remote, self.local = Path(remote).absolute(), Path(local).absolute()
+        self.remote = options.directory("remote", remote)
+        self.local = options.directory("local", local)
         self._allow_shared_store = allow_shared_store
         self._has_logged = False
 

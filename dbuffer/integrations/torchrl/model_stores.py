@@ -17,6 +17,7 @@ from dbuffer.format.places import POINTER_FILE
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.publish.sender import WeightSender
+from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 
 PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
@@ -26,7 +27,9 @@ PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
     """Return the store of a model's weights for one worker; None: for all of them."""
     name = quote(model_id, safe="")  # it may be a path of attributes
-    return Path(address, name if worker is None else f"{name}~{receiver_id(worker)}")
+    if worker is not None:
+        name += f"~{receiver_id(worker)}"
+    return options.path("address", address) / name
 
 
 def receiver_id(worker: int) -> str:
@@ -37,7 +40,7 @@ def receiver_id(worker: int) -> str:
 def versions_below(address: str | Path, *, allow_shared_store: bool) -> dict[str, int]:
     """Return the newest version of every store directly below ``address``, by the store's name."""
     versions = {}
-    for pointer_file in Path(address).glob(f"*/{POINTER_FILE}"):
+    for pointer_file in options.path("address", address).glob(f"*/{POINTER_FILE}"):
         store = DoubleBuffer(pointer_file.parent, allow_shared_store=allow_shared_store)
         store.check()
         if (pointer := store.pointer()) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -72,7 +71,7 @@ class TransportOptions:
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
         """Open a store for writing; missing directories above it are made."""
-        Path(store).parent.mkdir(parents=True, exist_ok=True)
+        checks.directory("store", store).parent.mkdir(parents=True, exist_ok=True)
         return WeightSender(store, **self._only(_SENDER))
 
     def make_receiver(

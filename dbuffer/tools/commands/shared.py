@@ -40,7 +40,10 @@ def parse_path(text: str) -> Path:
     """Parse a path; an empty one, from a variable that is not set, is wrong usage."""
     if not text:
         raise typer.BadParameter("an empty path; is a variable not set?")
-    return Path(text)
+    try:
+        return options.path("path", text)
+    except OptionError as error:  # whose message typer would drop
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_place(text: str) -> Path | str:
@@ -52,7 +55,7 @@ def parse_store(text: str) -> Path:
     """Parse a store's directory; for a bucket's URL the mirrors are named."""
     try:
         return options.directory("store", text) if options.is_url(text) else parse_path(text)
-    except OptionError as error:  # whose message typer would drop
+    except OptionError as error:
         raise typer.BadParameter(str(error)) from None
 
 

@@ -11,17 +11,22 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
+from dbuffer.integrations.atropos.mapping import mapping_path
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.lightrft.manager import BroadcastManager
+from dbuffer.integrations.torchrl.addresses import Addresses
+from dbuffer.integrations.torchrl.model_stores import store_of
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
 from dbuffer.tools.doctor import examine
 from dbuffer.tools.doctor.peer import wait_for_host
+from tests.support.commands import call
 
 NO_TIMES: list[Any] = [
     *(math.nan, math.inf, -math.inf, -1, -0.001, 1e10, 10**400),
@@ -87,6 +92,31 @@ def test_no_directory(value):
 def test_a_directory_is_absolute():
     for value in ("a/b", Path("a/b")):
         assert options.directory("store", value) == Path.cwd() / "a/b"
+
+
+def test_a_tilde_is_a_home(tmp_path, monkeypatch, capsys):
+    """Of whoever runs the process: dbuffer never makes a directory of that name."""
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for directory in (home, elsewhere):
+        directory.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    save_file({"a.w": torch.ones(3)}, home / "model.safetensors")
+    (home / "names.json").write_text('{"rules": [{"name": "a.w", "to": "b.w"}]}')
+    with dbuffer.WeightSender("~/store", rename=dbuffer.NameMap.read("~/names.json")) as sender:
+        assert sender.store == home / "store"
+        sender.send("~/model.safetensors")
+    dbuffer.Mirror("~/store", "~/copy").close()
+    with dbuffer.WeightReceiver("~/store") as receiver:
+        assert receiver.load_into({"b.w": torch.zeros(3)}) == 1
+    assert call(capsys, "ls", "~/store")[0] == 0
+    assert Addresses("~/store", "~/copy").local == home / "copy"
+    assert store_of("~/stores", "policy") == home / "stores" / "policy"
+    assert mapping_path("~/logs").parent == home / "logs"
+    assert EngineOptions(store="~/store").store == str(home / "store")
+    with pytest.raises(OptionError, match=r"begin it with \./~"):
+        dbuffer.WeightSender("~nobody-of-this-name/store")
+    assert not list(elsewhere.iterdir())
 
 
 def test_one_text_is_one_name():

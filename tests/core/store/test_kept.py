@@ -143,6 +143,19 @@ def test_damaged_versions_are_neither_kept_nor_published_again(store, keeper, ca
     assert newest(store) == 6
 
 
+def test_a_snapshot_of_a_pinned_version_can_be_sent(store):
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        publish(sender, 1)
+        with receiver.open() as snapshot:
+            tensors = dict(snapshot.tensors)
+        publish(sender, 2)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="lies in the buffer"):
+            sender.send(tensors)
+        kept.pin(DoubleBuffer(store), 1)
+        assert sender.send(tensors).version == 3
+        assert SMALL.version_of(received(store)) == 1
+
+
 def test_a_kept_version_with_a_damaged_manifest_is_removed_unless_it_is_pinned(store, keeper):
     kept.pin(DoubleBuffer(store), 1)
     publish(keeper, 4)
