@@ -79,6 +79,30 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
             raise NotReadyError("connect(weights=...) is for the sending side")
         super().connect(worker_idx=worker_idx, weights=weights)
 
+    # Names of TorchRL before 0.12.
+
+    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Call ``init_on_receiver``."""
+        self.init_on_receiver(model_id=model_id, context=context, **kwargs)
+
+    def get_sender(self) -> Any:
+        """Return the part with ``update_weights``, once ``init_on_sender`` was called.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it was not.
+        """
+        self._require_sender()
+        return self
+
+    def get_receiver(self) -> Any:
+        """Return the part with ``receive``, once ``init_on_receiver`` was called.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it was not.
+        """
+        self._require_receiver()
+        return self
+
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights that did not come through the store.
 
@@ -120,7 +144,11 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
             return (strategy or self._strategy).extract_weights(weights)
         return weights
 
-    def create_transport(self, **kwargs: Any) -> VLLMDoubleBufferTransport:  # noqa: ARG002
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of other schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> VLLMDoubleBufferTransport:
         """Return a transport, which writes and reads the store by hand; collectors need none."""
         remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
         return VLLMDoubleBufferTransport(remote, local, options=self.options)

@@ -47,7 +47,7 @@ class VLLMDoubleBufferTransport:
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
         self._options = options or TransportOptions(num_threads=num_threads)
         self.num_threads = self._options.num_threads
-        self._addresses = Addresses(
+        self.addresses = Addresses(
             self.remote_addr,
             self.local_addr,
             allow_shared_store=self._options.allow_shared_store,
@@ -121,7 +121,7 @@ class VLLMDoubleBufferTransport:
                     received = weights
         except WaitTimeoutError:
             if self._received is None:
-                self._addresses.log_once_if_nothing_is_there()
+                self.addresses.log_once_if_nothing_is_there()
             return None
         self._received = snapshot.version
         if model is not None and strategy is not None:

@@ -29,6 +29,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.manifest import host_in_id
 from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
+from dbuffer.integrations.torchrl.addresses import Addresses
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.engine_turns import EngineTurns
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
@@ -231,14 +232,20 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         self._do(super().apply_weights, weights, inplace)
 
+    def _follow_anew(self, engine: Any, addresses: Addresses) -> None:
+        self._do(super()._follow_anew, engine, addresses)
+
     def shutdown(self) -> None:
         require_another_thread(engine_in(self._vllm_engine))
         with self._closing:
             self._closed.set()
         self._wake.set()
         self._thread.join()
-        self._let_generate()
         super().shutdown()
+
+    def _stop_following(self) -> None:
+        self._let_generate()
+        super()._stop_following()
 
     def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call that needs the engine, in the thread that follows; return its outcome."""

@@ -41,6 +41,7 @@ from dbuffer.integrations.torchrl.model_metadata import (
     published_metadata,
     require_same,
 )
+from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 from dbuffer.integrations.vllm.vllm_engine import (
     IN_ITS_EVENT_LOOP,
@@ -95,6 +96,14 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
         """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+    def get_sender(self) -> VLLMDoubleBufferWeightSender:
+        sender: VLLMDoubleBufferWeightSender = self._require_sender()
+        return sender
+
+    def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
+        receiver: VLLMDoubleBufferWeightReceiver = self._require_receiver()
+        return receiver
 
     # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
 
@@ -233,6 +242,8 @@ class VLLMDoubleBufferWeightReceiver:
             allow_shared_store=scheme.options.allow_shared_store,
         )
         self._vllm_engine = vllm_engine
+        self._context: Any = None
+        """Object that is searched for an engine that is registered by its path."""
         self._stores = self._addresses.expected
         self._followers: list[Follower | RayFollower] = []
         """A follower of the stores for each engine."""
@@ -301,6 +312,50 @@ class VLLMDoubleBufferWeightReceiver:
                 self._applied, self._skipped = None, newest
             elif newest is not None:
                 self._sync(newest)
+
+    # Names of TorchRL before 0.12.
+
+    def receive(self, timeout: float = 0.001) -> bool:
+        """Call :meth:`poll_and_apply`."""
+        return self.poll_and_apply(timeout)
+
+    def set_context(self, context: Any) -> None:
+        """Set the object, mostly a collector, that :meth:`register_model` searches."""
+        self._context = context
+
+    def register_model(self, model_ref: Any) -> None:
+        """Update this engine from now on, in the place of the one before.
+
+        Args:
+            model_ref: an engine, or its path in the context, such as ``"policy"``.
+
+        Raises:
+            OptionError: (a ``ValueError``) there is nothing at this path.
+            UnsupportedError: it is no engine; the one before is updated.
+        """
+        is_path = isinstance(model_ref, str) and "://" not in model_ref
+        engine = find_model(self._context, model_ref) if is_path else model_ref
+        if engine is None:
+            raise OptionError(
+                f"there is no {model_ref!r} in {self._context!r:.200}: call set_context() first"
+            )
+        self._follow_anew(engine, self._addresses)
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """Read this transport's store from now on; a pipe, which other schemes need, is ignored."""
+        if isinstance(pipe, VLLMDoubleBufferTransport):
+            self._follow_anew(self._vllm_engine, pipe.addresses)
+
+    def _follow_anew(self, engine: Any, addresses: Addresses) -> None:
+        with self._open():
+            before = self._vllm_engine, self._addresses
+            self._stop_following()
+            self._vllm_engine, self._addresses = engine, addresses
+            try:
+                self._follow_newest()
+            except BaseException:
+                self._vllm_engine, self._addresses = before
+                raise
 
     def shutdown(self) -> None:
         """Stop following, after the switch that is under way. The engine keeps its weights.

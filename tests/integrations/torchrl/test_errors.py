@@ -66,6 +66,9 @@ EVERY: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
         lambda s: receiving(s).connect(weights={"a": torch.ones(1)}),
         RuntimeError,
     ),
+    "get_sender first": (lambda s: s.get_sender(), RuntimeError),
+    "get_receiver first": (lambda s: s.get_receiver(), RuntimeError),
+    "get_sender after the end": (lambda s: shut_down(s).get_sender(), RuntimeError),
     "send first": (lambda s: s.send(), RuntimeError),
     "send after the end": (lambda s: shut_down(s).send(), RuntimeError),
     "receive first": (lambda s: s.receive(), RuntimeError),
@@ -112,6 +115,7 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
         lambda s: receiving(s).apply_weights({}, inplace=False),
         ValueError,
     ),
+    "no context": (lambda s: receiving(s).get_receiver().register_model("policy"), ValueError),
     "no engine": (lambda s: s.create_receiver(None), NotImplementedError),
     "receive after the end": (lambda s: ended(receiving(s)).receive(), RuntimeError),
 }

@@ -28,6 +28,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
+    VLLMDoubleBufferTransport,
     VLLMWeightReceiver,
     VLLMWeightSender,
     VLLMWeightSyncScheme,
@@ -233,6 +234,41 @@ def test_poll_that_waits_ends_when_its_receiver_is_shut_down(light_engines, tmp_
         assert time.monotonic() - started < WAIT_S / 2
         assert engine.endpoint.receiver is None, "the engine follows on"
     assert engine.serves == (1, "1")
+
+
+@pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_names_of_older_documents(light_engines, tmp_path, scheme_class):
+    """A worker registers its engine by a path in its collector, and the way to its weights."""
+    first, second = LightEngine(), LightEngine()
+    model = torch.nn.Module()
+    trainer, worker = (scheme_class(remote_addr=tmp_path / "light") for _ in range(2))
+    trainer.init_on_sender("policy", SimpleNamespace(policy=model))
+    trainer.create_transport(object()).close()
+
+    def serve(engine: LightEngine, value: int) -> None:
+        trainer.get_sender().update_weights(SMALL.weights(value))
+        until("it is served", lambda: receiver.receive() or engine.version == value, WAIT_S)
+
+    worker.init_on_worker("policy", SimpleNamespace(policy=first))
+    receiver = worker.get_receiver()
+    serve(first, 1)
+    receiver.set_context(SimpleNamespace(inner=SimpleNamespace(policy=second)))
+    receiver.register_model("inner.policy")
+    receiver.register_worker_transport(object())
+    serve(second, 2)
+    assert first.serves == (1, "1"), "the engine before is updated no longer"
+    with pytest.raises(dbuffer.OptionError, match="policy"):
+        receiver.register_model("policy")
+    receiver.register_model(first)
+    serve(first, 3)
+    with dbuffer.WeightSender(tmp_path / "other") as sender:
+        sender.send(SMALL.weights(7))
+        transport = VLLMDoubleBufferTransport(tmp_path / "other")
+        receiver.register_worker_transport(transport)
+        until("it is read", lambda: receiver.receive() or first.version == 7, WAIT_S)
+    receiver.shutdown()
+    worker.shutdown()
+    trainer.shutdown()
 
 
 @contextlib.contextmanager
