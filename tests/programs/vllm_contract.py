@@ -191,10 +191,12 @@ def send_from_a_trainer_with_a_configuration(case: Case) -> None:
 def check_update_info(case: Case) -> None:
     """As the documents do, which refuse with a ``ValueError``."""
     sparse = {"update_kind": "sparse_flat", "num_updates_list": [0, 2]}
-    for right in ({}, sparse, sparse | {"names": ["a", "b"]}):
-        info = case.engine.parse_update_info(right)
-        assert info.num_updates_list == right.get("num_updates_list")
-        assert info.update_kind == right.get("update_kind", "dense")
+    info_class = case.engine.update_info_cls
+    for right in ({}, sparse, sparse | {"names": ["a", "b"], "version": 3}):
+        for info in (info_class(**right), case.engine.parse_update_info(right)):
+            assert info.num_updates_list == right.get("num_updates_list")
+            assert info.update_kind == right.get("update_kind", "dense")
+            assert info.version == right.get("version")
     for wrong in (
         sparse | {"names": ["a"]},
         {"update_kind": "sparse_flat"},
@@ -206,9 +208,13 @@ def check_update_info(case: Case) -> None:
         sparse | {"update_kind": "sparse"},
         sparse | {"names": "a"},
         {"names": ["a"]},
+        {"version": 0},
     ):
-        with pytest.raises(dbuffer.OptionError):
-            case.engine.parse_update_info(wrong)
+        for make in (lambda values: info_class(**values), case.engine.parse_update_info):
+            with pytest.raises(dbuffer.OptionError):
+                make(wrong)
+    with pytest.raises(dbuffer.OptionError):
+        case.engine.parse_update_info(sparse | {"versions": 3})
 
 
 def run_contract(place: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -37,50 +37,51 @@ class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[mi
 class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
 
-    For a sparse update it may have the counts that vLLM 0.23 requires. They are checked, and not
-    used otherwise.
+    A sparse update has the counts of vLLM 0.23, which are checked as vLLM checks them, and not used
+    otherwise.
+
+    Args:
+        names: names of the tensors that are patched.
+        num_updates_list: number of places that are patched in each.
+        **request: fields of :class:`UpdateRequest`.
+
+    Raises:
+        OptionError: (a ``ValueError``) a value is invalid.
     """
 
-    names: list[str] | None = None
-    """Names of the tensors that are patched."""
-    num_updates_list: list[int] | None = None
-    """Number of places that are patched in each."""
+    # Not a dataclass: vLLM's base is one that is not frozen.
+    def __init__(
+        self,
+        *,
+        names: list[str] | None = None,
+        num_updates_list: list[int] | None = None,
+        **request: Any,
+    ) -> None:
+        super().__init__(**request)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "num_updates_list", num_updates_list)
+        if self.update_kind == "dense":
+            for name in _COUNTS:
+                if (value := getattr(self, name)) is not None:
+                    checks.refuse(name, value, "it with update_kind='sparse_flat' only")
+            return
+        counts = num_updates_list
+        if counts is None or not _is_list_of(int, counts) or min(counts, default=-1) < 0:
+            checks.refuse("num_updates_list", counts, "the number of patches of each tensor")
+        if names is not None and not (_is_list_of(str, names) and len(names) == len(counts)):
+            checks.refuse("names", names, f"the tensors' names, of which there are {len(counts)}")
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         counts: dict[str, Any] = {}
         if isinstance(values, Mapping):
-            is_sparse = values.get("update_kind") == "sparse_flat"
-            known = ("names", "num_updates_list") if is_sparse else ("num_updates_list",)
-            counts = {name: values[name] for name in known if name in values}
+            counts = {name: values[name] for name in _COUNTS if name in values}
             values = {name: value for name, value in values.items() if name not in counts}
-        info = super().parse(values)
-        for name, value in counts.items():
-            object.__setattr__(info, name, value)
-        if not info.has_right_counts():
-            info.refuse_counts()
-        return info
+        return cls(**vars(UpdateRequest.parse(values)), **counts)
 
-    def has_right_counts(self) -> bool:
-        """Whether vLLM takes these names and counts."""
-        names, counts = self.names, self.num_updates_list
-        if self.update_kind == "dense":
-            return counts is None
-        if names is not None and not _is_list_of(str, names):
-            return False
-        if counts is None:
-            return True
-        if not _is_list_of(int, counts) or min(counts, default=-1) < 0:
-            return False
-        return names is None or len(names) == len(counts)
 
-    def refuse_counts(self) -> NoReturn:
-        checks.refuse(
-            "names and num_updates_list",
-            (self.names, self.num_updates_list),
-            "them with update_kind='sparse_flat' only: a list of counts, and maybe one of as many "
-            "names",
-        )
+_COUNTS = ("names", "num_updates_list")
+"""Fields of a sparse update."""
 
 
 def _is_list_of(kind: type, values: Any) -> bool:
@@ -156,10 +157,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
         """Check ``update_info`` by the rules of vLLM 0.23: a sparse one has counts of patches."""
-        info = DBufferUpdateInfo.parse(update_dict)
-        if info.update_kind == "sparse_flat" and info.num_updates_list is None:
-            info.refuse_counts()
-        return info
+        return DBufferUpdateInfo.parse(update_dict)
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         if init_info is None:
@@ -183,9 +181,12 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         with raising_once(self.vllm_config):
             receiver = self._endpoint.following()
-            request: DBufferUpdateInfo | OptionError
+            # Later releases know no counts, so a sparse update needs none here.
+            has_counts = isinstance(update_info, Mapping) and "num_updates_list" in update_info
+            kind = DBufferUpdateInfo if has_counts else UpdateRequest
+            request: UpdateRequest | OptionError
             try:
-                request = DBufferUpdateInfo.parse(update_info)
+                request = kind.parse(update_info)
             except OptionError as error:
                 request = error
             receiver.update(request)
