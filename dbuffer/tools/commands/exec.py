@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -79,12 +80,19 @@ def _run(command: str, store: Path, snapshot: Snapshot) -> None:
 def _exit_code(command: str, environment: dict[str, str], *, locked: int) -> int:
     """Run a shell command and return its exit code; what ends `exec` ends the command first.
 
-    It gets the descriptor that ``locked`` the weights, and so keeps the lock if `exec` is killed.
+    All processes of the command get SIGTERM; a shell that ignores it is waited for. The shell gets
+    the descriptor that ``locked`` the weights, and so keeps the lock if `exec` is killed.
     """
+    # At a terminal, Ctrl-C reaches all processes, and a process group of their own could not read.
+    group = None if os.isatty(0) else 0
     # The argument is a shell command by contract.
-    with subprocess.Popen(command, shell=True, env=environment, pass_fds=[locked]) as shell:  # noqa: S602
+    shell = subprocess.Popen(  # noqa: S602
+        command, shell=True, env=environment, pass_fds=[locked], process_group=group
+    )
+    with shell:
         try:
             return shell.wait()
         except BaseException:
-            shell.terminate()
+            if shell.returncode is None:
+                os.kill(shell.pid if group is None else -shell.pid, signal.SIGTERM)
             raise

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -613,6 +614,19 @@ def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path
             until("it has read all", out.exists, TIMEOUT_S)
             assert follower.wait(30) == -number
     assert values_in(out) == {"a": [1.0]}
+
+
+def test_sigterm_ends_all_processes_of_a_command(tmp_path, store):
+    """Also the one that the shell waits for."""
+    pid = tmp_path / "pid"
+    command = f"sh -c 'echo $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 300'; true"
+    with Command(tmp_path, "exec", store, command) as follower:
+        until("the command runs", pid.exists, TIMEOUT_S)
+        process = os.pidfd_open(int(pid.read_text()))
+        follower.signal(signal.SIGTERM)
+        assert follower.wait(30) == -signal.SIGTERM
+        assert select.select([process], [], [], TIMEOUT_S)[0], "it goes on"
+        os.close(process)
 
 
 def test_verify_names_what_it_has_read_where_a_version_is_published_meanwhile(store, checkpoint):
