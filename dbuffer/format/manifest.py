@@ -183,7 +183,7 @@ class Manifest(Record):
     """Identities of versions, oldest first and this one last; each but the first has a delta, a
     file that tells what differs from the one before it. Empty: there is none."""
     published_at: float = 0.0
-    """Seconds since the epoch on the writer's clock; for people, never compared."""
+    """Seconds since the epoch on the writer's clock; for people: it decides nothing."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
