@@ -334,8 +334,12 @@ class ReceiverRecord(Record):
 
     @property
     def copied_version(self) -> int | None:
-        """Newest version that a mirror has copied; None: there is none, or this is no mirror."""
-        return self.staged_version if _MIRROR_ID.fullmatch(self.receiver) else None
+        """Newest version that a mirror has copied, or None if it is none or has copied none.
+
+        A receiver may have a mirror's form of id; unlike a mirror it applies versions.
+        """
+        is_mirror = self.applied_version is None and _MIRROR_ID.fullmatch(self.receiver)
+        return self.staged_version if is_mirror else None
 
     @property
     def is_broken(self) -> bool:

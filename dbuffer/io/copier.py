@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +22,7 @@ from dbuffer.io import devices
 from dbuffer.io.tensors import FileTensors, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
-from dbuffer.runtime.cores import leave_core
+from dbuffer.runtime.cores import leave_core, num_cores
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class Copier(ProcessBound):
 
     def __init__(self, num_threads: int | None = None) -> None:
         if num_threads is None:
-            num_threads = min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
+            num_threads = min(MAX_DEFAULT_THREADS, num_cores())
         self.num_threads = options.whole_number("num_threads", num_threads)
         self._begin()
 

@@ -75,7 +75,7 @@ class Mirror(Closing, ProcessBound):
         local: the store to publish in, on ``/dev/shm`` best. One that holds another store's
             versions is refused. Or the URL of a bucket, which another mirror follows.
         poll_interval_s: how often the remote store is looked at, where no event comes.
-        num_threads: threads that read. Default: the machine's cores, at most 8.
+        num_threads: threads that read. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.

@@ -59,7 +59,7 @@ class WeightSender(Publisher):
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.
-        num_threads: threads that copy. Default: the machine's cores, at most 8.
+        num_threads: threads that copy. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
             before they are evicted. On network mounts a sender does not wait; there it is how long
             an old version is kept for readers that say they still read it.

@@ -30,6 +30,7 @@ from dbuffer.publish.publisher import EARLIER_SENDER, Base, Publisher, PublishRe
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
+from dbuffer.runtime.cores import num_cores
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
@@ -68,8 +69,8 @@ class ShardedWeightSender(Publisher):
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.
-        num_threads: threads of each rank that copy. Default: its share of the machine's cores, at
-            most 8.
+        num_threads: threads of each rank that copy. Default: its share of the host's cores, of
+            those that it may use, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
             before they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
@@ -358,4 +359,6 @@ def _check_reach(medium: Medium, ranks: Iterable[Process]) -> None:
 def _share_of_cores(ranks: Agreement) -> int:
     here = Process.here().machine
     ranks_here = sum(peer.machine == here for peer in ranks.peers)
-    return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
+    # Ranks may be bound to cores of their own, or share those of a container.
+    share = max(1, (os.cpu_count() or 1) // ranks_here)
+    return min(MAX_DEFAULT_THREADS, num_cores(), share)

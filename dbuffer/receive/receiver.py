@@ -80,7 +80,7 @@ class WeightReceiver(Closing, ProcessBound):
         poll_interval_s: how often a wait re-reads the pointer when no event came.
         verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
             True refuses versions that were published without checksums.
-        num_threads: threads that copy. Default: the machine's cores, at most 8.
+        num_threads: threads that copy. Default: this process's cores, at most 8.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
 

@@ -23,6 +23,11 @@ def use_cores_of_parent() -> None:
             _cores.update(os.sched_getaffinity(parent.pid))
 
 
+def num_cores() -> int:
+    """Return the number of cores that dbuffer's threads may run on: all of a host's, or fewer."""
+    return len(_cores or os.sched_getaffinity(0))
+
+
 def leave_core() -> None:
     """Let the calling thread, which must be dbuffer's own, run on all of these cores."""
     if _cores:

@@ -44,6 +44,17 @@ def start_threads(connection: Connection, store: str, uses_parents: bool) -> Non
         connection.send([os.sched_getaffinity(pid or 0) for pid in (*pids, parent.pid)])
 
 
+def count_threads(connection: Connection) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    connection.send(Copier().num_threads)
+
+
+def test_a_process_of_one_core_copies_with_one_thread():
+    """As in a container, or a job, that has some of a host's cores."""
+    with Child(count_threads) as child:
+        assert child.receive() == 1
+
+
 @pytest.mark.parametrize("uses_parents", [True, False])
 def test_threads_leave_the_core_of_the_thread_that_starts_them(tmp_path, uses_parents):
     with Child(start_threads, str(tmp_path / "store"), uses_parents) as child:

@@ -166,3 +166,12 @@ def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path, mount):
         filler.unlink()
         until("it is written", lambda: read(disk / "store") == record.current)
         record.close()
+
+
+def test_a_receiver_with_a_mirrors_form_of_id_is_no_mirror(store, sender):
+    sender.send(SMALL.weights(1))
+    with dbuffer.WeightReceiver(store, receiver_id="mirror-mine-0123456789abcdef") as receiver:
+        with receiver.open():
+            pass
+        [record] = DoubleBuffer(store).receivers()
+        assert (record.applied_version, record.copied_version) == (1, None)
