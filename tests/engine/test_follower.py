@@ -646,6 +646,18 @@ def full(*_: object, **__: object) -> None:
     raise dbuffer.StoreFullError("no room")
 
 
+def test_broken_engine_that_is_not_resumed_is_told_as_broken(scene):
+    """The next sync resumes it; nothing but another load mends it."""
+    engine = scene.engine
+    with scene.about_to_switch() as follower:
+        engine.model.failing_loads, engine.failing_resumes = 3, 1
+        with pytest.raises(dbuffer.EngineBrokenError):
+            follower.sync()
+        assert engine.paused
+        assert follower.sync().version == 2
+        assert (engine.serves, engine.paused) == ((2, "2"), False)
+
+
 def test_engine_that_does_not_tell_how_an_attempt_ended_is_of_no_version_until_it_does(scene):
     """Its record goes on saying that version 1 is served, of the attempt before."""
     engine, lost = scene.engine, RuntimeError("a proxy says: it serves on")

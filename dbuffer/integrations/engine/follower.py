@@ -436,6 +436,7 @@ class Follower(Closing):
 
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
+        is_broken = False
         try:
             self._pause()
             record, load_s = self._load(view, goal)
@@ -443,8 +444,16 @@ class Follower(Closing):
             # The engine went to sleep, and must not compute before it is woken; or it runs again.
             self._owes_resume = self._owes_resume and self._engine.has_own_pause
             raise
+        except errors.EngineBrokenError:
+            is_broken = True
+            raise
         finally:
-            self._label_and_resume()
+            try:
+                self._label_and_resume()
+            except Exception:
+                # The next attempt resumes a broken engine. Its own error says more.
+                if not is_broken:
+                    raise
         switch = Switch(
             version=record.applied_version or goal.version,
             stage_s=record.stats.get("stage_s", 0.0),
