@@ -50,7 +50,7 @@ class Draft:
         version: number of the version.
         footer: footer of its tensors; None: known when the last of a stream has come.
         hashed: whether its checksums are computed as it is filled.
-        base: version that its delta leads from; None: a full version.
+        base: version that its delta leads from, or None for a full version.
         with_file: whether it has a weights file; else it is committed upon an earlier version's.
     """
 
