@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 
+from tests.support.engines.media_models import media_prompts, save_media_model
 from tests.support.engines.tiny_models import save_mixed, save_model, weights_in
 from tests.support.engines.vllm_engines import (
     following,
     greedy,
+    greedy_answers,
     judge,
     model_of,
     set_packing,
     start_llm,
 )
 
+HEARS, TEXT = "qwen2_audio", "language_model."
 LAYER = "model.layers.{}."
 ATTENTION = [f"{LAYER.format(1)}self_attn.{name}_proj.weight" for name in "qkv"]
 BIASES = [f"{LAYER.format(1)}self_attn.{name}_proj.bias" for name in "qkv"]
@@ -48,8 +51,11 @@ REFUSED = [
 
 
 def run(directory: Path) -> None:
+    # vLLM needs transformers' classes as they were before its first engine.
+    hears = [save_media_model(HEARS, directory, seed) for seed in (0, 1)]
     for case in CASES:
         switch_to_parts(directory, case)
+    train_the_text_alone(directory / HEARS, *hears)
 
 
 def switch_to_parts(directory: Path, case: str) -> None:
@@ -80,6 +86,28 @@ def switch_to_parts(directory: Path, case: str) -> None:
         assert tokens == answers[-1]
     if case == "qwen3 packed":
         go_back_to_base_and_part(place / "recovery", start_llm(base), weights, answers[1:])
+
+
+def train_the_text_alone(place: Path, base: Path, other: Path) -> None:
+    """Publish the text model of one that hears: whole, unchanged, and with 1 % changed."""
+    whole = {name: one for name, one in weights_in(other).items() if name.startswith(TEXT)}
+    changed = {name: one.clone() for name, one in whole.items()}
+    for tensor in changed.values():
+        tensor.view(-1)[::100] += 0.5
+    sounds = media_prompts(HEARS)
+
+    def ask(llm: Any) -> list[list[int]]:
+        return greedy_answers(llm, sounds)
+
+    fresh = [
+        ask(start_llm(save_mixed(base, part, place / name), skip_tokenizer_init=False))
+        for name, part in (("whole", whole), ("changed", changed))
+    ]
+    assert fresh[0] != fresh[1]
+    llm = start_llm(base, skip_tokenizer_init=False)
+    with following(llm, place / "store", ask, delta=True, partial=True) as switch:
+        for part, answers in zip((whole, whole, changed), (fresh[0], *fresh), strict=True):
+            assert switch(part) == [None, answers]
 
 
 def select(weights: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
