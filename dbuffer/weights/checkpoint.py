@@ -249,9 +249,16 @@ def _read_header(file: Descriptor) -> tuple[dict[str, Any], int]:
         raise ValueError(f"a file of {size} bytes has no header that ends at byte {start}")
     header = json.loads(filesystem.read_at(file.number, 8, start - 8))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = start + max([entry["data_offsets"][1] for entry in entries.values()], default=0)
-    if end != size:
-        raise ValueError(f"it has {size} bytes, and its header describes {end}")
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1]["data_offsets"]):
+        first, after = entry["data_offsets"]
+        if first != end:
+            raise ValueError(
+                f"{name!r} begins at byte {first}, and the tensor before it ends at {end}"
+            )
+        end = after
+    if start + end != size:
+        raise ValueError(f"it has {size} bytes, and its header describes {start + end}")
     return entries, start
 
 
@@ -266,7 +273,8 @@ def _parse_entry(
         shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
     first, end = entry["data_offsets"]
     num_bytes = TensorSpec(name, dtype, tuple(shape)).num_bytes
-    if min([first, *shape]) < 0 or end - first != num_bytes:
+    are_sizes = all(type(number) is int and number >= 0 for number in (first, end, *shape))
+    if not are_sizes or end - first != num_bytes:
         raise ValueError(f"{name!r} is {dtype} of shape {shape}, in bytes {first} to {end}")
     return DTYPES[dtype], tuple(shape), first, num_bytes
 

@@ -430,6 +430,16 @@ SPOILED_FILES = [
     *(file_of({"model.embed.weight": one}) for one in (entry(offsets=(4,)), entry(shape=["a"]))),
     file_of({"model.embed.weight": entry(shape=[-1, -1])}),
     file_of({"model.embed.weight": entry(offsets=(-4, 0))}, 0),
+    *(
+        file_of(
+            {"model.embed.weight": one, "model.empty": entry(shape=[0], offsets=(end, end))}, end
+        )
+        for one, end in (
+            *((entry(offsets=(0.0, 4)), 4), (entry(shape=[1.0]), 4)),
+            (entry(offsets=(4, 8)), 8),  # a gap before it
+        )
+    ),
+    file_of({"model.embed.weight": entry(), "model.empty": entry()}),  # the same bytes
 ]
 
 
