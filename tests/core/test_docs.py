@@ -765,6 +765,18 @@ def test_links_and_names_of_programs_lead_somewhere(page):
         assert (ROOT / name).is_file(), name
 
 
+def test_tests_of_interfaces_exist():
+    """Each item of another project's interface has one, unless it is not provided."""
+    rows = rows_of((DOCS / "integrations" / "interfaces.md").read_text(encoding="utf-8"))
+    items = [row for row in rows if row[0] not in ("item", "---")]
+    assert len(items) > 50
+    for item, test in items:
+        if test != "none: not provided":
+            file, _, name = test.strip("`").partition("::")
+            source = (ROOT / "tests" / "integrations" / file).read_text(encoding="utf-8")
+            assert f"\ndef {name}(" in source, item
+
+
 def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 

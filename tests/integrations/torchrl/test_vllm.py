@@ -56,6 +56,90 @@ CLASSES = [
     "VLLMWeightReceiver",
 ]
 COLLECTORS = "DoubleBufferSyncScheme"
+
+NEEDED = object()
+"""Stands for a parameter without a default."""
+
+DOCUMENTED: dict[str, dict[str, dict[str, Any]]] = {
+    "VLLMDoubleBufferSyncScheme": {
+        "__init__": {
+            "remote_addr": NEEDED,
+            "local_addr": None,
+            "num_threads": 1,
+            "strategy": "tensordict",
+        },
+        "create_transport": {},
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+        "init_on_receiver": {"model_id": NEEDED, "context": None},
+        "init_on_worker": {"model_id": NEEDED, "context": None},
+        "get_sender": {},
+        "get_receiver": {},
+        "prepare_weights": {
+            "weights": NEEDED,
+            "model_id": NEEDED,
+            "strategy": NEEDED,
+            "context": None,
+        },
+        "send": {"weights": None, "worker_ids": None},
+        "receive": {"timeout": None},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "connect": {"worker_idx": None, "weights": None},
+        "shutdown": {},
+    },
+    "VLLMDoubleBufferTransport": {
+        "__init__": {"remote_addr": NEEDED, "local_addr": None, "num_threads": 1},
+        "send_weights": {"model_id": NEEDED, "weights": NEEDED},
+        "receive_weights": {"timeout": None, "weights": None, "model": None, "strategy": None},
+        "check_connection": {},
+    },
+    "VLLMDoubleBufferWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "update_weights": {"weights": None},
+    },
+    "VLLMDoubleBufferWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "set_context": {"context": NEEDED},
+        "register_model": {"model_ref": NEEDED},
+        "register_worker_transport": {"pipe": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 180.0},
+        "receive": {"timeout": 0.001},
+    },
+    "VLLMWeightSyncScheme": {
+        "__init__": {
+            "master_address": None,
+            "master_port": None,
+            "gpus_per_replica": 1,
+            "num_replicas": 1,
+            "strategy": "tensordict",
+            "device": 0,
+        },
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+    },
+    "VLLMWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "register_collector": {"collector": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED, "vllm_engine": None},
+        "update_weights": {"weights": None},
+        "shutdown": {},
+    },
+    "VLLMWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED},
+        "set_context": {"context": NEEDED},
+        "register_model": {"model_ref": NEEDED},
+        "register_worker_transport": {"pipe": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 0.1},
+        "receive": {"timeout": 0.001},
+    },
+}
+"""Parameters and their defaults by TorchRL's documents, from 0.10 to 0.14."""
+
 # Without an engine.
 
 
@@ -106,6 +190,18 @@ def assert_same_signature(mine: Any, theirs: Any, method: str) -> None:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for other in more:
         assert other.kind in variable or other.default is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_signatures_are_those_that_torchrl_documents(name):
+    for method, documented in DOCUMENTED[name].items():
+        signature = inspect.signature(getattr(ours(name), method))
+        needed = [name for name, default in documented.items() if default is NEEDED]
+        for names in (documented, needed):
+            signature.bind(None, **dict.fromkeys(names))
+        for parameter, default in documented.items():
+            if default is not NEEDED and parameter in signature.parameters:
+                assert signature.parameters[parameter].default == default, method
 
 
 @pytest.mark.parametrize("name", [*CLASSES, COLLECTORS])
