@@ -144,6 +144,24 @@ def changed(weights, share):
 
 
 @pytest.mark.usefixtures("mount")
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_a_value_that_the_dtype_cannot_hold_is_refused(store, dtype, delta):
+    largest = torch.finfo(dtype).max
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2)
+    weights = {str(kind): torch.ones(1000, device="cuda").to(kind) for kind in kinds}
+    with dbuffer.WeightSender(store, dtype=dtype, delta=delta) as sender:
+        assert sender.send(weights).version == 1
+        for name in list(weights)[:3]:
+            refused = weights | {name: weights[name] * 2 * largest}
+            with pytest.raises(dbuffer.InvalidWeightsError, match=f"'{name}' cannot be cast"):
+                sender.send(refused)
+            with pytest.raises(dbuffer.InvalidWeightsError, match=f"'{name}' cannot be cast"):
+                sender.send(refused, wait=False).wait()
+        assert sender.send(weights).version == 2
+
+
+@pytest.mark.usefixtures("mount")
 @pytest.mark.parametrize("checksum", [False, True])
 def test_deltas_of_weights_on_a_gpu(store, checksum):
     weights = {name: t.cuda() for name, t in models.random_weights(SHAPES).items()}
