@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -25,6 +24,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import first_line, listed
+from dbuffer.runtime.trouble import without_frames
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ class PendingPublication(ProcessBound):
                 publication = publish()
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 self._unreported.append(first_line(error))
-                _forget_frames(error)
-                self._future.set_exception(error)
+                self._future.set_exception(without_frames(error))
             else:
                 self._future.set_result(publication)
 
@@ -142,19 +141,6 @@ class PendingPublication(ProcessBound):
                 "this version is being published by the process that sent it, and this is a forked "
                 "child of that: wait for it there"
             )
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Replace an error's traceback by a note of its text.
-
-    The frames of a publish refer to mapped files, whose room is not free until they are unmapped.
-    In a cycle with the future that keeps the error, that would be when Python collects garbage.
-    """
-    error.add_note("".join(traceback.format_exception(error)))
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__context__
 
 
 def _log_unreported(unreported: list[str], pid: int) -> None:

@@ -9,13 +9,16 @@ import functools
 import logging
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from dbuffer.errors import DBufferError, EngineUnreachableError
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ class RetryLoop:
             failures.log_at = now + failures.log_s
             self._log(error, f"{problem}; still failing after {now - failures.since:.0f} s")
         failures.kinds.add(kind)
-        self.error = error
+        self.error = without_frames(error)
         self.retry_s = failures.next_retry_s
         is_short = is_short or isinstance(error, EngineUnreachableError)
         max_s = TIMING.retry_short_max_s if is_short else TIMING.retry_max_s
@@ -147,7 +150,23 @@ def message_of(error: Exception) -> str:
     return str(error) if _is_known(error) else described(error)
 
 
-def _is_known(error: Exception) -> bool:
+def without_frames(error: ErrorT) -> ErrorT:
+    """Drop the frames of an error that is kept, and return it.
+
+    They refer to weights and mapped files, whose room is not free until they are unmapped; in a
+    cycle with what keeps the error, that is when Python collects garbage. The traceback of an error
+    that users do not expect becomes a note of its text.
+    """
+    if not _is_known(error):
+        error.add_note("".join(traceback.format_exception(error)))
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__context__
+    return error
+
+
+def _is_known(error: BaseException) -> bool:
     return isinstance(error, DBufferError | OSError)
 
 
