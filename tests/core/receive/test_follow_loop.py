@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dbuffer
 from dbuffer.receive.follow_loop import FollowLoop
+from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
@@ -189,3 +192,22 @@ def test_a_stop_ends_a_wait(store, receiver):
         stopped_at = time.monotonic()
         stop.set()
     assert time.monotonic() - stopped_at < 20
+
+
+def test_an_error_that_is_kept_keeps_no_variables():
+    """They may be mapped files, whose room the next attempt needs."""
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.ones(3)
+        references.append(weakref.ref(tensor))
+        try:
+            raise OSError(28, "no room")
+        except OSError as error:
+            raise dbuffer.StoreFullError("no room") from error
+
+    loop = RetryLoop(logger)
+    with loop.attempt():
+        fail()
+    assert isinstance(loop.error, dbuffer.StoreFullError)
+    assert references[0]() is None
