@@ -6,10 +6,11 @@ stands still whatever others call; what they called takes effect when the switch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,12 +189,19 @@ def _pass_on(pause: Callable[[], Any], result: Future[Any]) -> None:
     try:
         outcome = pause()
     except Exception as error:  # noqa: BLE001 - for the process that has called
-        result.set_exception(error)
+        _fail(result, error)
         return
     if isinstance(outcome, Future):
         outcome.add_done_callback(lambda done: _pass_on(done.result, result))
-    else:
+        return
+    with contextlib.suppress(InvalidStateError):
         result.set_result(outcome)
+
+
+def _fail(result: Future[Any], error: Exception) -> None:
+    """Let a result fail; one that its caller has given up keeps the others from nothing."""
+    with contextlib.suppress(InvalidStateError):
+        result.set_exception(error)
 
 
 def _deferring(pause: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +226,7 @@ def _resuming(resume: Callable[..., Any]) -> Callable[..., Any]:
         hold.other_pause = None
         ended, hold.deferred = hold.deferred, []
         for _, result in ended:
-            result.set_exception(RuntimeError("resumed before this pause began"))
+            _fail(result, RuntimeError("resumed before this pause began"))
         return None
 
     return call
