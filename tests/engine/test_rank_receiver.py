@@ -125,9 +125,11 @@ class PlannedRank(Rank):
 _engine: list[tuple[PlannedRank, RankReceiver]] = []
 
 
-def start(rank: int, store: Path, staging: str) -> None:
+def start(rank: int, store: Path, staging: str, local_store: str | None = None) -> None:
     mine = PlannedRank(Model(rank), RankChannel.of(Coordinator()))
-    options = EngineOptions(store=str(store), engine_id="engine", staging=staging)
+    options = EngineOptions(
+        store=str(store), local_store=local_store, engine_id="engine", staging=staging
+    )
     endpoint = RankEndpoint()
     endpoint.begin(lambda: mine, options)
     assert endpoint.receiver is not None
@@ -334,6 +336,22 @@ def test_a_delta_is_not_patched_upon_a_checkpoint(tmp_path, monkeypatch):
         sender.send(second)
         require_right(world.run(update, 2), second)
         world.run(close)
+
+
+def catch_up_with_a_mirror_of_some(rank: int, store: Path, local: Path) -> None:
+    """Start, and read the local store; only the first rank has found that it needs a mirror."""
+    if rank:
+        EngineOptions.start_mirror = lambda _: None
+    start(rank, store, "auto", str(local))
+    _engine[-1][1].catch_up()
+
+
+def test_ranks_of_which_one_has_a_mirror_catch_up_together(world, store, shm_path):
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(published := weights(1))
+        world.run(catch_up_with_a_mirror_of_some, store, shm_path / "local")
+        require_right(world.run(parameters), published)
+    world.run(close)
 
 
 def refuse(rank: int, invalid: set[int]) -> None:

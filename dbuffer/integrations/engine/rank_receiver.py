@@ -153,9 +153,9 @@ class RankReceiver:
 
         To the one to stay on, if that was published.
         """
-        mirror, timeout_s = self._mirror, self.options.timeout_s
-        if mirror is not None:
-            problems = self._on_all_ranks(lambda: mirror.wait_until_current(timeout_s))
+        # On all ranks alike: whether one has a mirror depends on what it found when it began.
+        if self.options.local_store is not None:
+            problems = self._on_all_ranks(self._wait_for_mirror)
             if any(problems):
                 raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
         newest = 0
@@ -166,6 +166,10 @@ class RankReceiver:
         version = self.options.version or newest
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
+
+    def _wait_for_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.wait_until_current(self.options.timeout_s)
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
