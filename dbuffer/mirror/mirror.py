@@ -152,6 +152,11 @@ class Mirror(Closing, ProcessBound):
         return self._published
 
     @property
+    def error(self) -> BaseException | None:
+        """Error that ended the mirror's thread; None: it runs, or was closed."""
+        return self._error
+
+    @property
     def stats(self) -> dict[str, float]:
         """Versions and bytes copied, seconds that took, failures."""
         return dict(_NO_STATS if self._receiver is None else self._receiver.record.current.stats)

@@ -17,6 +17,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
@@ -104,7 +105,13 @@ class StoreView:
 
         Raises:
             VersionError: that one is gone from the store.
+            EngineUpdateError: the local store gets no more versions: its mirror has ended.
         """
+        if self._mirror is not None and (error := self._mirror.error) is not None:
+            raise errors.EngineUpdateError(
+                f"{self.options.local_store} gets no more versions of {self.options.store}, whose "
+                f"mirror has ended: {described(error)}; end this, and follow again"
+            )
         only = self.options.version
         if only is not None:
             return self._stay_on(only, served, at_least)
