@@ -197,7 +197,7 @@ class EngineBrokenError(DBufferError, RuntimeError):
 
 
 class EngineUnreachableError(DBufferError, ConnectionError):
-    """An engine's server or actor does not answer, or sends an answer that dbuffer does not know.
+    """An engine's server, actor or event loop does not answer, or a server's answer is unknown.
 
     Check that it is up, and its address and API key.
     """

@@ -40,6 +40,7 @@ from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -257,6 +258,40 @@ def test_dead_engine_of_this_process_ends_following_and_is_told_once(scene):
     assert line.startswith(scene.engine_id)
     assert str(dead()) in line
     assert scene.metrics()["following"] == 0
+
+
+def test_engine_whose_program_is_busy_elsewhere_is_waited_for_without_a_failure(scene):
+    engine, is_idle = scene.engine, [False]
+    engine.is_idle = lambda: is_idle[0]
+    with scene.following() as follower:
+        is_idle[0] = True
+        engine.error = lambda: dbuffer.EngineUnreachableError("its event loop is not running")
+        scene.publish(2)
+        with pytest.raises(dbuffer.WaitTimeoutError):
+            follower.wait_applied(2, 0.5)
+        engine.error, is_idle[0] = None, False
+        assert follower.wait_applied(2, WAIT_S) == 2
+        is_idle[0] = True
+        scene.publish(3)
+        until("it waits", lambda: scene.metrics()["lag_versions"] == 1)
+    assert scene.metrics()["failures_total"] == 0
+    assert scene.lines() == []
+
+
+def test_mirror_that_ended_is_told(scene, shm_path, monkeypatch):
+    def fail(*_: object) -> Any:
+        raise dbuffer.OptionError("another store's versions")
+
+    scene.publish(1)
+    with scene.follower(local_store=str(shm_path / "local")) as follower:
+        until("it came", lambda: follower.sync() is not None)
+        monkeypatch.setattr(Mirror, "_copy_newest", fail)
+        scene.publish(2)
+        told = "gets no more versions of .*: OptionError: another store's versions"
+        until("it has ended", lambda: follower._view._mirror.error is not None)
+        with pytest.raises(dbuffer.EngineUpdateError, match=told):
+            follower.sync()
+        assert scene.engine.serves == (1, "1")
 
 
 def test_unexpected_error_does_not_end_following(scene):

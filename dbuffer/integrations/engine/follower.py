@@ -357,7 +357,8 @@ class Follower(Closing):
             EngineUpdateError: it serves on with the weights that it had; or, if these were no
                 version of this store, with those that it was started with. The message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
-            EngineUnreachableError: (a server) it does not answer.
+            EngineUnreachableError: (a server) it does not answer; (an ``AsyncLLM``) its event loop
+                is not running.
             WaitTimeoutError: some rank did not have it ready in time.
             ClosedError: ``stop_event`` was set meanwhile.
         """
@@ -431,29 +432,29 @@ class Follower(Closing):
         records = view.wait_ready(
             goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
         )
+        # A background follower waits, without a failure, for the program to go on generating.
+        while stop_event is not None and self._engine.is_idle():
+            if stop_event.wait(TIMING.stop_check_s):
+                raise errors.ClosedError("following was stopped")
         self._report.ranks(records)
         return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
-        is_broken = False
         try:
             self._pause()
             record, load_s = self._load(view, goal)
-        except errors.EngineBusyError:
-            # The engine went to sleep, and must not compute before it is woken; or it runs again.
-            self._owes_resume = self._owes_resume and self._engine.has_own_pause
-            raise
-        except errors.EngineBrokenError:
-            is_broken = True
-            raise
-        finally:
+        except BaseException as error:
+            if isinstance(error, errors.EngineBusyError):
+                # It went to sleep, and must not compute before it is woken; or it runs again.
+                self._owes_resume = self._owes_resume and self._engine.has_own_pause
+            # What became of the weights says more than a pause that cannot be ended just now.
             try:
                 self._label_and_resume()
-            except Exception:
-                # The next attempt resumes a broken engine. Its own error says more.
-                if not is_broken:
-                    raise
+            except Exception as later:  # noqa: BLE001 - the next attempt tries that again
+                logger.warning("%s is left paused for now: %s", self.engine_id, str(later))
+            raise
+        self._label_and_resume()
         switch = Switch(
             version=record.applied_version or goal.version,
             stage_s=record.stats.get("stage_s", 0.0),
@@ -613,8 +614,8 @@ class Follower(Closing):
     # Between two attempts
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
-        if isinstance(error, errors.EngineUnreachableError):
-            self._is_certain = False
+        if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
+            self._is_certain = False  # it may have been restarted
         versions = {version, self._failed_version}
         is_new = not self._is_failing or (None not in versions and len(versions) > 1)
         self._is_failing, self._failed_version = True, version

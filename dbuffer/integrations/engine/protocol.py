@@ -60,6 +60,10 @@ class Engine:
     def require_alive(self) -> None:
         """Raise :class:`EngineEndedError` if it is dead for good; a server may come back."""
 
+    def is_idle(self) -> bool:
+        """Whether it answers no call before its program goes on: its event loop is not running."""
+        return False
+
     def require_pause(self, mode: PauseMode) -> None:
         """Raise unless it can be paused so.
 

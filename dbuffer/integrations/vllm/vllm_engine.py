@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from dbuffer.errors import (
     EngineBusyError,
     EngineEndedError,
+    EngineUnreachableError,
     EngineUpdateError,
     UnsupportedError,
 )
@@ -155,6 +156,9 @@ class AsyncVllm(Engine):
         if self._engine.errored:
             raise EngineEndedError("the engine is dead")
 
+    def is_idle(self) -> bool:
+        return not (self._loop.is_running() or self._loop.is_closed() or self._engine.errored)
+
     def require_pause(self, mode: PauseMode) -> None:
         super().require_pause(mode)
         if mode == "in_place" and (shared := shared_caches(self._engine.vllm_config)):
@@ -243,9 +247,15 @@ class AsyncVllm(Engine):
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         # vLLM never answers a call that was in flight when its engine died.
         while not wait([future], TIMING.alive_check_s).done:
-            if self._engine.errored or not self._loop.is_running():
+            if self._engine.errored or self._loop.is_closed():
                 future.cancel()
                 raise EngineEndedError("the engine, or its event loop, has ended in mid-call")
+            if self.is_idle():  # between two `run_until_complete`, of this very thread maybe
+                future.cancel()
+                raise EngineUnreachableError(
+                    "the engine's event loop is not running: let it run, and sync in another "
+                    "thread meanwhile, as with await asyncio.to_thread(...)"
+                )
         try:
             return future.result()
         except Exception as error:

@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from dbuffer import OptionError, UnsupportedError
+from dbuffer import EngineEndedError, EngineUnreachableError, OptionError, UnsupportedError
 from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.integrations.vllm import core_pauses
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,
     AsyncVllm,
@@ -122,6 +123,46 @@ def test_a_pause_drops_every_cache(make, loop):
     assert first == "pause", "what is computed after a reset would stay"
     assert sorted(resets) == sorted((PREFIX, INPUTS, ENCODER))
     engine.close()
+
+
+def test_a_call_to_an_event_loop_that_is_not_running_says_so_and_the_next_is_answered(timing):
+    timing.alive_check_s = 0.05
+    idle = asyncio.new_event_loop()
+    engine = asynchronous([], idle)
+    with pytest.raises(EngineUnreachableError, match="event loop is not running"):
+        engine.pause("keep")
+    assert engine.is_idle()
+    idle.run_until_complete(asyncio.to_thread(engine.pause, "keep"))
+    idle.close()
+    with pytest.raises(EngineEndedError):
+        engine.pause("keep")
+
+
+class Core:
+    """What an engine core's pauses need of it."""
+
+    scheduler = SimpleNamespace(set_pause_state=lambda _: None)
+    model_executor = SimpleNamespace(is_sleeping=False)
+
+    def resume_scheduler(self) -> None:
+        """Go on."""
+
+    def pause_scheduler(self) -> str:
+        return "paused"
+
+
+@pytest.mark.parametrize("end", ["dbuffer_release", "resume_scheduler"])
+def test_pauses_called_in_a_switch_are_answered_although_one_caller_gave_up(end):
+    class Holding(Core):
+        is_scheduler_paused, sleep = None, Core.pause_scheduler
+
+    core_pauses.hold_cores(Holding, type("InStep", (Core,), {}))
+    core: Any = Holding()
+    core.dbuffer_current_hold = core_pauses._Hold(other_pause=None)
+    results = [core.pause_scheduler() for _ in range(3)]
+    results[0].cancel()
+    getattr(core, end)()
+    assert [result.done() for result in results] == [True] * 3
 
 
 @pytest.mark.parametrize("make", [asynchronous, replica])
