@@ -681,6 +681,24 @@ def full(*_: object, **__: object) -> None:
     raise dbuffer.StoreFullError("no room")
 
 
+def test_record_in_the_store_tells_the_outcome_if_no_answer_does(scene):
+    """SGLang passes none on, so its rank writes the record at once."""
+    engine = scene.engine
+
+    def call(request: RankRequest) -> list[RankAnswer]:
+        if request.call == "acknowledge":
+            return [None]
+        LightEngine.call(engine, request)
+        if request.call == "update":
+            engine.receiver.acknowledge()
+        return [None]
+
+    with scene.about_to_switch() as follower:
+        engine.call = call
+        assert follower.sync().version == 2
+        assert (engine.serves, scene.recorded) == ((2, "2"), (2, {"step": 20}))
+
+
 def test_broken_engine_that_is_not_resumed_is_told_as_broken(scene):
     """The next sync resumes it; nothing but another load mends it."""
     engine = scene.engine
