@@ -102,7 +102,7 @@ class Engine:
         self.switch()
         self.seed = 1 - self.seed
         self.require_served()
-        assert self.applied == self.newest()
+        self.require_applied(self.newest())
 
     def publish_other(self) -> int:
         """Publish the weights that the engine does not have; the version."""
@@ -154,7 +154,8 @@ class Engine:
 
     def require_applied(self, version: int) -> None:
         """Require that a version is acknowledged, once for both ranks."""
-        self.sender.wait_applied(version, receivers=1, timeout_s=0.05)
+        self.sender.wait_applied(version, receivers=1, timeout_s=WAIT_S)
+        assert self.applied == version
         self.require_not_applied(version, receivers=2)
 
     def require_not_applied(self, version: int, receivers: int = 1) -> None:
@@ -260,7 +261,7 @@ def drive_by_extension(engine: Engine) -> None:
 def switch_once(engine: Engine) -> int:
     version = engine.switch_to_other()
     engine.require_served()
-    assert engine.applied == version
+    engine.require_applied(version)
     return version
 
 
@@ -292,7 +293,6 @@ def failing(engine: Engine) -> Iterator[Failure]:
     """Let the block publish, and an attempt fail; the next update must succeed."""
     yield Failure(engine)
     engine.switch_to_published()
-    engine.require_applied(engine.newest())
 
 
 def fail_in_load(engine: Engine, rank: int) -> None:
@@ -407,7 +407,7 @@ def take_the_buffer_from_a_rank(engine: Engine, directory: Path) -> None:
         engine.switch()
         meanwhile.result(WAIT_S)
     engine.require_served(1 - engine.seed)
-    assert engine.applied == version
+    engine.require_applied(version)
     engine.switch()
     engine.require_served()
     assert all(record["stats"]["evictions"] > 0 for record in engine.rank_records())

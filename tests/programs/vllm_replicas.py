@@ -195,6 +195,9 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
     seeds[str(last + 1)], seeds[str(last + 2)] = 2, 1
     await switch_in_a_pause_that_begins(program, follower, make_model(family, 2))
     last = await switch_after_a_session(program, follower, make_model(family, 1))
+    await asyncio.to_thread(
+        program.sender.wait_applied, last, receivers=1, timeout_s=STEP_TIMEOUT_S
+    )
     seen = {
         "last": last,
         "reached": follower.applied,
