@@ -174,7 +174,7 @@ class SharedFileWriter(ShardWriter):
         return self.finish(world, hashed=True)
 
     def drop(self) -> None:
-        """Unmap the files: one that rank 0 abandons keeps its room for as long as it is mapped."""
+        """Unmap the files: an abandoned file keeps its room for as long as a rank maps it."""
         self._mapped = None
         self._kept.clear()
 

@@ -69,8 +69,8 @@ class ShardedWeightSender(Publisher):
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
             publish its own names and tensors, with experts fused as transformers fuses them.
-        num_threads: threads of each rank that copy. Default: its share of the host's cores, of
-            those that it may use, at most 8.
+        num_threads: threads of each rank that copy. Default: its share of the host's cores, at
+            most 8 and at most the cores that it may use.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
             before they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
@@ -359,6 +359,6 @@ def _check_reach(medium: Medium, ranks: Iterable[Process]) -> None:
 def _share_of_cores(ranks: Agreement) -> int:
     here = Process.here().machine
     ranks_here = sum(peer.machine == here for peer in ranks.peers)
-    # Ranks may be bound to cores of their own, or share those of a container.
+    # Each rank may be bound to its own cores, or all ranks share a container's.
     share = max(1, (os.cpu_count() or 1) // ranks_here)
     return min(MAX_DEFAULT_THREADS, num_cores(), share)

@@ -117,7 +117,7 @@ class Source:
         """Yield all tensors, one at a time; each may be gone when the next has come.
 
         Raises:
-            InvalidWeightsError: one is not what it was declared as, or overflows in its cast.
+            InvalidWeightsError: a tensor differs from its declaration, or overflows in its cast.
         """
         for spec, tensor in zip(self.specs, self.tensors, strict=True):
             fetched = fetch(tensor)
