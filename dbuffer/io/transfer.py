@@ -15,7 +15,7 @@ import ctypes
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ from dbuffer.io.tensors import (
     DTYPES,
     FileTensors,
     as_bytes,
-    flat_view,
     is_plain,
     join_blocks,
     split_evenly,
@@ -129,7 +128,7 @@ def write_tensor(
     """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests."""
     digests: list[int] = []
     with filesystem.os_errors("write a tensor", path):
-        for data in _bytes_of(source, dtype):
+        for data in _spans_of(source, dtype):
             filesystem.write_at(file.number, offset, data)
             offset += data.nbytes
             if hashed:
@@ -138,20 +137,13 @@ def write_tensor(
     return digests or [DIGEST_OF_NOTHING]
 
 
-def _bytes_of(source: torch.Tensor, dtype: torch.dtype) -> Iterable[memoryview]:
-    if source.numel() * dtype.itemsize > SPAN_BYTES:
-        return _spans_of(source, dtype)
-    plain = source.detach().resolve_conj().resolve_neg()
-    return (as_bytes(flat_view(plain.to(device="cpu", dtype=dtype).contiguous())),)
-
-
 def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield a tensor's bytes as the file holds them, in memory that the next span uses again.
+
+    They are written, and then hashed, and the trainer may change its tensor in between: so they are
+    copied even if the tensor lies in memory just like that.
+    """
     elements = source.detach().reshape(-1)
-    if is_plain(elements, dtype):
-        flat = flat_view(elements)
-        for first in range(0, flat.numel(), SPAN_BYTES):
-            yield as_bytes(flat[first : first + SPAN_BYTES])
-        return
     step = SPAN_BYTES // dtype.itemsize
     memory = torch.empty(min(step, elements.numel()), dtype=dtype)
     for first in range(0, elements.numel(), step):

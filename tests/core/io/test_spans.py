@@ -20,7 +20,8 @@ import dbuffer
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, TensorSpec
 from dbuffer.io import transfer
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors
+from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, MappedTensors, join_digests
+from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
 from tests.support.children import open_files
 from tests.support.patterns import assert_same, bits, checksum_of, odd_tensors, random_bits
@@ -97,6 +98,21 @@ def written_file(
     copier.close()
     os.truncate(path, max(layout.layout_offset, path.stat().st_size))
     return path.read_bytes(), checksums
+
+
+@pytest.mark.parametrize("size", [1000, 2 * SPAN_BYTES + 17])
+def test_what_is_written_is_hashed_though_the_tensor_changes(files, monkeypatch, size):
+    tensor, layout = torch.zeros(size, dtype=torch.uint8), layout_of([size])
+    file, path = files.new(layout, "written")
+    write = filesystem.write_at
+
+    def write_and_change(*arguments: Any) -> None:
+        write(*arguments)
+        tensor.add_(1)
+
+    monkeypatch.setattr(filesystem, "write_at", write_and_change)
+    digests = transfer.write_tensor(handed(file), path, 0, tensor, torch.uint8, hashed=True)
+    assert join_digests(digests) == checksum_of(path.read_bytes()[:size])
 
 
 # Spans cover the file

@@ -213,9 +213,7 @@ def test_a_sender_applies_them(tmp_path, delta):
 
 def test_an_iterator_is_not_cut(tmp_path):
     with dbuffer.WeightSender(tmp_path / "store", rename=CUT) as sender:
-        with pytest.raises(
-            dbuffer.UnsupportedError, match="an iterator come one by one"
-        ):
+        with pytest.raises(dbuffer.UnsupportedError, match="an iterator come one by one"):
             sender.send(iter(WEIGHTS.items()))
 
 
