@@ -40,15 +40,20 @@ class LocalCopy(Closing):
         self._chain: dict[str, int] = {}
         """Deltas up to the version copied last."""
         self._footer = KeptFooter()
-        with contextlib.ExitStack() as begun:
-            self._writer, self._mappings = writer, KeptMappings()
-            begun.callback(writer.close)
-            begun.callback(self._mappings.clear)
-            begun.callback(AcknowledgementRelay(writer.store, records).close)
-            self._ending = begun.pop_all()
+        self._writer, self._mappings = writer, KeptMappings()
+        try:
+            self._relay = AcknowledgementRelay(writer.store, records)
+        except BaseException:
+            writer.close()
+            raise
 
     def close(self) -> None:
-        self._ending.close()
+        """Close it; once more after an interrupt."""
+        try:
+            self._relay.close()
+        finally:
+            self._mappings.clear()
+            self._writer.close()
 
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""

@@ -674,7 +674,7 @@ _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 class _Forks:
-    """Notes this process's forks, and closes what a child inherits."""
+    """Forks of this process; closes the files that a child inherits."""
 
     def __init__(self) -> None:
         self.under_way: set[int] = set()

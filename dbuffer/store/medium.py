@@ -25,10 +25,11 @@ from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "ramfs", "tmpfs"})
 """Filesystems on which allocated space stays allocated when it is written again.
 
-A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and a
-mapped page for which there is none is a SIGBUS. An overlay may have one below it, and replaces a
-file of a lower layer when it is first opened for writing: older mappings keep showing that file,
-which has the same device and inode. On all of these each version gets a new file.
+A copy-on-write filesystem (btrfs, zfs, xfs with reflinks) needs new space for old pages, and
+writing a mapped page without space is a SIGBUS. An overlay may lie on such a filesystem, and
+replaces a file of a lower layer when the file is first opened for writing: older mappings keep
+showing the old file, and the new one has its device and inode. On all of these each version gets a
+new file.
 """
 
 LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(

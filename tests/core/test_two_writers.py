@@ -179,7 +179,7 @@ def test_forked_child_cannot_publish_and_keeps_no_lock(store, in_a_publish):
 
 
 def fork_at_each_opening(connection: Connection, store: Path) -> None:
-    """Fork as another thread may: a file is open, and not yet among those that a child closes."""
+    """Fork as another thread may, before a child can know that a file is open."""
     patch, open_file = pytest.MonkeyPatch(), os.open
     children: dict[str, int] = {}
 

@@ -617,7 +617,7 @@ def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path
 
 
 def test_sigterm_ends_all_processes_of_a_command(tmp_path, store):
-    """Also the one that the shell waits for."""
+    """The shell waits for another process."""
     pid = tmp_path / "pid"
     command = f"sh -c 'echo $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 300'; true"
     with Command(tmp_path, "exec", store, command) as follower:
