@@ -145,8 +145,3 @@ def without_flock() -> None:
     filesystem.try_lock = lambda descriptor, *, exclusive: True
     filesystem.lock_within = lambda descriptor, timeout_s: True
     filesystem.unlock = lambda descriptor: None
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read so far, with read calls."""
-    return int(Path("/proc/self/io").read_text().split()[1])

@@ -17,7 +17,6 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer import InvalidWeightsError, StoreBusyError, WeightsMismatchError
 from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.options import TransportOptions
-from tests.support.stores import bytes_read
 from tests.support.waiting import TIMEOUT_S
 
 
@@ -121,20 +120,6 @@ def test_nothing_to_receive_is_said_once(tmp_path, caplog):
     assert str(tmp_path / "remote" / "store") in line
     assert str(tmp_path / "local" / "store") in line
     transport.close()
-
-
-def test_receivers_of_a_host_share_what_one_of_them_reads(transport, network):
-    weights, read, receivers = {"a": torch.ones(1 << 20)}, [], []
-    transport.send_weights("policy", weights)
-    for _ in range(2):
-        receiver = Transport(transport.remote_addr)
-        before = bytes_read()
-        assert torch.equal(receiver.receive_weights()["a"], weights["a"])
-        read.append(bytes_read() - before)
-        receivers.append(receiver)
-    assert read[1] < weights["a"].nbytes / 2 < read[0]
-    for receiver in receivers:
-        receiver.close()
 
 
 def test_there_is_a_connection_where_a_store_is_or_may_be(transport, tmp_path):

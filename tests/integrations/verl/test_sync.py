@@ -23,7 +23,7 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
-from tests.support.stores import bytes_read, remove_store
+from tests.support.stores import remove_store
 from tests.support.waiting import TIMEOUT_S
 
 STEP = 7
@@ -140,19 +140,6 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
     assert newest(local_store or store).version == 2
     if is_mirrored:
         ends.incoming._mirror.close()
-
-
-def test_workers_of_a_host_share_what_one_of_them_reads(store, network):
-    ends = Ends(store)
-    workers, tensor, read = [ends.incoming, ends.new_rollout()], torch.ones(1 << 20), []
-    sync = ends.outgoing.announce()
-    ends.outgoing.publish([("a", tensor)], STEP)
-    for worker in workers:
-        worker.expect(sync)
-        before = bytes_read()
-        assert torch.equal(taken(worker)["a"], tensor)
-        read.append(bytes_read() - before)
-    assert read[1] < tensor.nbytes / 2 < tensor.nbytes <= read[0]
 
 
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends):
