@@ -206,7 +206,7 @@ def update_by_stock_calls(store: Path, pair: Pair) -> None:
     assert transfer.parse_update_info({"version": 3}).version == 3
     error = str(error_of(lambda: transfer.parse_update_info({"names": ["x"]})))
     assert error.startswith(("ValueError: ", "OptionError: "))
-    assert "{'names': ['x']}" in error
+    assert "names ['x']" in error
     for error in (
         error_of(lambda: llm.init_weight_transfer_engine({"init_info": {}})),
         error_of(lambda: llm.init_weight_transfer_engine({"init_info": {"store": "x", "port": 1}})),

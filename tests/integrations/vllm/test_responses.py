@@ -394,12 +394,31 @@ def test_request_that_its_server_does_not_let_in_learns_nothing_and_waits_for_no
     assert (start["status"], start["headers"], core.num_questions) == (401, [], 0)
 
 
-def test_client_that_leaves_no_longer_waits_for_readiness():
-    async def leave() -> Any:
-        return {"type": "http.disconnect"}
+async def leave() -> Any:
+    """Receive that the client has left, after a moment."""
+    await asyncio.sleep(0.05)
+    return {"type": "http.disconnect"}
 
+
+def test_client_that_leaves_no_longer_waits_for_readiness():
     path = "/ready?min_version=8&wait_s=3600"
     assert served(Engine(Core(SERVED)), path, None, leave) == []
+
+
+def test_client_that_leaves_no_longer_waits_for_weights(with_spans):
+    """vLLM's routes listen for that, and cancel what they do."""
+    engine = Engine(Core(SERVED))
+
+    async def cancelling(scope: Any, receive: Any, send: Any) -> None:
+        generating = asyncio.create_task(streaming(engine)(scope, receive, send))
+        assert (await receive())["type"] == "http.disconnect"
+        generating.cancel()
+        await asyncio.wait([generating])
+        assert generating.cancelled()
+
+    asked = {"X_Weight_Min_Version": "8", "X_Weight_Wait_S": "3600"}
+    assert served(engine, "/v1/responses", cancelling, leave, **asked) == []
+    assert not engine.outlook._lock.locked()
 
 
 @pytest.mark.timing(alive_check_s=0.01)
