@@ -499,13 +499,13 @@ class Follower(Closing):
         self._is_certain = False  # until the record says what came of the attempt
         started = time.monotonic()
         error: Exception | None = None
-        answered: ReceiverRecord | None = None
+        record: ReceiverRecord | None = None
         try:
-            answered = self._engine.do(RankRequest("update", update=update))
+            record = self._engine.do(RankRequest("update", update=update))
         except Exception as raised:  # noqa: BLE001 - the record tells what it means
             error = raised
         load_s = time.monotonic() - started
-        record = self._outcome_of(view, attempt, answered)
+        record = self._outcome_of(view, attempt, record)
         if record is None:
             raise error or errors.EngineUpdateError(
                 f"{view.engine_id} did not acknowledge version {goal.version} in "
@@ -526,13 +526,13 @@ class Follower(Closing):
         raise error
 
     def _outcome_of(
-        self, view: StoreView, attempt: str, answered: ReceiverRecord | None
+        self, view: StoreView, attempt: str, record: ReceiverRecord | None
     ) -> ReceiverRecord | None:
         """Believe the engine's record, if it tells how this attempt ended; None: it does not.
 
-        A rank whose answer was lost is asked again; one that was killed does not tell.
+        ``record`` was the ranks' answer. If that was lost, they are asked again.
         """
-        record = answered or view.readable_record()
+        record = record or view.readable_record()
         if record is None or record.attempt != attempt:
             with contextlib.suppress(Exception):  # the update's own error says more
                 record = self._engine.do(RankRequest("acknowledge"))

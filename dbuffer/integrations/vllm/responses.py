@@ -167,9 +167,9 @@ class _Response:
         """End the stream with an error, in place of its route's words that it is complete."""
         if not self._is_over:
             self._is_over = True
-            told = {"type": STOP_REASON, "message": _CUT_SHORT}
+            error = {"type": STOP_REASON, "message": _CUT_SHORT}
             # As OpenAI's clients read errors, and as Anthropic's do.
-            event = {"type": "error", "code": STOP_REASON, "message": _CUT_SHORT, "error": told}
+            event = {"type": "error", "code": STOP_REASON, "message": _CUT_SHORT, "error": error}
             body = b"event: error\n" + _DATA + _encoded(event) + _EVENT_END
             await self._send({"type": "http.response.body", "body": body})
 
