@@ -229,7 +229,7 @@ def _open_safetensors(
     SIGBUS. So the file is read, and never mapped, as safetensors would.
     """
     try:
-        file = Descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        file = Descriptor.open(path, os.O_RDONLY | os.O_NONBLOCK)
         entries, start = _read_header(file)
         for name in sorted(entries) if names_in_file is None else names_in_file:
             if name not in entries:
