@@ -158,6 +158,7 @@ CASES = {
         lambda directory, seed: eagle3(directory, seed, has_head=True),
     ),
     "medusa": Case(llama, {"method": "medusa", "num_speculative_tokens": 2}, medusa),
+    "draft model": Case(llama, {"method": "draft_model", "num_speculative_tokens": 2}, llama),
     "mtp": Case(mimo, {"method": "mtp", "num_speculative_tokens": 1}),
     "suffix": Case(
         llama, {"method": "suffix", "num_speculative_tokens": 2}, needs="arctic_inference"

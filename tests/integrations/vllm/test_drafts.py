@@ -18,7 +18,12 @@ from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
 from tests.support.soak import IN_SOAKS_ALONE
 
 pytestmark = NEEDS_VLLM
-SHARES = {"eagle": [True, True], "eagle3": [True, True], "eagle3 with a head": [True, False]}
+SHARES = {
+    "eagle": [True, True],
+    "eagle3": [True, True],
+    "eagle3 with a head": [True, False],
+    "draft model": [False, False],
+}
 """Whether a draft has the target's embedding, and its head."""
 
 
