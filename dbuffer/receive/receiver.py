@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -28,6 +29,7 @@ from dbuffer.format.manifest import (
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.copier import Copier
 from dbuffer.io.devices import any_on_gpu
+from dbuffer.io.tensors import FileTensors
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
@@ -273,7 +275,8 @@ class WeightReceiver(Closing, ProcessBound):
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
-                vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs.
+                vLLM's ``model.load_weights``, called with an iterator of ``(name, tensor)`` pairs,
+                which ends with the call. A coroutine function is refused.
             partial: leave tensors of the target that the version lacks as they are. All that it
                 holds must still be in the target. A version that lacks what an earlier one
                 contained is refused, because the rest would stay that one's; this receiver
@@ -561,8 +564,15 @@ class WeightReceiver(Closing, ProcessBound):
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(held)
             self._remember_names(held, tensors.layout.names, partial)
-            pairs = SnapshotTensors(tensors.data, tensors.layout).items()
-            target(iter(pairs) if views else ((name, tensor.clone()) for name, tensor in pairs))
+            # Later versions overwrite what the pairs are read from.
+            with contextlib.closing(_pairs_of(tensors, views=views)) as pairs:
+                returned = target(pairs)
+            if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
+                returned.close()
+                raise errors.OptionError(
+                    f"load_into loaded nothing: the call of {target!r:.200} only made a "
+                    f"{type(returned).__name__}; give a function that loads before it returns"
+                )
             return
         match = self._matcher.match(target, self.reader.layout(held), partial=partial)
         tensors = self.reader.read(held, keep=True)  # damage shows before the target is touched
@@ -585,6 +595,11 @@ class WeightReceiver(Closing, ProcessBound):
         if partial:
             self._loaded_names.require_all(names, version)
         self._loaded_names.add(names, version)
+
+
+def _pairs_of(tensors: FileTensors, *, views: bool) -> Generator[tuple[str, torch.Tensor]]:
+    for name, tensor in SnapshotTensors(tensors.data, tensors.layout).items():
+        yield name, tensor if views else tensor.clone()
 
 
 def _check_version(name: str, value: int | None) -> None:

@@ -364,6 +364,32 @@ class TestAcknowledging:
             assert one.receiver_id != other.receiver_id
 
 
+async def load_later(pairs):
+    dict(pairs)
+
+
+def load_piecemeal(pairs):
+    yield from pairs
+
+
+class TestFunctions:
+    @pytest.mark.parametrize("function", [load_later, load_piecemeal])
+    def test_one_that_loads_after_its_call_is_refused(self, store, sender, function):
+        sender.send(weights_of(1))
+        with dbuffer.WeightReceiver(store) as receiver:
+            with pytest.raises(dbuffer.OptionError, match=f"loaded nothing.*{function.__name__}"):
+                receiver.load_into(function)
+            assert receiver.load_into(dict) == 1
+
+    @pytest.mark.parametrize("views", [False, True])
+    def test_pairs_end_with_the_call(self, store, sender, views):
+        sender.send(weights_of(1))
+        kept = []
+        with dbuffer.WeightReceiver(store) as receiver:
+            receiver.load_into(kept.append, views=views)
+        assert list(kept[0]) == []
+
+
 def load_what_does_not_fit(receiver):
     receiver.load_into({"a": torch.zeros(4)})
 
