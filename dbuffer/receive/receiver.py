@@ -564,7 +564,7 @@ class WeightReceiver(Closing, ProcessBound):
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self.reader.read(held)
             self._remember_names(held, tensors.layout.names, partial)
-            # Later versions overwrite what the pairs are read from.
+            # Later versions overwrite the memory that the pairs are read from.
             with contextlib.closing(_pairs_of(tensors, views=views)) as pairs:
                 returned = target(pairs)
             if inspect.iscoroutine(returned) or inspect.isgenerator(returned):

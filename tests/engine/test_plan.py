@@ -1081,6 +1081,21 @@ def test_a_switch_fills_what_has_replaced_what_was_planned(kind, replace, is_pre
     assert sum("was replaced, or has moved" in line for line in plan_lines(log)) == 1
 
 
+def test_a_weight_whose_strides_were_exchanged_is_reloaded():
+    """The object and its address stay the same."""
+
+    def tensors() -> Tensors:
+        return {"a.weight": random((20, 20)), "b.weight": random()}
+
+    switched = Switched(lambda: Model(a=Layer(shape=(20, 20)), b=Layer()), tensors())
+    assert switched.switch_often(tensors) == PLANNED
+    weight = switched.model.layers["a"].weight
+    weight.data = weight.data.t()
+    newest, switch = switched.prepare_next()
+    switched.apply_or_reload(newest, switch)
+    assert torch.equal(weight, newest["a.weight"])
+
+
 @pytest.mark.parametrize(
     "memory",
     [lambda: [torch.zeros(4, 6).t(), torch.zeros(SHAPE)], lambda: torch.zeros(2, *SHAPE)],

@@ -150,6 +150,14 @@ def fill_what_replaced_a_parameter_and_refuse_a_layer(
             assert llm.llm_engine.get_weight_version() == "unknown"
         mlp.down_proj = before
         assert follower.sync() is not None
+        norm = model.model.layers[1].input_layernorm.weight
+        norm.data, memory = model.model.norm.weight.data, norm.data
+        error = error_of(lambda: follower.sync(force=True))
+        assert "something replaced" in error
+        assert "norm.weight since" in error
+        assert llm.llm_engine.get_weight_version() == "unknown"
+        norm.data = memory
+        assert follower.sync() is not None
 
 
 def reload_a_layer_that_derives_something(directory: Path, deep: Path, llm: Any) -> None:

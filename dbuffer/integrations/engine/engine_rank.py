@@ -62,6 +62,18 @@ def require_unchanged(before: Mapping[str, object], now: Mapping[str, object]) -
         )
 
 
+def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return for each parameter the first one in the same memory, which may be itself.
+
+    What is loaded into one of two that share memory is in both.
+    """
+    first: dict[tuple[torch.device, int], str] = {}
+    return {
+        name: first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
+        for name, tensor in parameters.items()
+    }
+
+
 class EngineRank:
     """The rank that a receiver runs in; each engine subclasses it."""
 

@@ -16,7 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_model
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.engine_rank import require_unchanged
+from dbuffer.integrations.engine.engine_rank import require_unchanged, tied_to
 from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.weights.checkpoint import read_checkpoint
@@ -45,7 +45,9 @@ class SglangModel:
         require_unchanged(self._forms, self._forms_now())
 
     def _forms_now(self) -> dict[str, object]:
-        return {name: _form(parameter) for name, parameter in self._model.named_parameters()}
+        parameters = dict(self._model.named_parameters())
+        ties = tied_to(parameters)
+        return {name: (_form(tensor), ties[name]) for name, tensor in parameters.items()}
 
     def load_checkpoint(self) -> None:
         path = Path(get_model().model_path)

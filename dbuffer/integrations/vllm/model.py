@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.engine_rank import require_unchanged
+from dbuffer.integrations.engine.engine_rank import require_unchanged, tied_to
 from dbuffer.integrations.engine.plan.load_trace import form_of
 from dbuffer.integrations.vllm import reload_fixes as fixes
 
@@ -115,8 +115,10 @@ class VllmModel:
             if next(module.parameters(recurse=False), None) is not None:
                 targets[name] = weakref.ref(module)
         addresses = self._addresses() if self._reads_captured_addresses else {}
-        for name, tensor in self._model.named_parameters():
-            targets[name] = form_of(tensor), addresses.get(name)
+        parameters = dict(self._model.named_parameters())
+        ties = tied_to(parameters)
+        for name, tensor in parameters.items():
+            targets[name] = form_of(tensor), ties[name], addresses.get(name)
         return targets
 
     def _addresses(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.plan.images import PackedLayer, Packing, packed_layers
 from dbuffer.integrations.engine.plan.load_trace import (
     Copy,
+    Form,
     LoadTrace,
     TracedTensor,
     form_of,
@@ -43,6 +44,8 @@ class _Place(NamedTuple):
     thing: torch.nn.Module | torch.Tensor
     address: int
     """Address of a tensor's first element."""
+    form: Form | None
+    """Form of a tensor."""
 
     def __str__(self) -> str:
         return f"{self.name} of a {type(self.module).__name__}"
@@ -52,10 +55,13 @@ class _Place(NamedTuple):
         thing = self.module.__dict__[self.table].get(self.name)
         if not isinstance(self.thing, torch.Tensor):
             return thing is self.thing
-        # Some layers wrap the same memory anew each time that they are loaded.
-        if thing is not self.thing and (thing is None or form_of(thing) != form_of(self.thing)):
-            return False
-        return bool(thing.data_ptr() == self.address)
+        # Some layers wrap the same memory anew each time that they are loaded; and a tensor's
+        # strides may have been exchanged where it lies, as by ``param.data = param.data.t()``.
+        return (
+            thing is not None
+            and form_of(thing) == self.form
+            and bool(thing.data_ptr() == self.address)
+        )
 
 
 @dataclass(eq=False)
@@ -215,13 +221,13 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan) -> None:
 
 def _places_of(model: torch.nn.Module, written: Sequence[torch.Tensor]) -> list[_Place]:
     """Return the places of all modules of a model, and of the tensors that a switch writes."""
-    addresses = {id(tensor): tensor.data_ptr() for tensor in written}
+    places = {id(tensor): (tensor.data_ptr(), form_of(tensor)) for tensor in written}
     return [
-        _Place(module, table, name, thing, addresses.get(id(thing), 0))
+        _Place(module, table, name, thing, *places.get(id(thing), (0, None)))
         for module in model.modules()
         for table in ("_modules", "_parameters", "_buffers")
         for name, thing in module.__dict__[table].items()
-        if id(thing) in addresses or isinstance(thing, torch.nn.Module)
+        if id(thing) in places or isinstance(thing, torch.nn.Module)
     ]
 
 
