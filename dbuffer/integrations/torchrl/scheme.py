@@ -271,7 +271,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         if model is not None and model is not weights:
             self._guard.attach(model)
             _, version, _ = published
-            StagedVersion.of_extracted(version, extracted).load(model, self._guard, Matcher())
+            staged = StagedVersion.of_extracted(version, extracted)
+            staged.load(model, self._guard, Matcher())
 
     def _extract(self, weights: Any) -> Extracted:
         return extract(weights, self._strategy.extract_weights)
