@@ -648,7 +648,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         yield "which-transport.md", phrase
     of_changes = {name: float(gpu(f"{name}, 1 % changed", 1)) for name in ("publish", "commit")}
     assert round(of_changes["publish"] / float(gpu("publish", 1))) == 6
-    assert round(float(gpu("commit", 1)) / of_changes["commit"]) == 24
+    assert round(float(gpu("commit", 1)) / of_changes["commit"]) == 17
     memory = [row for row in rows_of(result("pause.txt")) if row[0] == "memory to stage a version"]
     packed, live_mb, experts = (float(row[2]) for row in memory)
     few, half = (
@@ -666,7 +666,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
             f"{cpu('dbuffer, checksums', 3)}]",
         ),
         ("tuning.md", "[six times](benchmarks.md#gpus) a publish"),
-        ("tuning.md", "a twentieth of the pause [with a GPU]"),
+        ("tuning.md", "a seventeenth of the pause [with a GPU]"),
         ("tuning.md", f"[{live_mb:.0f} MB measured](benchmarks.md#the-pause)"),
         ("tuning.md", f"[{sender_mb:.1f} MB measured](benchmarks.md#targets)"),
         ("integrations/vllm.md", f"was {packed / 1000:.1f} GB beside a model of 0.99 GB"),
