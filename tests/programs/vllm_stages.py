@@ -191,7 +191,7 @@ def ask(request: Any) -> str:
         return WorkerRank(config, model, torch.device("cpu"))
 
     answer = capture_answer(lambda: RankEndpoint.of(model).do(request, rank))
-    return "" if answer is None else str(answer)
+    return str(answer) if isinstance(answer, dbuffer.DBufferError) else ""
 
 
 if __name__ == "__main__":

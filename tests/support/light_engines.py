@@ -166,7 +166,8 @@ class LightEngine(Engine):
             error, self.lost_answer = self.lost_answer, None
             raise error
         for thread in threading.enumerate():
-            if thread.name == "dbuffer-acknowledge":
+            # An engine of another thread may not have started its own yet.
+            if thread.name == "dbuffer-acknowledge" and thread.is_alive():
                 thread.join()  # so that tests find the record that it writes
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
 
