@@ -1027,6 +1027,31 @@ def test_loaders_that_want_all_tensors_are_not_asked_again(log):
     assert sum("not verified again" in message for message in log.messages) == 1
 
 
+@mapped_and_staged
+def test_a_value_cached_by_its_weight_s_version_counter_is_computed_anew(staged):
+    class Caching(Layer):
+        cached = -1, None
+
+        def compute(self) -> torch.Tensor:
+            if self.cached[0] != self.weight._version:
+                self.cached = self.weight._version, self.weight.sum()
+            return self.cached[1]
+
+    def written_behind_its_back(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        parameter.data.copy_(loaded)
+
+    tensors = {"a.weight": random(), "b.weight": random()}
+    kinds = itertools.chain([Caching], itertools.repeat(Layer))  # the twin caches nothing
+    switched = Switched(
+        lambda: Model(a=next(kinds)(written_behind_its_back), b=Layer()), tensors, staged=staged
+    )
+    switched.changes = differences
+    for _ in range(NUM_SWITCHES):
+        tensors = changed_a_little(tensors)
+        switched.switch(copied(tensors))  # which compares what both compute
+    assert switched.patched == PATCHED
+
+
 def test_another_layout_is_proven_anew():
     switched = Switched(two_layers, two_tensors())
     assert switched.switch_often(two_tensors)[-1]

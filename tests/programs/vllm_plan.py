@@ -21,6 +21,7 @@ from tests.support.engines.tiny_models import (
 from tests.support.engines.vllm_engines import (
     counted_reloads,
     following,
+    greedy,
     judge,
     model_of,
     set_packing,
@@ -42,6 +43,7 @@ def run(directory: Path) -> None:
     fill_what_replaced_a_parameter_and_refuse_a_layer(directory, deep, llm)
     refuse_a_reranker_that_computes_its_head(directory)
     switch_what_a_model_keeps_beside_its_parameters(directory)
+    keep_buffers_and_renew_a_cached_head(directory)
 
 
 def parameters(llm: Any) -> dict[str, torch.Tensor]:
@@ -255,6 +257,63 @@ def switch_what_a_model_keeps_beside_its_parameters(directory: Path) -> None:
         # In memory that is written anew two versions later.
         error, _ = switch(weights | {"viewed": torch.ones(8)})
     assert "no place for viewed" in error
+
+
+def keep_buffers_and_renew_a_cached_head(directory: Path) -> None:
+    """Switch by a reload, copies and patches, and after a reset of vLLM's weight checker."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class Caching(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            norm = self.model.norm
+            for name, value in (
+                ("scalar", torch.tensor(0.75)),
+                ("filled", torch.zeros(2)),
+                ("alias", norm.weight.data),
+            ):
+                norm.register_buffer(name, value, persistent=False)
+            self.head = -1, torch.empty(0)
+
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.model.norm.filled.fill_(3.0)
+            weight = self.lm_head.weight
+            if self.head[0] != weight._version:
+                self.head = weight._version, weight.double()
+            return (hidden.double() @ self.head[1].T).float()
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", Caching)
+    checkpoint = save_qwen3(directory / "caching", tie_word_embeddings=False)
+    llm = start_llm(checkpoint, how="none")
+    model, weights = model_of(llm), weights_in(checkpoint)
+
+    def checksums() -> Any:
+        return llm.collective_rpc("compute_weight_checksums")
+
+    def state(_: Any) -> Any:
+        greedy(llm, 1)
+        norm = model.model.norm
+        head = weights["lm_head.weight"]
+        assert torch.equal(model.head[1][: len(head)], head.double())  # vLLM pads the vocabulary
+        assert torch.equal(norm.alias, weights["model.norm.weight"])
+        assert (float(norm.scalar), norm.filled.tolist()) == (0.75, [3.0, 3.0])
+        return checksums()
+
+    seen = []
+    with following(llm, directory / "caching store", state, delta=True) as switch:
+        for number in range(6):
+            if number == 5:
+                llm.collective_rpc("reset_weights")
+            for tensor in weights.values():
+                tensor.view(-1)[number :: tensor.numel() // 2] += 0.5
+            error, checksum = switch(weights)
+            assert error is None
+            saved = save_mixed(checkpoint, weights, directory / f"caching {number}")
+            seen.append((saved, checksum))
+    for saved, checksum in seen:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(saved)})
+        assert checksums() == checksum
 
 
 if __name__ == "__main__":

@@ -136,15 +136,14 @@ class RankModel:
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         if self._state.must_reload and self._partial:
-            self.serving.load_checkpoint()  # for the layers that are in no version
+            self._loader.load_checkpoint()  # for the layers that are in no version
         trace = self._trace_of(staged.layout)
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
         self._loader.reload(tensors, trace, switch)
 
     def load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
-        self._loader.forget()
-        self.serving.load_checkpoint()
+        self._loader.load_checkpoint()
         self._state.loaded_names.forget()
 
     def refuse_to_serve(self, reason: str) -> None:

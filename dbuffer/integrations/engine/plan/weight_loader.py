@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.engine_rank import ServingModel
@@ -245,6 +246,7 @@ class WeightLoader:
         held, self._held = self._held, NOTHING_HELD
         try:
             switch.apply(self._copier, held)
+            increment_version(switch.plan.written)
             self._reload_part(switch)
         except BaseException:
             # The repair must not fail for the same reason: a reload, and a new verification.
@@ -254,16 +256,28 @@ class WeightLoader:
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
-            self._serving.load(self._given(reloaded), partial=True)
+            self._load(reloaded, partial=True)
 
     def _reload(self, tensors: Tensors) -> None:
-        self._serving.load(self._given(tensors), partial=self._partial)
+        self._load(tensors, partial=self._partial)
+
+    def _load(self, tensors: Tensors, *, partial: bool) -> None:
+        self._serving.load(self._given(tensors), partial=partial)
+        # By this counter some heads know whether their copy in float32 is stale. Neither direct
+        # copies nor vLLM's reload, which writes to `param.data`, count it up.
+        increment_version(self._model.parameters())
 
     def _given(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors to give to loaders: of those that they write into, copies."""
         # Tensors are loaded again, and copied from, and must be as they were published.
         for name, tensor in tensors.items():
             yield name, tensor.clone() if name in self._rewritten else tensor
+
+    def load_checkpoint(self) -> None:
+        """Load the weights that the engine was started with."""
+        self.forget()
+        self._serving.load_checkpoint()
+        increment_version(self._model.parameters())
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
