@@ -192,7 +192,7 @@ class KeptMappings:
         return mapped
 
     def keep_only(self, layout: Layout | None) -> None:
-        """Unmap files of other layouts, which will not be written again; None: all files.
+        """Unmap files of other layouts, or of all if None: they will not be written again.
 
         A mapping keeps an unlinked file's room, which the new file may need.
         """

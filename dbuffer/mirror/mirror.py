@@ -153,7 +153,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the mirror's thread; None: it runs, or was closed."""
+        """Error that ended the mirror's thread, or None if it runs or was closed."""
         return self._error
 
     @property

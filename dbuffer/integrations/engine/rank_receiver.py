@@ -212,7 +212,7 @@ class RankReceiver:
 
     @property
     def engine_record(self) -> ReceiverRecord | None:
-        """The engine's record, whether written or not; None: another rank keeps it."""
+        """The engine's record, written or not, or None if another rank keeps it."""
         return self._record.current if self.ranks.rank == 0 else None
 
     def acknowledge(self) -> None:

@@ -51,7 +51,7 @@ class _Place(NamedTuple):
         return f"{self.name} of a {type(self.module).__name__}"
 
     def is_as_planned(self) -> bool:
-        """Whether copies into the planned tensor still reach the one that the module has."""
+        """Whether the module still has the planned tensor, so that copies reach it."""
         thing = self.module.__dict__[self.table].get(self.name)
         if not isinstance(self.thing, torch.Tensor):
             return thing is self.thing
@@ -91,7 +91,7 @@ class CopyPlan:
         return [*self.parameters.values(), *packed]
 
     def replaced(self) -> str | None:
-        """Return the name of a module or tensor that is no longer where it was; None: all are.
+        """Return the name of a module or tensor that was replaced or moved, or None.
 
         Anything may replace them: another library that quantizes a layer, a method of a worker
         extension, ``param.data = ...``.
