@@ -252,17 +252,12 @@ def map_file(file: int, file_bytes: int, access: int) -> torch.Tensor:
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     with filesystem.os_errors("map a weights file", path := f"/proc/self/fd/{file}"):
         own = filesystem.Descriptor.open(path, mode)
-    with own:
-        return map_locked(own.number, file_bytes, access)
-
-
-def map_locked(file: int, file_bytes: int, access: int) -> torch.Tensor:
-    """Map an open file; the mapping holds the file's lock until it is dropped."""
     # A reader writes into no page of it, or few: none need be set aside for a copy of each.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == mmap.ACCESS_COPY else mmap.MAP_SHARED
     protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
     try:
-        mapped = mmap.mmap(file, file_bytes, flags, protection)
+        with own:
+            mapped = mmap.mmap(own.number, file_bytes, flags, protection)
     except OSError as error:
         raise StoreAccessError(
             f"cannot map {file_bytes} bytes of a weights file: {error.strerror}; is there a limit "
