@@ -65,7 +65,7 @@ def require_unchanged(before: Mapping[str, object], now: Mapping[str, object]) -
 def tied_to(parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return for each parameter the first one in the same memory, which may be itself.
 
-    What is loaded into one of two that share memory is in both.
+    A load into one of two parameters that share memory changes both.
     """
     first: dict[tuple[torch.device, int], str] = {}
     return {

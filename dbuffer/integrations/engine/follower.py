@@ -2,8 +2,8 @@
 
 One switch: wait until every rank has the version ready, which costs the engine nothing; pause,
 which drops all caches; let the ranks agree and load; read the outcome from the engine's record; set
-the engine's label, which it reports with its responses; resume; acknowledge, for which senders
-wait. Caches go first, because that can fail, and a failure must come before the weights change;
+the engine's label, which it reports with its responses; resume; acknowledge, as senders wait for
+that. Caches go first, because that can fail, and a failure must come before the weights change;
 nothing fills them in a pause.
 
 The engine's record is the one statement about an attempt. Its first rank answers with it, and
@@ -543,7 +543,7 @@ class Follower(Closing):
         return record
 
     def _acknowledge(self) -> None:
-        """Let the engine's record say what it serves. After a failure, following begins anew."""
+        """Write the engine's record into the store. After a failure, following begins anew."""
         self._is_certain = False
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))

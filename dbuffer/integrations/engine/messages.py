@@ -1,7 +1,7 @@
 """Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer is None, or an error whose class, never its wording, says what has become of the engine;
-or, from the engine's first rank after an update, the engine's record, which tells the outcome.
+An answer is None, or an error whose class, never its wording, gives the engine's state. After an
+update, the engine's first rank answers with the engine's record, which tells the outcome.
 """
 
 from __future__ import annotations

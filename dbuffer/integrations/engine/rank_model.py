@@ -112,7 +112,7 @@ class RankModel:
     # In the worker's main thread
 
     def is_loadable(self, staged: Staged) -> bool:
-        """Whether what was staged of a version is enough to load it now.
+        """Whether the staged part of a version is enough to load the version now.
 
         Raises:
             UnsupportedError: a reload is due, and cannot fill all that computes.

@@ -153,7 +153,7 @@ class RankReceiver:
 
         To the one to stay on, if that was published.
         """
-        # On all ranks alike: whether one has a mirror depends on what it found when it began.
+        # All ranks gather, also those that found no store to mirror when they began.
         if self.options.local_store is not None:
             problems = self._on_all_ranks(self._wait_for_mirror)
             if any(problems):
@@ -471,7 +471,7 @@ class RankReceiver:
         self.acknowledge()
 
     def _set_record(self, stats: dict[str, float] | None = None) -> None:
-        """Let the engine's record say what the model has, once it is written."""
+        """Set the fields of the engine's record, to be written later."""
         problem, version = self._problem
         self._record.set_anew(
             applied_version=self._version,

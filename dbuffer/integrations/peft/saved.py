@@ -66,8 +66,8 @@ def save_adapter(
 ) -> SavedAdapter:
     """Save the newest version of an adapter below ``directory``, and acknowledge it.
 
-    What is there already is not written again. The newest two versions are kept there, and older
-    ones while a request of vLLM that `adapter_request` made names them.
+    A version that was saved before is not written again. The newest two versions are kept, and an
+    older one while a request that `adapter_request` made names it.
 
     Args:
         receiver: of a store that `send_adapter` publishes into.
@@ -155,9 +155,9 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove all versions but the newest, the one before, and those that are held.
+    """Remove old versions: all but the newest two and any that a request holds.
 
-    And what processes began that were killed.
+    Remove also the unfinished files of killed processes.
     """
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     others = sorted((path for path in saved if path != newest), key=_made_at)

@@ -18,7 +18,7 @@ from dbuffer.errors import WeightsMismatchError
 from dbuffer.runtime.timing import doubling
 
 _PATIENCE_S = 1.0
-"""Time for which a waiting load first keeps calls out, and then lets them in. It doubles."""
+"""First period in which a waiting load keeps calls out, then lets them in. It doubles."""
 _MAX_PATIENCE_S = 10.0
 """Upper bound of that time."""
 _CALL_CHECK_S = 0.5

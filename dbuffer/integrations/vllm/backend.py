@@ -49,7 +49,7 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
         OptionError: (a ``ValueError``) a value is invalid.
     """
 
-    # Not a dataclass: vLLM's base is one that is not frozen.
+    # A frozen dataclass cannot inherit from vLLM's base, which is not frozen.
     def __init__(
         self,
         *,

@@ -199,7 +199,7 @@ def _pass_on(pause: Callable[[], Any], result: Future[Any]) -> None:
 
 
 def _fail(result: Future[Any], error: Exception) -> None:
-    """Let a result fail; one that its caller has given up keeps the others from nothing."""
+    """Set a result's error, unless its caller has given the result up."""
     with contextlib.suppress(InvalidStateError):
         result.set_exception(error)
 

@@ -109,7 +109,7 @@ class VllmModel:
         require_unchanged(self._targets, self._reload_targets())
 
     def _reload_targets(self) -> dict[str, object]:
-        """Return what a reload fills: parameters, and layers, since vLLM empties one made later."""
+        """Return the layers and parameters that a reload fills: vLLM empties a layer made later."""
         targets: dict[str, object] = {}
         for name, module in self._model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:

@@ -263,8 +263,8 @@ class WeightLoader:
 
     def _load(self, tensors: Tensors, *, partial: bool) -> None:
         self._serving.load(self._given(tensors), partial=partial)
-        # By this counter some heads know whether their copy in float32 is stale. Neither direct
-        # copies nor vLLM's reload, which writes to `param.data`, count it up.
+        # Some heads keep a float32 copy of their weight, which is stale if this counter went up.
+        # Neither direct copies nor vLLM's reload, which writes to `param.data`, count it up.
         increment_version(self._model.parameters())
 
     def _given(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
