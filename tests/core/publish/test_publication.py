@@ -369,15 +369,18 @@ def test_an_error_that_is_not_expected_says_where_it_came_from(gate, sender):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_a_failed_publish_takes_no_room(store, keep):
+def test_a_failed_publish_takes_no_room(gate, store, keep):
     """Python's garbage collector may run much later, or when the trainer calls it."""
     weights = {"a": torch.ones(1 << 18), "b": torch.ones(1 << 18)}
     with dbuffer.WeightSender(store, delta=True, keep=keep) as sender, without_garbage_collection():
         for _ in range(3):
             weights["a"][5] += 1
+            gate.may_go_on.set()
             sender.send(weights)
+            gate.may_go_on.clear()
             pending = sender.send(weights, wait=False)
             weights["a"][5] += 1
+            gate.may_go_on.set()
             with pytest.raises(dbuffer.InvalidWeightsError):
                 pending.wait()
             del pending
