@@ -188,6 +188,8 @@ class Describer:
         if named is None and is_weight_source(weights):
             self._require_whole_tensors("a weight source")
             reader = SourceReader(weights)
+            if not self.sharded:
+                reader.require_all()
             source = self._describe_pairs(*self._checked_pairs(reader.tensors.items()))
             return replace(source, reader=reader)
         if named is None:

@@ -1,9 +1,17 @@
 """`WeightSource`: vLLM's protocol of a trainer's weights, read without importing vLLM.
 
-A source tells the names, dtypes and shapes of all tensors in ``metadata()``, and each pass over it
+A source has the names, dtypes and shapes of all tensors in ``metadata``, and each pass over it
 makes them whole, one at a time. On several ranks a pass is collective: all ranks make it together,
-to the end. Where ``held_names()`` returns None, rank 0's tensors are published, and other ranks may
-get anything; else each rank has the tensors of these names.
+to the end.
+
+| | vLLM 0.28 to 0.32 | since 0.33 |
+| --- | --- | --- |
+| metadata | a method | a cached property |
+| a pass | ``__iter__()`` | ``iter_full()`` |
+| a rank's part | ``held_names()`` | ``owners`` in the metadata |
+| other tensors | None in a pass | not in a pass |
+
+If all ranks have all tensors, those of rank 0 are published, and other ranks may get anything.
 """
 
 from __future__ import annotations
@@ -14,9 +22,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from dbuffer.errors import InvalidWeightsError
+from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.checkpoint import LazyTensor
 
@@ -24,14 +32,16 @@ from dbuffer.weights.checkpoint import LazyTensor
 class WeightSource(Protocol):
     """Weights as vLLM's trainers give them; iterable, or since vLLM 0.33 with ``iter_full()``."""
 
-    def metadata(self) -> Iterable[Any]:
-        """Return name, dtype and shape of each tensor, in the order of a pass."""
+    @property
+    def metadata(self) -> Any:
+        """Name, dtype and shape of each tensor, in the order of a pass; or a method for them."""
 
 
 def is_weight_source(weights: object) -> TypeGuard[WeightSource]:
     """Whether weights follow vLLM's protocol."""
-    has_pass = hasattr(weights, "iter_full") or hasattr(weights, "__iter__")
-    return has_pass and callable(getattr(weights, "metadata", None))
+    if hasattr(type(weights), "iter_full"):
+        return True
+    return hasattr(weights, "__iter__") and callable(getattr(weights, "metadata", None))
 
 
 def parameters_of(source: object) -> dict[str, torch.Tensor] | None:
@@ -50,31 +60,37 @@ class SourceReader:
     """Reader of a weight source: its lazy tensors come out of one pass, in their order.
 
     Args:
-        source: the source; its ``metadata()`` is called here, on all ranks.
+        source: the source; its ``metadata`` is read here, on all ranks.
 
     Raises:
-        InvalidWeightsError: ``metadata()`` is not what vLLM's sources return.
+        InvalidWeightsError: ``metadata`` differs from that of vLLM's sources.
+        UnsupportedError: the source yields pieces of tensors, and no whole ones.
     """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._pass: Iterator[Any] | None = None
-        held_names = getattr(source, "held_names", lambda: None)()
-        self._held = None if held_names is None else frozenset(held_names)
+        if not getattr(source, "implements_iter_full", lambda: True)():
+            raise UnsupportedError(
+                f"this {type(source).__name__} has no iter_full(), and dbuffer reads no "
+                "iter_local(): add iter_full(), or send the sharded module itself"
+            )
         self.tensors: dict[str, LazyTensor] = {}
         """Tensors by the source's names."""
         try:
-            for one in source.metadata():
+            metadata = list(metadata_of(source))
+            for one in metadata:
                 if one.name in self.tensors:
-                    raise InvalidWeightsError(f"the source's metadata() has {one.name!r} twice")
+                    raise InvalidWeightsError(f"the source's metadata has {one.name!r} twice")
                 fetch = functools.partial(self._read, one.name)
                 self.tensors[one.name] = LazyTensor(one.dtype, tuple(one.shape), fetch)
         except (AttributeError, TypeError) as error:
             raise InvalidWeightsError(
-                f"metadata() of this {type(source).__name__} does not give a name, dtype and shape "
+                f"metadata of this {type(source).__name__} does not give a name, dtype and shape "
                 f"for each tensor, as that of vLLM's sources does: {described(error)}"
             ) from error
         self._place = {name: place for place, name in enumerate(self.tensors)}
+        self._held = _held_names(source, metadata)
 
     def held_on(self, rank: int) -> list[int]:
         """Return the indices of the tensors that a pass gives on this rank."""
@@ -82,11 +98,24 @@ class SourceReader:
             return [] if rank else list(self._place.values())
         return [place for name, place in self._place.items() if name in self._held]
 
+    def require_all(self) -> None:
+        """Refuse a source of which this rank has a part.
+
+        Raises:
+            UnsupportedError: other ranks have the rest.
+        """
+        if self._held is not None and (missing := self._place.keys() - self._held):
+            raise UnsupportedError(
+                f"this rank does not have {listed(sorted(missing))} of the "
+                f"{type(self._source).__name__}, which is split between ranks: send it with a "
+                "ShardedWeightSender, on all ranks"
+            )
+
     def finish(self) -> None:
         """Make the rest of a pass, or all of it where no tensor was read: others wait for that.
 
         Raises:
-            InvalidWeightsError: the pass that was read gives more than ``metadata()`` says.
+            InvalidWeightsError: the pass that was read gives more than ``metadata`` says.
         """
         unfinished, self._pass = self._pass, None
         surplus = []
@@ -95,7 +124,7 @@ class SourceReader:
                 surplus.append(name)
         if surplus:
             raise InvalidWeightsError(
-                f"the source gives {listed(surplus)}, which its metadata() does not have"
+                f"the source gives {listed(surplus)}, which its metadata does not have"
             )
 
     def _read(self, name: str) -> torch.Tensor:
@@ -109,10 +138,38 @@ class SourceReader:
             if self._place.get(other, len(self._place)) >= self._place[name]:
                 what = f"no tensor for {name!r}" if other == name else repr(other)
                 raise InvalidWeightsError(
-                    f"the source gives {what} where its metadata() has {name!r}: both must be in "
+                    f"the source gives {what} where its metadata has {name!r}: both must be in "
                     "the same order, and have the same tensors"
                 )
-        raise InvalidWeightsError(f"the source ends before {name!r}, which its metadata() has")
+        raise InvalidWeightsError(f"the source ends before {name!r}, which its metadata has")
+
+
+def metadata_of(source: Any) -> Iterator[Any]:
+    """Return the metadata of a weight source."""
+    metadata: Any = source.metadata
+    metadata = metadata() if callable(metadata) else metadata
+    return iter(metadata)
+
+
+def is_split(source: Any) -> bool:
+    """Whether rank 0 does not have all tensors of a source; the same on all ranks."""
+    if not hasattr(source, "iter_full"):
+        return getattr(source, "held_names", lambda: None)() is not None
+    owners = [getattr(one, "owners", None) for one in metadata_of(source)]
+    return any(ranks is not None and 0 not in ranks for ranks in owners)
+
+
+def _held_names(source: Any, metadata: Iterable[Any]) -> frozenset[str] | None:
+    """Return the names of the tensors on this rank, or None if all ranks have all tensors."""
+    if (held_names := getattr(source, "held_names", None)) is not None:
+        return None if (names := held_names()) is None else frozenset(names)
+    owners = {one.name: getattr(one, "owners", None) for one in metadata}
+    if all(ranks is None for ranks in owners.values()):
+        return None
+    # vLLM's owners are ranks of the trainer: torch's, as a sharded module's are.
+    has_ranks = distributed.is_available() and distributed.is_initialized()
+    rank = distributed.get_rank() if has_ranks else 0
+    return frozenset(name for name, ranks in owners.items() if ranks is None or rank in ranks)
 
 
 def pass_over(source: Any) -> Iterator[Any]:

@@ -24,11 +24,14 @@ from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.runtime.messages import described
 from dbuffer.weights.sources import Weights
-from dbuffer.weights.weight_source import SourceReader, pass_over
+from dbuffer.weights.weight_source import SourceReader, is_split, pass_over
 
 logger = logging.getLogger(__name__)
+
+_SPLIT = "this trainer's source is split between ranks"
 
 # vLLM loads its plugins in engines, and not in trainers.
 register()
@@ -69,9 +72,16 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     # For trainers of releases before this interface, which look for it on the workers' half.
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
-    def __init__(self, *, client: Any, source: Any, sender: WeightSender | None) -> None:
+    def __init__(
+        self,
+        *,
+        client: Any,
+        source: Any,
+        sender: WeightSender | ShardedWeightSender | None,
+        rank: int,
+    ) -> None:
         # By hand: vLLM 0.26 asks for a configuration as well, which later releases do not have.
-        self.client, self.source, self.is_sender = client, source, sender is not None
+        self.client, self.source, self.is_sender, self.rank = client, source, rank == 0, rank
         self._sender = sender
         self._is_behind = False
         """Whether the source could not be published, so that patches of it fit nothing."""
@@ -92,11 +102,12 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 configuration before it, which is not looked at.
             init_info: the store and so on.
             client: the engine.
-            source: a ``WeightSource``.
+            source: a ``WeightSource``. If it is split between ranks, all of them write, and
+                torch.distributed must be initialised.
 
         Raises:
             OptionError: (a ``ValueError``) there is neither a source nor a checkpoint, or there are
-                both, or an option is wrong.
+                both, or an option is wrong; ``sparse`` with a source that is split.
             StoreBusyError: another sender has this store.
             DBufferError: the checkpoint could not be published.
         """
@@ -109,23 +120,28 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 "a first version is published whole, also of a trainer that sends patches then: "
                 "trainer_init needs a WeightSource, or its init info a checkpoint, and not both"
             )
-        if not init_info.is_sender:
-            return cls(client=client, source=source, sender=None)
         given = {"store": init_info.store} | init_info.engine
         checked = EngineOptions.parse(given)
         options = {name: getattr(checked, name) for name in given}
-        how = dict(init_info.sender)
-        if init_info.sparse or source is None:
-            how["delta"] = True
-        sender = WeightSender(init_info.store, **how)
-        try:
-            if init_info.checkpoint is not None:
-                sender.send(Path(init_info.checkpoint))
-            client.init_weight_transfer_engine(options)
-        except BaseException:
-            sender.close()
-            raise
-        return cls(client=client, source=source, sender=sender)
+        sender: WeightSender | ShardedWeightSender | None = None
+        rank, how = init_info.rank, dict(init_info.sender)
+        if source is not None and is_split(source):
+            if init_info.sparse:
+                raise OptionError(f"sparse: {_SPLIT}, and one rank alone sends patches")
+            sender = ShardedWeightSender(init_info.store, **how)
+        elif rank == 0:
+            if init_info.sparse or source is None:
+                how["delta"] = True
+            sender = WeightSender(init_info.store, **how)
+        if rank == 0 and sender is not None:
+            try:
+                if init_info.checkpoint is not None:
+                    sender.send(Path(init_info.checkpoint))
+                client.init_weight_transfer_engine(options)
+            except BaseException:
+                sender.close()
+                raise
+        return cls(client=client, source=source, sender=sender, rank=rank)
 
     def send_weights(self, patches: Iterable[Any] | None = None) -> None:
         """Publish, and switch the engine. Called on every rank.
@@ -141,7 +157,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 not be published: whatever the store holds, send the source whole once.
             WeightsMismatchError: a patch does not fit what was published.
             InvalidWeightsError: a patch is malformed, or brings a NaN.
-            OptionError: patches, and ``sparse`` is not set.
+            OptionError: patches, and ``sparse`` is not set, or the source is split between ranks.
             DBufferError: the weights could not be published. As with all of these, the engine was
                 not asked to switch.
             Exception: what the client raised; the engine is ready for the next update.
@@ -150,7 +166,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             version = self._publish_patches(patches)
         else:
             version = self._publish_source()
-        if version is None:
+        if version is None or not self.is_sender:
             return
         self._start()
         try:
@@ -210,6 +226,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return version
 
     def _publish_patches(self, patches: Iterable[Any] | None) -> int | None:
+        if isinstance(self._sender, ShardedWeightSender):
+            raise OptionError(f"{_SPLIT}: call send_weights() without patches")
         if self._sender is None:
             return None
         return publish_patches(self._sender, patches, is_behind=self._is_behind)

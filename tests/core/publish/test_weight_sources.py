@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ class Meta(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+    """Ranks that have it; None: all. vLLM's sources say so since 0.33."""
 
 
 class Export:
@@ -66,6 +69,10 @@ class LaterExport(Export):
     iter_full = Export.__iter__
     __iter__ = None  # type: ignore[assignment]
 
+    @functools.cached_property
+    def metadata(self) -> list[Meta]:  # type: ignore[override]
+        return Export.metadata(self)
+
 
 HELD = {0: ("embedding", "layers.1"), 1: ("embedding", "layers.0", "none")}
 
@@ -82,6 +89,37 @@ class Split(Export):
             distributed.all_reduce(torch.ones(1))
             is_held = name in self.held_names()
             yield name, value_of(name, self.version).expand(shape) if is_held else None
+
+
+class LaterSplit(LaterExport):
+    """As vLLM has such sources since 0.33: a pass leaves out what this rank does not have."""
+
+    @functools.cached_property
+    def metadata(self) -> list[Meta]:  # type: ignore[override]
+        held = self.problem.get("held", HELD)
+        every = self.problem.get("every", ())
+        return [
+            one._replace(owners=tuple(rank for rank in held if one.name in held[rank]))
+            if one.name not in every
+            else one
+            for one in Export.metadata(self)
+        ]
+
+    def iter_full(self) -> Iterator[Any]:
+        self.num_passes += 1
+        rank = distributed.get_rank()
+        for name, _, shape, owners in self.metadata:
+            if owners is None or rank in owners:
+                if owners is None or len(owners) > 1:
+                    distributed.all_reduce(torch.ones(1))
+                yield name, value_of(name, self.version).expand(shape)
+
+
+class Local(LaterExport):
+    """A source that yields pieces of tensors alone."""
+
+    def implements_iter_full(self) -> bool:
+        return False
 
 
 def value_of(name: str, version: int) -> torch.Tensor:
@@ -125,11 +163,11 @@ def send_sources(
 
 @pytest.mark.parametrize("mount", MOUNTS)
 @pytest.mark.parametrize("delta", [False, True], ids=["", "delta"])
-@pytest.mark.parametrize("kind", [Export, LaterExport, Split])
+@pytest.mark.parametrize("kind", [Export, LaterExport, Split, LaterSplit])
 def test_senders_take_a_source(two, store, kind, delta, mount):
     together = two.run(send_sources, ShardedWeightSender, kind, store, mount, delta)
     assert together == [[False, delta, delta]] * 2
-    if kind is not Split:
+    if not issubclass(kind, Split | LaterSplit):
         alone = store.with_name("alone")
         assert send_sources(0, WeightSender, kind, alone, mount, delta) == [False, delta, delta]
 
@@ -150,8 +188,10 @@ def test_a_source_is_neither_changed_nor_sent_in_the_background(store):
     with WeightSender(store) as sender:
         with pytest.raises(dbuffer.OptionError, match="lazy"):
             sender.send(Export(), wait=False)
-        with pytest.raises(dbuffer.InvalidWeightsError, match=r"metadata\(\) of this Strange"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="metadata of this Strange"):
             sender.send(Strange())
+        with pytest.raises(dbuffer.UnsupportedError, match=r"this Local has no iter_full\(\)"):
+            sender.send(Local())
 
 
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -200,12 +240,43 @@ def test_a_source_that_differs_from_its_metadata_is_refused_on_all_ranks(two, st
         assert re.search(f"rank 0 could not gather and write.*{expected}", of_ranks)
 
 
-def send_orphan(rank: int, store: Path) -> None:
+def send_orphan(rank: int, kind: Callable[..., Export], store: Path) -> None:
     with ShardedWeightSender(store) as sender:
-        sender.send(Split(held={0: ["embedding"], 1: ["layers.0", "none"]}))
+        sender.send(kind(held={0: ["embedding"], 1: ["layers.0", "none"]}))
 
 
-def test_a_tensor_of_a_source_that_no_rank_holds_is_refused_by_name(two, store):
-    for outcome in two.outcomes(send_orphan, store):
+@pytest.mark.parametrize("kind", [Split, LaterSplit])
+def test_a_tensor_of_a_source_that_no_rank_holds_is_refused_by_name(two, store, kind):
+    for outcome in two.outcomes(send_orphan, kind, store):
         assert isinstance(outcome, Failure)
         assert "no rank holds layers.1 float32[300, 300]" in outcome.message
+
+
+def send_partly_split(rank: int, store: Path) -> None:
+    """Send a source of which some tensors are on all ranks, and the others on one."""
+    with ShardedWeightSender(store) as sender:
+        sender.send(LaterSplit(every=("embedding",)))
+        assert_holds(rank, store, 1)
+
+
+def test_tensors_of_a_split_source_may_be_on_all_ranks(two, store):
+    two.run(send_partly_split, store)
+
+
+def send_split_alone(rank: int, store: Path) -> list[str]:
+    """Send split sources from each rank by a sender of its own."""
+    messages = []
+    with WeightSender(store / str(rank)) as sender:
+        for kind in (Split, LaterSplit):
+            with pytest.raises(dbuffer.UnsupportedError) as caught:
+                sender.send(kind())
+            messages.append(str(caught.value))
+        sender.send(LaterSplit(held={rank: tuple(SHAPES)}))
+    return messages
+
+
+def test_a_sender_of_one_rank_refuses_a_split_source_before_it_writes(two, store):
+    missing = ("'?layers.0'?, '?none'?", "'?layers.1'?")
+    for names, messages in zip(missing, two.run(send_split_alone, store), strict=True):
+        for message in messages:
+            assert re.search(f"this rank does not have {names} of .*ShardedWeightSender", message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
 from tests.support.engines import preforked
 from tests.support.worlds import World
@@ -78,5 +80,95 @@ def test_senders_take_the_source_of_a_module(two, store):
         with WeightReceiver(store / name) as receiver, receiver.open() as snapshot:
             expected = made().state_dict()
             expected["0.bias"][0] += difference
+            assert snapshot.tensors.keys() == expected.keys()
+            assert all(torch.equal(snapshot.tensors[key], expected[key]) for key in expected)
+
+
+class Client:
+    """An engine that notes which version it is told to take."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.calls.append("init")
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(weight_version)
+
+
+def train(rank: int, store: Path) -> list[list[Any]]:
+    """Send a source that all ranks have, and one that is split, by vLLM's half of a trainer."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from dbuffer.integrations.vllm.trainer import DBufferTrainerInitInfo
+
+    make_engine = WeightTransferTrainerFactory.trainer_init
+    calls = []
+    for name, source in (("whole", ModuleSource(made())), ("split", split_source(rank))):
+        client, info = Client(), DBufferTrainerInitInfo(store=store / name, rank=rank)
+        trainer = make_engine(info, client=client, source=source)
+        assert (trainer.rank, trainer.is_sender) == (rank, rank == 0)
+        trainer.send_weights()
+        trainer.send_weights()
+        calls.append(client.calls)
+    with pytest.raises(dbuffer.OptionError, match="split between ranks"):
+        trainer.send_weights([])
+    trainer.shutdown()
+    info = DBufferTrainerInitInfo(store=store / "sparse", rank=rank, sparse=True)
+    with pytest.raises(dbuffer.OptionError, match=r"sparse: .* split between ranks"):
+        make_engine(info, client=Client(), source=split_source(rank))
+    return calls
+
+
+def split_source(rank: int) -> Any:
+    """Return a source of which each rank has one layer, as this vLLM has such sources."""
+    from vllm.distributed.weight_transfer import base
+
+    state = made().state_dict()
+    names = [name for name in state if name.startswith(f"{rank}.")]
+
+    if not hasattr(base.WeightSource, "iter_full"):  # before vLLM 0.33
+
+        class EarlierSplit(base.WeightSource):
+            def metadata(self) -> Any:
+                return [base.ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in state.items()]
+
+            def held_names(self) -> Any:
+                return names
+
+            def __iter__(self) -> Any:
+                return ((name, t if name in names else None) for name, t in state.items())
+
+        return EarlierSplit()
+
+    class Split(base.WeightSource):
+        @functools.cached_property
+        def metadata(self) -> Any:
+            return [
+                base.ParamMeta(name, one.dtype, tuple(one.shape), owners=(int(name[0]),))
+                for name, one in state.items()
+            ]
+
+        def iter_full(self) -> Any:
+            return ((name, state[name]) for name in self.owned_names(rank))
+
+    return Split()
+
+
+def test_trainers_half_publishes_what_all_ranks_have(two, store):
+    updates = ["start", {"version": 1}, "1", "start", {"version": 2}, "2"]
+    assert two.run(train, store) == [[["init", *updates]] * 2, [[], []]]
+    for name in ("whole", "split"):
+        with WeightReceiver(store / name) as receiver, receiver.open() as snapshot:
+            expected = made().state_dict()
+            assert snapshot.version == 2
             assert snapshot.tensors.keys() == expected.keys()
             assert all(torch.equal(snapshot.tensors[key], expected[key]) for key in expected)
