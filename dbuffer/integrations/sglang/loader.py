@@ -16,8 +16,10 @@ from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations import interfaces
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.messages import RankAnswer
 from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
@@ -35,9 +37,14 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         return
     if request is None:
         return
-    watch_scheduler()
     endpoint = RankEndpoint.of(model)
-    answer = capture_answer(lambda: endpoint.do(request, lambda: SchedulerRank(model, names)))
+
+    def answer_request() -> RankAnswer:
+        interfaces.require("sglang")
+        watch_scheduler()
+        return endpoint.do(request, lambda: SchedulerRank(model, names))
+
+    answer = capture_answer(answer_request)
     if isinstance(answer, ReceiverRecord):
         endpoint.following().acknowledge()  # the store is where the follower reads the outcome
     if not isinstance(answer, DBufferError):

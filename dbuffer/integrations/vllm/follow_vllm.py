@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from dbuffer.errors import OptionError
+from dbuffer.integrations import interfaces
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
@@ -86,9 +87,12 @@ def follow(
     Raises:
         OptionError: (a ``ValueError``) an option is invalid, or there is no store.
         VersionError: ``version`` is no longer in the store.
-        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so.
+        UnsupportedError: the engine was not started in a way that lets it follow, or be paused so;
+            or this vLLM is newer than those tested, and has moved what dbuffer uses of it.
             A server that does not answer (yet) is waited for, in the background.
     """
+    if not isinstance(engine, str):
+        interfaces.require("vllm")
     chosen = None
     if store is not None:
         chosen = EngineOptions.parse({"store": store, **options})

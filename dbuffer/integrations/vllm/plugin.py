@@ -6,7 +6,12 @@ import logging
 import sys
 from typing import Any
 
+from dbuffer.errors import UnsupportedError
+from dbuffer.integrations import interfaces
+from dbuffer.integrations.engine.messages import as_answer, encode_answer
 from dbuffer.integrations.vllm.config import BACKEND, CALL
+from dbuffer.runtime.messages import listed
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,10 @@ def register() -> None:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", str(error))
         return
+    moved = interfaces.moved_names("vllm")
+    if moved:
+        # It starts as it would without dbuffer; engines that are to follow a store are refused.
+        logger.warning("this vLLM is newer than dbuffer knows, and moved %s", listed(moved))
     try:
         _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
         try:
@@ -43,6 +52,11 @@ def register() -> None:
     # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
     # would be the wrong place: vLLM refuses an extension whose names its workers have already.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
+    if moved:
+        return
+    if interfaces.is_newer("vllm"):
+        known = interfaces.Record.load("vllm").tested[1]
+        log_once(logger, "this vLLM is newer than %s; what dbuffer uses of it is unchanged", known)
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
     _tell_versions(EngineCore)
@@ -86,14 +100,32 @@ def serves_every_worker() -> bool:
     return wrapper is not None and CALL in vars(wrapper)
 
 
+class _Refusal:
+    """Stands for both halves of the backend in a vLLM whose interface moved."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        interfaces.require("vllm")
+
+    @classmethod
+    def trainer_init(cls, *_: Any, **__: Any) -> None:
+        interfaces.require("vllm")
+
+
 def _register(factory: Any, module: str, name: str) -> None:
     try:
-        factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
+        if interfaces.moved_names("vllm"):
+            factory.register_engine(BACKEND, _Refusal)
+        else:
+            factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     except ValueError:
         logger.debug("vLLM knows the backend %r already", BACKEND)
 
 
 def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
+    try:
+        interfaces.require("vllm")
+    except UnsupportedError as error:
+        return encode_answer(as_answer(error))
     from dbuffer.integrations.vllm.extension import WorkerExtension
 
     # An extension of the engine's own comes first: it may have more to do.

