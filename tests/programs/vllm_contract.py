@@ -213,7 +213,7 @@ def check_update_info(case: Case) -> None:
         for make in (lambda values: info_class(**values), case.engine.parse_update_info):
             with pytest.raises(dbuffer.OptionError):
                 make(wrong)
-    with pytest.raises(dbuffer.OptionError):
+    with pytest.raises(dbuffer.OptionError, match=r"nothing but version, .*, num_updates_list$"):
         case.engine.parse_update_info(sparse | {"versions": 3})
 
 

@@ -131,8 +131,12 @@ def run(directory: Path) -> None:
     )
     # What a model writes past its loaders, vLLM's reload would leave as the version before has it.
     # In float32, vLLM's CPU builds before 0.31 have no attention with sinks.
-    problem = "GptOssForCausalLM writes model.layers.0.attn.sinks past its loader"
-    refuse_whole_and_part(directory / "sinks", sinks, problem, SINKS, dtype="bfloat16")
+    # Since 0.33, the sinks have a loader.
+    past, part = "attn.sinks", SINKS
+    if vllm_release() >= (0, 33):
+        past, part = "mlp.experts.routed_experts.w13_weight", ()
+    problem = f"GptOssForCausalLM writes model.layers.0.{past} past its loader"
+    refuse_whole_and_part(directory / "sinks", sinks, problem, part, dtype="bfloat16")
     refuse_packed_convolution(directory / "convolution", convolution)
     quantised = [switch_int8(directory / case, int8[case], INT8[case][2]) for case in INT8]
     llm, pair = quantised[0], int8[next(iter(INT8))]

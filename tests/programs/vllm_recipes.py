@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -12,11 +13,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def arguments() -> Any:
-    """vLLM's module of that, which was in another place before 0.32."""
-    try:
-        return importlib.import_module("vllm.entrypoints.launchers.cli_args")
-    except ModuleNotFoundError:
-        return importlib.import_module("vllm.entrypoints.openai.cli_args")
+    """vLLM's module of that: of 0.33, of 0.32, or of a release before."""
+    for place in ("common", "launchers", "openai"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
+    raise AssertionError
 
 
 def main(directory: Path) -> None:

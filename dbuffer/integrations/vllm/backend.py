@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from vllm.distributed.weight_transfer.base import (
@@ -72,12 +72,12 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
             checks.refuse("names", names, f"the tensors' names, of which there are {len(counts)}")
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
+    def parse(cls, values: Mapping[str, Any], also: Collection[str] = ()) -> Self:
         counts: dict[str, Any] = {}
         if isinstance(values, Mapping):
             counts = {name: values[name] for name in _COUNTS if name in values}
             values = {name: value for name, value in values.items() if name not in counts}
-        return cls(**vars(UpdateRequest.parse(values)), **counts)
+        return cls(**vars(UpdateRequest.parse(values, also=[*_COUNTS, *also])), **counts)
 
 
 _COUNTS = ("names", "num_updates_list")
@@ -186,7 +186,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             kind = DBufferUpdateInfo if has_counts else UpdateRequest
             request: UpdateRequest | OptionError
             try:
-                request = kind.parse(update_info)
+                request = kind.parse(update_info, also=() if has_counts else _COUNTS)
             except OptionError as error:
                 request = error
             receiver.update(request)

@@ -52,6 +52,10 @@ def question(length: int) -> dict[str, Any]:
     }
 
 
+class PausedError(Exception):
+    """Refusal of a request to a server that is paused."""
+
+
 class Server:
     """A vLLM server in a process of its own, which has engine and workers in more of them."""
 
@@ -144,9 +148,15 @@ class Server:
         return False
 
     def answer(self, length: int = 5, replica: int | None = None) -> list[int]:
-        """Tokens that it answers a prompt with; that one of several replicas does."""
+        """Tokens that it answers a prompt with; that one of several replicas does.
+
+        Raises:
+            PausedError: the server refuses requests until it is resumed.
+        """
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         response = self.client.post("/v1/completions", json=question(length), headers=headers)
+        if response.status_code == 503 and "Generation is paused" in response.text:
+            raise PausedError
         assert response.status_code == 200, response.text
         return list(response.json()["choices"][0]["token_ids"])
 
