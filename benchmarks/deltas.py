@@ -24,12 +24,14 @@ from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import Diff, Words, cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
 from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import FileTensors
 
+_RUN = "0" * 16
 _THREADS = 2
 
 _SPREAD = 0.02
@@ -251,9 +253,8 @@ def _encode(versions: _Versions, copier: Copier, found: Diff | None = None) -> E
         found,
         copier,
         checksums=None,
-        base=f"{1:016x}-1",
-        identity=f"{1:016x}-2",
-        version=2,
+        base=VersionId(_RUN, 1),
+        version=VersionId(_RUN, 2),
         layout_xxh3=versions.layout_xxh3,
     )
 

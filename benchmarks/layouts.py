@@ -169,7 +169,7 @@ class PlannedReceiver:
             assert self._trace is not None
             self._loads.reload(staged.tensors or {}, self._trace, switch)
         commit_s = time.perf_counter() - start_s
-        self._stager.release(applied=staged.version)
+        self._stager.release(applied=staged.id)
         is_patched = switch is not None and switch.patches is not None
         return Switched(staged.duration_s, commit_s, staged.num_bytes, is_patched)
 
@@ -185,5 +185,4 @@ class PlannedReceiver:
         if self._trace is None:
             self._trace = self._check(snapshot.specs)
         tensors = dict(snapshot.tensors)
-        identity, changed_since = snapshot.identity, snapshot.changed_since
-        return self._loads.prepare(tensors, self._trace, identity, changed_since)
+        return self._loads.prepare(tensors, self._trace, snapshot.id, snapshot.changed_since)

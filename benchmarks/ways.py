@@ -89,7 +89,11 @@ class Ready:
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while time.monotonic() < deadline:
             record = self._store.receiver(self._receiver_id)
-            if record is not None and record.staged_version == self.version:
+            if (
+                record is not None
+                and record.staged is not None
+                and record.staged.number == self.version
+            ):
                 return
             time.sleep(0.001)
         raise TimeoutError(f"version {self.version} was not staged")

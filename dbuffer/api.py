@@ -1,5 +1,6 @@
 """Public names of `dbuffer`, besides its errors."""
 
+from dbuffer.format.lineage import VersionId as VersionId
 from dbuffer.format.manifest import Lag as Lag
 from dbuffer.mirror.mirror import Mirror as Mirror
 from dbuffer.publish.patches import SparsePatch as SparsePatch

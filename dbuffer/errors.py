@@ -82,14 +82,13 @@ class WaitTimeoutError(DBufferError, TimeoutError):
 class VersionRegressedError(DBufferError, RuntimeError):
     """The store went back to a lower version, was emptied or was replaced while a receiver used it.
 
-    If that was intended, call ``start_over()`` on the receiver. The error's ``history`` is that of
-    the store that replaced it; None if the store was emptied, or restored from a copy.
+    If that was intended, call ``follow_fork()`` on the receiver.
     """
 
-    def __init__(self, message: str, history: str | None = None) -> None:
+    def __init__(self, message: str, *, is_forked: bool = False) -> None:
         super().__init__(message)
-        self.history = history
-        """History of the store that replaced the previous one; None: unknown."""
+        self.is_forked = is_forked
+        """Whether another run has published there since: what it publishes can be followed."""
 
 
 class ReceiverFailedError(DBufferError, RuntimeError):

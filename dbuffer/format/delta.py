@@ -38,7 +38,8 @@ import numpy.typing as npt
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
-from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
+from dbuffer.format.lineage import VersionId
+from dbuffer.format.manifest import DIGEST, Record, decode, encode
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.lazy import cached_property
 
@@ -99,13 +100,12 @@ class DeltaRecord(Record):
     """First line of the header."""
 
     NAME: ClassVar = "delta"
-    PATTERNS: ClassVar = {"base": IDENTITY, "identity": IDENTITY, "layout_xxh3": DIGEST}
+    PATTERNS: ClassVar = {"layout_xxh3": DIGEST}
 
-    base: str
-    """Identity of the version that the delta starts from."""
-    identity: str
-    """Identity of the version that it leads to."""
-    version: int
+    base: VersionId
+    """Version that the delta starts from."""
+    id: VersionId
+    """Version that it leads to."""
     layout_xxh3: str
     is_hashed: bool
     """Whether the rows of tensors hold checksums; without, they hold 0."""

@@ -12,7 +12,7 @@ import math
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import (
@@ -28,6 +28,7 @@ from typing import (
 )
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
+from dbuffer.format.lineage import MAX_RUNS, RUN, Lineage, Relation, Run, VersionId, relation
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
 FORMAT = 1
@@ -46,14 +47,42 @@ receivers."""
 
 MAX_INTEGER = 2**63 - 1
 
-_RUN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
-"""Pattern of runs, digests, tokens, and attempts to switch an engine."""
-IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
+TOKEN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
+"""Pattern of tokens, digests, and attempts to switch an engine."""
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
 RecordT = TypeVar("RecordT", bound="Record")
+
+
+def _ids_in(value: Any) -> Any:
+    """Read a version's id, or a list of them; anything else stays, and is refused."""
+    if isinstance(value, list):
+        return [_ids_in(each) for each in value]
+    try:
+        return VersionId.parse(value)
+    except (ValueError, TypeError):
+        return value
+
+
+def _runs_in(value: Any) -> Any:
+    if isinstance(value, list):
+        return [Run(*row) if isinstance(row, list) and len(row) == 6 else row for row in value]
+    return value
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {VersionId: _ids_in, Run: _runs_in}
+"""Functions that read what JSON has no type for."""
+
+
+def plain_value(value: Any) -> Any:
+    """Return a field's value as JSON has it."""
+    if isinstance(value, VersionId):
+        return str(value)
+    if isinstance(value, list | Run):
+        return [plain_value(each) for each in value]
+    return value
 
 
 _FILE_FIELDS = (
@@ -78,7 +107,8 @@ class Lag(NamedTuple):
     """Difference of the two versions' numbers."""
     steps: int | float | None
     """Difference of their trainer's steps, the numbers ``step`` in their metadata; negative after
-    an earlier version was published again. None: one of them has no such number."""
+    an earlier version was published again. None: one of them has no such number, or they are of two
+    runs, whose steps are not compared."""
 
 
 class Record:
@@ -89,11 +119,19 @@ class Record:
     """Patterns of text fields."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
     """Types of each field's value, from its annotation."""
+    READERS: ClassVar[dict[str, Callable[[Any], Any]]]
+    """Functions that make values of fields of what JSON has for them."""
 
     def __init_subclass__(cls) -> None:
         hints = get_type_hints(cls).items()
         of_class = [name for name, hint in hints if ClassVar in (hint, get_origin(hint))]
         cls.TYPES = {name: _types_in(hint) for name, hint in hints if name not in of_class}
+        cls.READERS = {
+            name: reader
+            for name, hint in hints
+            for kind, reader in _READERS.items()
+            if name in cls.TYPES and kind in (hint, *get_args(hint))
+        }
 
     def __post_init__(self) -> None:
         """Check types and ranges, for records that are read and for those that are made."""
@@ -110,55 +148,86 @@ class Record:
                 raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
 
 
+class Versioned(Record):
+    """Base class of records that name a version, by an ``id`` and the ``runs`` that lead to it."""
+
+    id: VersionId
+    runs: list[Run]
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        require_runs(self.NAME, self.id, self.runs)
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.id.number
+
+    @property
+    def lineage(self) -> Lineage:
+        """The version, for `relation`."""
+        return Lineage(self.id, self.runs)
+
+
+def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
+    """Raise unless these are runs that can lead to a version."""
+    is_valid = 0 < len(runs) <= MAX_RUNS and all(map(_is_run, runs))
+    if not (is_valid and runs[0].id == version.run and 0 < version.number <= MAX_INTEGER):
+        raise StoreCorruptError(f"{name}: its runs do not lead to {version}: {runs!r:.200}")
+
+
+def _is_run(run: Any) -> bool:
+    match run:
+        case Run(str(id_), str() | None, str(), int(pid), int() | float(), int() | None as upon):
+            is_number = (pid >= 0, upon is None or 0 < upon <= MAX_INTEGER)
+            return RUN.fullmatch(id_) is not None and all(is_number) and bool not in map(type, run)
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pointer(Record):
+class Pointer(Versioned):
     """``CURRENT``: which buffer holds the newest version."""
 
     NAME: ClassVar = "version pointer"
-    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "identity": IDENTITY}
+    PATTERNS: ClassVar = {"writer": TOKEN}
 
-    version: int
-    identity: str
-    """Identity of the version, as in its `Manifest`."""
+    id: VersionId
+    runs: list[Run]
     buffer: str
     """``"A"`` or ``"B"``."""
     generation: int
     """Generation of the buffer's manifest; a manifest with another one was rewritten since."""
-    run: str
-    """Identity of the writer's run."""
-    history: str
-    """History as in :class:`WriterRecord`: versions are comparable within one history only."""
+    writer: str
+    """Token of the writer: of a sender, its run; of a mirror, another."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Versioned.__post_init__(self)
         if self.buffer not in BUFFERS:
             raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Record):
+class Manifest(Versioned):
     """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
 
     NAME: ClassVar = "manifest"
     PATTERNS: ClassVar = {
-        "run": _RUN,
-        "history": _RUN,
+        "writer": TOKEN,
         "file": WEIGHTS_FILE,
         "layout_xxh3": DIGEST,
         "checksums_xxh3": DIGEST,
-        "origin": IDENTITY,
-        "anchor": IDENTITY,
     }
 
     state: Literal["writing", "complete"]
-    version: int
+    id: VersionId
+    runs: list[Run]
+    """Here as well: a reader that finds no pointer goes by the manifests."""
     generation: int
     """Changes before the first byte of a rewrite and after its last; never repeats."""
-    run: str
+    writer: str
+    """Token of who wrote it: the version's run, or a mirror's token."""
     file: str
     """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
-    history: str
-    """History of the store: a reader that finds no pointer goes by the manifests."""
     file_bytes: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
@@ -172,22 +241,20 @@ class Manifest(Record):
     is_final: bool = False
     """Whether no byte of the file is ever written again. Without that, and without checksums, other
     hosts cannot tell whether they have read it whole."""
-    origin: str | None = None
-    """Identity of a mirrored version in the store where it was published."""
-    anchor: str | None = None
-    """Identity of the earlier version that the weights file holds, from which :attr:`chain` leads
-    to this one. None: the file holds this version, whole."""
+    anchor: VersionId | None = None
+    """Earlier version that the weights file holds, from which :attr:`chain` leads to this one.
+    None: the file holds this version, whole."""
     anchor_buffer: str | None = None
     """Buffer in whose directory that file is."""
-    chain: list[str] = field(default_factory=list)
-    """Identities of versions, oldest first and this one last; each but the first has a delta, a
+    chain: list[VersionId] = field(default_factory=list)
+    """Versions, oldest first and this one last; each but the first has a delta, a
     file that tells what differs from the one before it. Empty: there is none."""
     published_at: float = 0.0
     """Seconds since the epoch on the writer's clock; for people: it decides nothing."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Versioned.__post_init__(self)
         if self.state not in ("writing", "complete"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         self._check_chain()
@@ -200,7 +267,7 @@ class Manifest(Record):
 
     def _check_chain(self) -> None:
         chain = self.chain
-        if not all(isinstance(name, str) and IDENTITY.fullmatch(name) for name in chain):
+        if not all(isinstance(each, VersionId) for each in chain):
             raise StoreCorruptError(f"{self.NAME}: field 'chain' is {chain!r:.80}")
         if len(set(chain)) < len(chain) or len(chain) == 1:
             raise StoreCorruptError(
@@ -214,13 +281,13 @@ class Manifest(Record):
             raise StoreCorruptError(f"{self.NAME}: an anchor_buffer, and no anchor")
         if self.anchor is not None and self.anchor not in chain[:-1]:
             raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
-        if self.state == "complete" and chain and chain[-1] != self.identity:
+        if self.state == "complete" and chain and chain[-1] != self.id:
             raise StoreCorruptError(f"{self.NAME}: its chain of deltas leads to another version")
 
     @property
-    def identity(self) -> str:
-        """Identity that no other version of any store has; a mirror's copy keeps its original's."""
-        return self.origin or f"{self.run}-{self.generation}"
+    def is_copy(self) -> bool:
+        """Whether a mirror wrote it."""
+        return self.writer != self.id.run
 
     @property
     def of_file(self) -> dict[str, Any]:
@@ -230,17 +297,17 @@ class Manifest(Record):
     def upon(self, buffer: str) -> dict[str, Any]:
         """Return the fields of a version that stands on this one's file, in ``buffer``."""
         fields = self.of_file | {"file": self.file}
-        anchor, directory = self.anchor or self.identity, self.anchor_buffer or buffer
+        anchor, directory = self.anchor or self.id, self.anchor_buffer or buffer
         return fields | {"anchor": anchor, "anchor_buffer": directory}
 
-    def deltas_after(self, identity: str) -> list[str]:
+    def deltas_after(self, version: VersionId) -> list[VersionId]:
         """The deltas that lead from a version of its chain to it, by what each leads to.
 
         None of them from itself, which has no chain if there are no deltas.
         """
-        if identity == self.identity:
+        if version == self.id:
             return []
-        return self.chain[self.chain.index(identity) + 1 :]
+        return self.chain[self.chain.index(version) + 1 :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,16 +315,15 @@ class WriterRecord(Record):
     """``writer.json``: who has the store open for writing, or had it last."""
 
     NAME: ClassVar = "writer record"
-    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
+    PATTERNS: ClassVar = {"token": TOKEN, "boot": _BOOT}
 
     epoch: int
-    """Number of the writer; one that reads another run than its own has lost the store."""
-    run: str
+    """Number of the writer."""
+    token: str
+    """Of a sender, its run. A writer that reads another one than its own has lost the store."""
     host: str
     pid: int
     started_at: float
-    history: str
-    """Run of the store's first writer: two stores with one history hold the same versions."""
     boot: str = ""
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
     pid_namespace: int = 0
@@ -271,12 +337,10 @@ class ReceiverRecord(Record):
     NAME: ClassVar = "receiver record"
     PATTERNS: ClassVar = {
         "receiver": _RECEIVER_ID,
-        "applied_identity": IDENTITY,
         "part_of": _RECEIVER_ID,
-        "history": _RUN,
         "attempt": ATTEMPT,
         "boot": _BOOT,
-        "token": _RUN,
+        "token": TOKEN,
     }
 
     receiver: str
@@ -285,33 +349,33 @@ class ReceiverRecord(Record):
     start of it from all others; else random."""
     host: str
     pid: int
-    applied_version: int | None
-    held_version: int | None
     updated_at: float
-    applied_identity: str | None = None
-    """Identity of ``applied_version``; None: it is not known."""
+    applied: VersionId | None = None
+    """Version that it has applied last."""
+    runs: list[Run] = field(default_factory=list)
+    """Runs that lead to ``applied``."""
+    held: VersionId | None = None
+    """Version that it reads at this moment."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Metadata of ``applied_version``, as :func:`metadata_for_record` returns it; empty: there is
-    no such version."""
+    """Metadata of ``applied``, as :func:`metadata_for_record` returns it; empty: there is no such
+    version."""
     part_of: str | None = None
     """Id of the engine whose rank this is; the engine's receiver is the one that acknowledges."""
-    staged_version: int | None = None
+    staged: VersionId | None = None
     """Version that is ready, checked and not yet applied."""
     problem: str | None = None
     """Reason why it cannot apply a version, or have it ready."""
-    problem_version: int | None = None
+    problem_version: VersionId | None = None
     """Version that cannot be used; None: the store itself is the problem."""
-    unreadable_version: int | None = None
+    unreadable: VersionId | None = None
     """Version upon deltas that could not be read: the next is to be whole."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts and durations since it started."""
-    history: str | None = None
-    """History of the versions applied and staged. None: there is no such version yet."""
     state: Literal["serving", "broken"] | None = None
-    """State of an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and
-    it refuses to serve. None: it is not known, or this is no engine."""
+    """State of an engine: it serves ``applied`` on all ranks; or some are half loaded, and it
+    refuses to serve. None: it is not known, or this is no engine."""
     only_version: int | None = None
-    """Version that an engine is to serve and stay on. None: it follows the newest."""
+    """Number of the version that an engine is to serve and stay on. None: it follows the newest."""
     attempt: str | None = None
     """Last attempt to switch an engine, whose outcome this record tells."""
     boot: str = ""
@@ -327,71 +391,78 @@ class ReceiverRecord(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        if self.applied is not None:
+            require_runs(self.NAME, self.applied, self.runs)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
     @property
-    def copied_version(self) -> int | None:
+    def applied_version(self) -> int | None:
+        """Number of the version that it has applied last."""
+        return None if self.applied is None else self.applied.number
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The version that it has applied last, for `relation`."""
+        return None if self.applied is None else Lineage(self.applied, self.runs)
+
+    @property
+    def copied(self) -> VersionId | None:
         """Newest version that a mirror has copied, or None if it is none or has copied none.
 
         A receiver may have a mirror's form of id; unlike a mirror it applies versions.
         """
-        is_mirror = self.applied_version is None and _MIRROR_ID.fullmatch(self.receiver)
-        return self.staged_version if is_mirror else None
+        is_mirror = self.applied is None and _MIRROR_ID.fullmatch(self.receiver)
+        return self.staged if is_mirror else None
 
     @property
     def is_broken(self) -> bool:
         """Whether it is an engine some of whose ranks are half loaded."""
         return self.state == "broken"
 
-    def has_applied(self, version: int, history: str | None, identity: str | None = None) -> bool:
-        """Whether it has applied ``version`` of this history, or a later one; 0: it has come.
-
-        With history None, which is not known yet where there is no store, the number decides.
-        ``identity``: of the version, where it is known: a store that was put back from a copy may
-        have published another one under its number.
-        """
-        applied = self.applied_version if history in (None, self.history) else None
-        if applied == version and differ(identity, self.applied_identity):
-            return False
-        return (applied or 0) >= version
-
-    def lag_behind(self, newest: int, history: str, metadata: Mapping[str, Any]) -> Lag | None:
+    def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
         """Return its lag behind the newest version; None: it has no version, or stays on one.
 
-        A version of another history counts as version 0.
+        Where what it has does not lead to the newest, all versions up to that are missing.
 
         Args:
-            newest: number of that version.
-            history: its history.
+            newest: that version.
             metadata: its metadata.
         """
-        if self.applied_version is None or self.only_version is not None:
+        if self.lineage is None or self.only_version is not None:
             return None
-        if self.history != history:
-            return Lag(newest, None)
-        versions = max(0, newest - self.applied_version)
-        return Lag(versions, steps_between(self.metadata, metadata))
+        return lag_between(self.lineage, self.metadata, newest, metadata)
 
-    def has_staged(self, version: int, history: str | None) -> bool:
-        staged = self.staged_version if history in (None, self.history) else None
-        return (staged or 0) >= version
+    def has_problem_with(self, version: VersionId, newest: Lineage | None) -> bool:
+        """Whether it cannot have this version, or a later one that leads to ``newest``.
 
-    def cannot_read(self, versions: range, history: str) -> bool:
-        """Whether it needs one that is whole, to go on from any of these."""
-        return self.unreadable_version in versions and self.history in (None, history)
-
-    def has_problem_with(self, version: int, history: str | None) -> bool:
-        """Whether it cannot have ``version``; what was wrong with one before says nothing of it."""
+        What was wrong with one before says nothing of it.
+        """
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # of the store itself
-        return not differ(history, self.history) and self.problem_version >= version
+        return newest is not None and newest.has_since(version, self.problem_version)
 
     def stays_below(self, version: int) -> bool:
-        """Whether it will never apply ``version``, nor a later one."""
+        """Whether it will never apply the version of this number, nor a later one."""
         return self.only_version is not None and self.only_version < version
+
+
+def lag_between(
+    mine: Lineage | None,
+    metadata: Mapping[str, Any],
+    newest: Lineage,
+    newest_metadata: Mapping[str, Any],
+) -> Lag:
+    """Return how far a version that one has (None: none) is behind the newest."""
+    how = Relation.FORKED if mine is None else relation(mine, newest)
+    if mine is None or how is Relation.FORKED:
+        return Lag(newest.id.number, None)
+    if how is Relation.AHEAD or mine.id.run != newest.id.run:
+        return Lag(max(0, newest.id.number - mine.id.number), None)
+    steps = steps_between(metadata, newest_metadata)
+    return Lag(newest.id.number - mine.id.number, steps)
 
 
 def metadata_for_record(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,19 +495,14 @@ def steps_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | 
     return None if first is None or last is None else last - first
 
 
-def differ(one: str | None, other: str | None) -> bool:
-    """Whether two histories, or identities, are both known, and not the same."""
-    return None not in (one, other) and one != other
-
-
 def is_receiver_id(text: str) -> bool:
     """Whether ``text`` can name a receiver, and with it a file."""
     return _RECEIVER_ID.fullmatch(text) is not None
 
 
-def is_history(text: object) -> bool:
-    """Whether ``text`` can name a history: the run of a store's first writer."""
-    return isinstance(text, str) and _RUN.fullmatch(text) is not None
+def is_run(text: object) -> bool:
+    """Whether ``text`` can be a run's id."""
+    return isinstance(text, str) and RUN.fullmatch(text) is not None
 
 
 def host_in_id() -> str:
@@ -452,8 +518,8 @@ def encode(record: Record) -> bytes:
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """Return the fields of a record, as a part of another one."""
-    return {name: getattr(record, name) for name in record.TYPES}
+    """Return the fields of a record as JSON has them."""
+    return {name: plain_value(getattr(record, name)) for name in record.TYPES}
 
 
 def made_of(kind: type[RecordT], values: Any) -> RecordT:
@@ -466,7 +532,8 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
         raise StoreCorruptError(f"{kind.NAME}: not a JSON object")
     if wrong := kind.TYPES.keys() ^ values.keys():
         raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
-    return kind(**values)
+    read = {name: reader(values[name]) for name, reader in kind.READERS.items()}
+    return kind(**values | read)
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:

@@ -7,21 +7,24 @@ cut into parts.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import digest
+from dbuffer.format.lineage import VERSION_ID, Run, VersionId
 from dbuffer.format.manifest import (
     DIGEST,
-    IDENTITY,
     MAX_RECORD_BYTES,
     Manifest,
     Record,
+    Versioned,
     encode,
     fields_of,
     made_of,
+    plain_value,
 )
 
 POINTER_OBJECT = "CURRENT"
@@ -34,10 +37,11 @@ what a request costs."""
 MAX_OBJECT_BYTES = 16 * MAX_RECORD_BYTES
 """No object with a record is larger; a part is as large as the version says."""
 
-_IDENTITY = IDENTITY.pattern
-_OBJECT = re.compile(
-    rf"[0-9a-f]{{16}}/(versions/[0-9]{{19}}-{_IDENTITY}-[0-9a-f]{{16}}\.json"
-    rf"|(weights|deltas)/{_IDENTITY}/[0-9]{{6}}-[0-9a-f]{{16}})"
+VERSIONS_PREFIX = "versions"
+"""Directory of versions' records, and of the parts of their files."""
+_RECORD = re.compile(rf"{VERSIONS_PREFIX}/([0-9]{{19}})-([0-9a-f]{{16}})-[0-9a-f]{{16}}\.json")
+_PART = re.compile(
+    rf"{VERSIONS_PREFIX}/{VERSION_ID.pattern}\.(weights|delta)/[0-9]{{6}}-[0-9a-f]{{16}}"
 )
 _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}}\.json")
 
@@ -51,22 +55,14 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPointer(Record):
+class BucketPointer(Versioned):
     """``CURRENT``: which version is the newest in a bucket."""
 
     NAME: ClassVar = "bucket's version pointer"
-    PATTERNS: ClassVar = {
-        "identity": IDENTITY,
-        "history": DIGEST,
-        "writer": DIGEST,
-        "version_xxh3": DIGEST,
-        "xxh3": DIGEST,
-    }
+    PATTERNS: ClassVar = {"writer": DIGEST, "version_xxh3": DIGEST, "xxh3": DIGEST}
 
-    version: int
-    identity: str
-    history: str
-    """History of the store that is mirrored."""
+    id: VersionId
+    runs: list[Run]
     writer: str
     """Random name of the mirror that put it: one that reads another name has lost the bucket."""
     version_xxh3: str
@@ -78,59 +74,58 @@ class BucketPointer(Record):
     @property
     def version_name(self) -> str:
         """Name of the object with the version's record."""
-        return version_object(self.history, self.version, self.identity, self.version_xxh3)
+        return version_object(self.id, self.version_xxh3)
 
     @classmethod
     def to(cls, version: BucketVersion, writer: str) -> Self:
         """Make the pointer that names a version."""
         manifest = version.described
         return cls._sealed(
-            version=manifest.version,
-            identity=manifest.identity,
-            history=manifest.history,
+            id=manifest.id,
+            runs=manifest.runs,
             writer=writer,
             version_xxh3=digest(encode(version)),
         )
 
     def by(self, writer: str) -> Self:
         """Return it as another mirror puts it."""
-        return self._sealed(**fields_of(self) | {"writer": writer})
+        return self._sealed(
+            id=self.id, runs=self.runs, writer=writer, version_xxh3=self.version_xxh3
+        )
 
     @classmethod
     def _sealed(cls, **fields: Any) -> Self:
-        return cls(**fields | {"xxh3": _joint_digest(fields)})
+        return cls(**fields, xxh3=_joint_digest(fields))
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
+        Versioned.__post_init__(self)
         if self.xxh3 != _joint_digest(fields_of(self)):
             raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketVersion(Record):
-    """``HISTORY/versions/VERSION-IDENTITY-XXH3.json``: a version, and the parts of its files."""
+    """``versions/NUMBER-RUN-XXH3.json``: a version, and the parts of its files."""
 
     NAME: ClassVar = "bucket's version"
 
     manifest: dict[str, Any]
-    """Fields of its `Manifest`; ``origin`` is its identity, and ``anchor_buffer`` null."""
+    """Fields of its `Manifest`; ``anchor_buffer`` is null."""
     part_bytes: int
     """Size of each part but the last of a file."""
-    anchor_version: int
-    """Number of the version in the weights file."""
     weights: list[str]
     """Digests of the weights file's parts."""
     deltas: dict[str, Any] = field(default_factory=dict)
-    """Parts of each delta of its chain, by the identity of the version that it leads to."""
+    """Parts of each delta of its chain, by the id of the version that it leads to."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         manifest = self.described
-        if manifest.state != "complete" or manifest.origin is None or not self.part_bytes:
+        if manifest.state != "complete" or not self.part_bytes:
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
-        if set(manifest.chain[1:]) != self.deltas.keys():
+        if set(map(str, manifest.chain[1:])) != self.deltas.keys():
             raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
-        for parts in (self.weights_parts, *map(self.delta_parts, self.deltas)):
+        for parts in (self.weights_parts, *map(self.delta_parts, manifest.chain[1:])):
             count = -(-parts.num_bytes // self.part_bytes)
             if len(parts.digests) != count or not all(map(_is_digest, parts.digests)):
                 raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
@@ -143,22 +138,25 @@ class BucketVersion(Record):
     @property
     def name(self) -> str:
         """Name of its object."""
-        fields = self.manifest
-        xxh3 = digest(encode(self))
-        return version_object(fields["history"], fields["version"], fields["origin"], xxh3)
+        return version_object(self.id, digest(encode(self)))
 
     @property
-    def anchor(self) -> str:
-        """Identity of the version in the weights file."""
-        return str(self.manifest["anchor"] or self.manifest["origin"])
+    def id(self) -> VersionId:
+        """The version's id."""
+        return VersionId.parse(self.manifest["id"])
+
+    @property
+    def anchor(self) -> VersionId:
+        """The version in the weights file."""
+        return VersionId.parse(self.manifest["anchor"] or self.manifest["id"])
 
     @property
     def weights_parts(self) -> Parts:
         return Parts(self.manifest["file_bytes"], self.weights)
 
-    def delta_parts(self, identity: str) -> Parts:
-        """Parts of the delta that leads to the version of this identity."""
-        match self.deltas[identity]:
+    def delta_parts(self, version: VersionId) -> Parts:
+        """Parts of the delta that leads to this version."""
+        match self.deltas[str(version)]:
             case [int(num_bytes), list(digests)] if num_bytes > 0:
                 return Parts(num_bytes, digests)
         raise StoreCorruptError(f"{self.NAME}: field 'deltas' has no size and digests")
@@ -166,9 +164,10 @@ class BucketVersion(Record):
     @property
     def part_sizes(self) -> dict[str, int]:
         """Sizes of all parts that it consists of, by the names of their objects."""
-        history, sizes = self.manifest["history"], {}
-        files = {f"{history}/weights/{self.anchor}": self.weights_parts}
-        files |= {f"{history}/deltas/{each}": self.delta_parts(each) for each in self.deltas}
+        sizes = {}
+        files = {weights_object(self.anchor): self.weights_parts}
+        for version in map(VersionId.parse, self.deltas):
+            files[delta_object(version)] = self.delta_parts(version)
         for directory, parts in files.items():
             for index, name in enumerate(part_objects(directory, parts.digests)):
                 offset = index * self.part_bytes
@@ -193,9 +192,25 @@ class BucketReceivers(Record):
     """Time by the mirror's clock: an object that is put again differs from the one before."""
 
 
-def version_object(history: str, version: int, identity: str, xxh3: str) -> str:
+def version_object(version: VersionId, xxh3: str) -> str:
     """Name of the object with a version's record, whose digest is the last."""
-    return f"{history}/versions/{version:019}-{identity}-{xxh3}.json"
+    return f"{VERSIONS_PREFIX}/{version.number:019}-{version.run}-{xxh3}.json"
+
+
+def version_in(name: str) -> VersionId | None:
+    """The version whose record has this name; None: it is no record's."""
+    match = _RECORD.fullmatch(name)
+    return match and VersionId(match[2], int(match[1]))
+
+
+def weights_object(version: VersionId) -> str:
+    """Directory of the parts of the weights file that holds this version."""
+    return f"{VERSIONS_PREFIX}/{version}.weights"
+
+
+def delta_object(version: VersionId) -> str:
+    """Directory of the parts of the delta that leads to this version."""
+    return f"{VERSIONS_PREFIX}/{version}.delta"
 
 
 def part_objects(directory: str, digests: list[str]) -> list[str]:
@@ -215,7 +230,7 @@ def receivers_object(mirror: str) -> str:
 
 def is_of_version(name: str) -> bool:
     """Whether an object's name is one that a mirror gives to a version's record or part."""
-    return _OBJECT.fullmatch(name) is not None
+    return _RECORD.fullmatch(name) is not None or _PART.fullmatch(name) is not None
 
 
 def is_of_receivers(name: str) -> bool:
@@ -225,7 +240,8 @@ def is_of_receivers(name: str) -> bool:
 
 def _joint_digest(fields: dict[str, Any]) -> str:
     """Digest of all fields of a pointer but the digest itself."""
-    return digest(" ".join(str(fields[name]) for name in fields if name != "xxh3").encode())
+    plain = {name: plain_value(fields[name]) for name in sorted(fields.keys() - {"xxh3"})}
+    return digest(json.dumps(plain).encode())
 
 
 def _is_digest(text: Any) -> bool:

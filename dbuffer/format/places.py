@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from dbuffer.format.lineage import VersionId
+
 BUFFERS = ("A", "B")
 
 POINTER_FILE = "CURRENT"
@@ -54,9 +56,9 @@ def is_weights_file(name: str) -> bool:
     return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
-def delta_file(identity: str) -> str:
-    """Name of the file of the delta that leads to the version of this identity."""
-    return f"{identity}.delta"
+def delta_file(version: VersionId) -> str:
+    """Name of the file of the delta that leads to this version."""
+    return f"{version}.delta"
 
 
 def is_delta_file(name: str) -> bool:
@@ -64,9 +66,9 @@ def is_delta_file(name: str) -> bool:
     return _DELTA_FILE.fullmatch(name) is not None
 
 
-def kept_buffer(identity: str) -> str:
-    """Name of the buffer that the version of this identity is kept in."""
-    return f"{KEPT_DIRECTORY}/{identity}"
+def kept_buffer(version: VersionId | str) -> str:
+    """Name of the buffer that the version of this id, or of its text, is kept in."""
+    return f"{KEPT_DIRECTORY}/{version}"
 
 
 def is_kept(buffer: str) -> bool:

@@ -26,6 +26,7 @@ _OF_SENDERS = {
     "deltas": ("deltas", "Those to which a delta leads from the version before."),
     "delta_bytes": ("delta_bytes", "Bytes of the deltas."),
     "seconds": ("publish_s", "Time that publishing took."),
+    "steps_back": ("steps_back", "Versions whose step was below the last one."),
 }
 _OF_MIRRORS = {
     "versions": ("copied", "Versions copied."),
@@ -80,6 +81,9 @@ class _Collector(Collector):
                 requests.add_metric([request], number)
             yield requests
         else:
+            run = GaugeMetricFamily("dbuffer_sender_run", "1 for its run.", labels=["run"])
+            run.add_metric([source.run], 1)
+            yield run
             yield from _lags(source)
         for name, (key, text) in counters.items():
             yield CounterMetricFamily(f"dbuffer_{kind}_{name}", text, source.stats[key])

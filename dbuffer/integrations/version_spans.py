@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class VersionSpan:
     """Index of the first token."""
     end: int | None
     """Index after the last token; None: the output does not tell how many there are."""
-    history: str | None = None
-    """History that the version belongs to; None: the engine does not tell."""
+    run: str | None = None
+    """Run of the version; None: the engine does not tell."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that the version was published with; empty if the engine does not tell."""
     is_exact: bool = True
@@ -88,7 +88,7 @@ def _span(values: Mapping[str, Any]) -> VersionSpan:
         label.number,
         values["start"],
         values["end"],
-        values.get("history", label.history),
+        values.get("run", label.run),
         values.get("metadata", label.metadata),
     )
 

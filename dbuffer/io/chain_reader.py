@@ -24,6 +24,7 @@ from dbuffer.format.delta import (
     words_per_element,
 )
 from dbuffer.format.layout import Layout, Piece, digest
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, ReadChunk, apply_delta, changed_positions
@@ -48,14 +49,14 @@ class ChainReader:
     def __init__(self, held: HeldVersion, layout: Layout) -> None:
         self._held = held
         self._layout = layout
-        self._headers: dict[str, DeltaHeader] = {}
+        self._headers: dict[VersionId, DeltaHeader] = {}
 
     def read(
         self,
         memory: FileTensors,
         copier: Copier,
         *,
-        since: str | None = None,
+        since: VersionId | None = None,
         on_bytes: OnBytes | None = None,
         hashed: bool = False,
     ) -> list[int] | None:
@@ -83,7 +84,7 @@ class ChainReader:
                     return checksums
             else:
                 held.read_data(memory.raw[: self._layout.checksums_offset], on_bytes)
-            since = manifest.anchor or manifest.identity
+            since = manifest.anchor or manifest.id
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None
 
@@ -105,18 +106,18 @@ class ChainReader:
         sizes = np.array([p.num_bytes for p in pieces], np.int64)
         places, order = np.array(own.offsets, np.int64), np.argsort(starts)
         excerpt = Excerpt(starts[order], (starts + sizes)[order], places[order])
-        self._apply_after(manifest.anchor or manifest.identity, memory, copier, excerpt=excerpt)
+        self._apply_after(manifest.anchor or manifest.id, memory, copier, excerpt=excerpt)
 
     def _apply_after(
         self,
-        identity: str,
+        version: VersionId,
         memory: FileTensors,
         copier: Copier,
         *,
         excerpt: Excerpt | None = None,
         on_bytes: OnBytes | None = None,
     ) -> None:
-        for later in self._held.manifest.deltas_after(identity):
+        for later in self._held.manifest.deltas_after(version):
             self._use(
                 later,
                 lambda header, read: apply_delta(header, read, memory, copier, excerpt),
@@ -124,7 +125,7 @@ class ChainReader:
             )
 
     def changed_since(
-        self, identity: str, copier: Copier
+        self, version: VersionId, copier: Copier
     ) -> dict[int, npt.NDArray[np.int64] | None]:
         """Positions at which the held version differs from an earlier one of its chain.
 
@@ -132,42 +133,42 @@ class ChainReader:
             Flat positions of elements, ascending, by the tensor's index; None: anywhere in it.
         """
         parts: dict[int, list[npt.NDArray[np.int64] | None]] = {}
-        for later in self._held.manifest.deltas_after(identity):
+        for later in self._held.manifest.deltas_after(version):
             changed = self._use(later, lambda header, read: changed_positions(header, read, copier))
             for index, positions in changed:
                 parts.setdefault(index, []).append(positions)
         words = {index: words_per_element(self._layout.specs[index]) for index in parts}
         return {index: _united(some, words[index]) for index, some in parts.items()}
 
-    def expected(self, known: Mapping[str, list[int]]) -> list[int] | None:
+    def expected(self, known: Mapping[VersionId, list[int]]) -> list[int] | None:
         """Expected checksums of all tensors of the held version.
 
         None: the table of them was damaged since it was written.
-        ``known``: those of earlier versions, by identity, which spare the reading of headers.
+        ``known``: those of earlier versions, which spare the reading of headers.
         """
         manifest = self._held.manifest
-        anchor = manifest.anchor or manifest.identity
+        anchor = manifest.anchor or manifest.id
         left = [anchor, *manifest.deltas_after(anchor)]
-        later: list[str] = []
+        later: list[VersionId] = []
         while len(left) > 1 and left[-1] not in known:
             later.insert(0, left.pop())
         expected = known.get(left[-1]) or self._table()
         if expected is None:
             return None
         expected = list(expected)
-        for identity in later:
-            if (checksums := self.header(identity).checksums) is None:
+        for version in later:
+            if (checksums := self.header(version).checksums) is None:
                 raise StoreCorruptError(
-                    f"{self._held.name}: the delta that leads to {identity} was written without "
+                    f"{self._held.name}: the delta that leads to {version} was written without "
                     "checksums of its tensors"
                 )
             for index, checksum in checksums.items():
                 expected[index] = checksum
         return expected
 
-    def header(self, identity: str) -> DeltaHeader:
+    def header(self, version: VersionId) -> DeltaHeader:
         """Return the header of the delta that leads to a version."""
-        return self._headers.get(identity) or self._use(identity, lambda header, _: header)
+        return self._headers.get(version) or self._use(version, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
         table = self._held.read_checksums()
@@ -176,7 +177,7 @@ class ChainReader:
 
     def _use(
         self,
-        identity: str,
+        version: VersionId,
         action: Callable[[DeltaHeader, ReadChunk], T],
         on_bytes: OnBytes | None = None,
     ) -> T:
@@ -184,11 +185,11 @@ class ChainReader:
 
         One delta is open at a time: a chain may have more of them than descriptors.
         """
-        path, file = self._held.open_delta(identity)
+        path, file = self._held.open_delta(version)
         with file, _naming(path):
-            if identity not in self._headers:
-                self._headers[identity] = self._read_header(path, file, identity)
-            header = self._headers[identity]
+            if version not in self._headers:
+                self._headers[version] = self._read_header(path, file, version)
+            header = self._headers[version]
 
             def read_chunk(number: int) -> bytes:
                 start, end = header.places[number : number + 2]
@@ -199,17 +200,17 @@ class ChainReader:
 
             return action(header, read_chunk)
 
-    def _read_header(self, path: Path | str, file: Descriptor, identity: str) -> DeltaHeader:
+    def _read_header(self, path: Path | str, file: Descriptor, version: VersionId) -> DeltaHeader:
         chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
         assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
         num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
         data = _read_at(path, file, PREFIX_BYTES, num_bytes)
         header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
-        base, record = chain[chain.index(identity) - 1], header.record
-        if (record.base, record.identity) != (base, identity):
+        base, record = chain[chain.index(version) - 1], header.record
+        if (record.base, record.id) != (base, version):
             raise StoreCorruptError(
-                f"leads from {record.base} to {record.identity}, and is named for one from "
-                f"{base} to {identity}; publish again to replace it"
+                f"leads from {record.base} to {record.id}, and is named for one from {base} to "
+                f"{version}; publish again to replace it"
             )
         return header
 

@@ -19,6 +19,7 @@ from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import Chunk, DeltaHeader, DeltaRecord, Integers
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import (
     WORDS,
     Diff,
@@ -63,9 +64,8 @@ def encode_delta(
     copier: Copier,
     *,
     checksums: Sequence[int] | None,
-    base: str,
-    identity: str,
-    version: int,
+    base: VersionId,
+    version: VersionId,
     layout_xxh3: str,
 ) -> EncodedDelta:
     """Encode a delta file.
@@ -75,9 +75,8 @@ def encode_delta(
             kept, the delta holds the new words, and is larger.
         copier: its threads do it.
         checksums: checksums of all tensors of the version after, if it has any.
-        base: identity of the version before.
-        identity: identity of the version after.
-        version: number of the version after.
+        base: the version before.
+        version: the version after.
         layout_xxh3: digest of the layout of both.
 
     Raises:
@@ -106,8 +105,7 @@ def encode_delta(
         rows["xxh3"] = [checksums[change.tensor] for change in changes]
     record = DeltaRecord(
         base=base,
-        identity=identity,
-        version=version,
+        id=version,
         layout_xxh3=layout_xxh3,
         is_hashed=checksums is not None,
         num_tensors=len(rows),
@@ -316,7 +314,7 @@ def _check_layout(header: DeltaHeader, contents: FileTensors) -> None:
     ours, theirs = contents.layout, header.layout
     if ours is not theirs and (ours.specs, ours.offsets) != (theirs.specs, theirs.offsets):
         raise StoreCorruptError(
-            f"delta {header.record.identity} is for other tensors than those it is to be applied to"
+            f"delta {header.record.id} is for other tensors than those it is to be applied to"
         )
 
 
@@ -325,8 +323,7 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or xxhash.xxh3_64_intdigest(body) != chunk.xxh3:
         raise StoreCorruptError(
-            f"chunk {number} of delta {header.record.identity} is not as it was written; "
-            "publish again"
+            f"chunk {number} of delta {header.record.id} is not as it was written; publish again"
         )
     num_streams = delta.NUM_STREAMS[chunk.positions] + chunk.word_bytes
     lengths = np.frombuffer(body, "<u4", num_streams).tolist()

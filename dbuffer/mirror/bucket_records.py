@@ -160,11 +160,4 @@ class ReceiversOfBucket:
         except UNDECODABLE as error:
             log_once(logger, "ignoring unusable records, remove them: %s", str(error))
             records = []
-        # By this host's clock, which the sender compares with its own start: what has changed since
-        # it was first seen, has changed now.
-        now, is_known = time.time(), name in self._seen
-        records = [
-            replace(record, updated_at=now if is_known else min(now, record.updated_at))
-            for record in records
-        ]
         self._seen[name] = _Seen(e_tag, time.monotonic(), records)

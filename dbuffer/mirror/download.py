@@ -19,12 +19,15 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.format.layout import KeptLayouts, digest
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
     BucketVersion,
     Parts,
+    delta_object,
     part_object,
+    weights_object,
 )
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
@@ -54,9 +57,8 @@ class HeldObjects(HeldVersion):
         self._bucket = bucket
         self.record = version
         self._layouts = layouts
-        self._prefix = self.manifest.history
-        self._weights = f"{self._prefix}/weights/{version.anchor}"
-        self._deltas: dict[str, Descriptor] = {}
+        self._weights = weights_object(version.anchor)
+        self._deltas: dict[VersionId, Descriptor] = {}
         self._fetch_ahead: futures.Future[None] | None = None
 
     @property
@@ -79,7 +81,7 @@ class HeldObjects(HeldVersion):
 
     def is_still_named(self) -> bool:
         pointer = newest_pointer(self._bucket)
-        return pointer is not None and pointer.identity == self.manifest.identity
+        return pointer is not None and pointer.id == self.manifest.id
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         parts, part_bytes = self.record.weights_parts, self.record.part_bytes
@@ -104,17 +106,17 @@ class HeldObjects(HeldVersion):
 
         self._fetch([(self._weights, self.record.weights_parts, place)], count)
 
-    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
+    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
         """Fetch those without a copy in another thread, while the caller applies the others."""
-        missing = [name for name in identities if not self._take_copy(name, open_copy(name))]
+        missing = [each for each in versions if not self._take_copy(each, open_copy(each))]
         if missing:
             self._fetch_ahead = self._bucket.begin(lambda: self._fetch_deltas(missing))
 
-    def _take_copy(self, identity: str, file: Descriptor | None) -> bool:
+    def _take_copy(self, version: VersionId, file: Descriptor | None) -> bool:
         """Take a file for a delta, which then is not fetched, if it is a copy of that."""
         if file is None:
             return False
-        parts, part_bytes = self.record.delta_parts(identity), self.record.part_bytes
+        parts, part_bytes = self.record.delta_parts(version), self.record.part_bytes
         found = [
             digest(filesystem.read_at(file.number, offset, part_bytes))
             for offset in range(0, os.fstat(file.number).st_size, part_bytes)
@@ -122,30 +124,29 @@ class HeldObjects(HeldVersion):
         if found != parts.digests:
             file.close()
             return False
-        self._deltas[identity] = file
+        self._deltas[version] = file
         return True
 
-    def open_delta(self, identity: str) -> tuple[str, Descriptor]:
-        if identity not in self._deltas and self._fetch_ahead is not None:
+    def open_delta(self, version: VersionId) -> tuple[str, Descriptor]:
+        if version not in self._deltas and self._fetch_ahead is not None:
             ahead, self._fetch_ahead = self._fetch_ahead, None
             ahead.result()
-        if identity not in self._deltas:
+        if version not in self._deltas:
             # With the later ones, which are needed next: a request takes long, side by side or not.
-            self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(identity) :])
+            self._fetch_deltas(self.manifest.chain[self.manifest.chain.index(version) :])
         # Opened once more: the caller closes it.
-        path = f"/proc/self/fd/{self._deltas[identity].number}"
-        name = self._bucket.name_of(f"{self._prefix}/deltas/{identity}")
+        path = f"/proc/self/fd/{self._deltas[version].number}"
+        name = self._bucket.name_of(delta_object(version))
         with filesystem.os_errors("open a delta in memory", name):
             return name, Descriptor.open(path, os.O_RDONLY)
 
-    def _fetch_deltas(self, identities: list[str]) -> None:
-        files: dict[str, Descriptor] = {}
+    def _fetch_deltas(self, versions: list[VersionId]) -> None:
+        files: dict[VersionId, Descriptor] = {}
         wholes: list[_Whole] = []
-        for identity in (each for each in identities if each not in self._deltas):
-            name = f"{self._prefix}/deltas/{identity}"
-            file = files[identity] = filesystem.make_memory_file(identity)
+        for version in (each for each in versions if each not in self._deltas):
+            file = files[version] = filesystem.make_memory_file(str(version))
             place = functools.partial(_write_at, file)
-            wholes.append((name, self.record.delta_parts(identity), place))
+            wholes.append((delta_object(version), self.record.delta_parts(version), place))
         with filesystem.os_errors("keep deltas in memory", self.name):
             self._fetch(wholes)
         self._deltas |= files
@@ -242,12 +243,8 @@ class BucketReceiver:
         return self._bucket.url
 
     @property
-    def seen_version(self) -> int:
-        return 0 if self._seen is None else self._seen.version
-
-    @property
-    def history(self) -> str | None:
-        return None if self._seen is None else self._seen.history
+    def seen(self) -> Lineage | None:
+        return None if self._seen is None else self._seen.lineage
 
     def wait_for_version(
         self,
@@ -273,9 +270,9 @@ class BucketReceiver:
         with hold_version(self._bucket, seen, self._layouts) as held:
             yield held
 
-    def start_over(self) -> None:
+    def follow_fork(self) -> None:
         self._seen = self._tag = None
-        self.record.set(history=None, problem=None, problem_version=None)
+        self.record.set(problem=None, problem_version=None)
 
     def wake(self) -> None:
         self._is_woken.set()
@@ -295,7 +292,7 @@ class BucketReceiver:
             if self._seen is not None:
                 require_successor(self.store, self._seen, read[0])
             self._seen, self._tag = read
-        return self.seen_version
+        return None if self._seen is None else self._seen.version
 
 
 class BucketSource:
@@ -314,10 +311,6 @@ class BucketSource:
 
     def newest(self) -> BucketPointer | None:
         return newest_pointer(self._bucket)
-
-    def history(self) -> str | None:
-        newest = self.newest()
-        return None if newest is None else newest.history
 
     def open_receiver(self, name: str) -> BucketReceiver:
         return BucketReceiver(self._bucket, name, self._options)

@@ -60,9 +60,6 @@ class Source(Protocol):
     def newest(self) -> Pointer | BucketPointer | None:
         """Read which version is the newest; None: there is none."""
 
-    def history(self) -> str | None:
-        """Read the history of its last writer; None: it had no writer."""
-
     def open_receiver(self, name: str) -> SourceReceiver:
         """Follow it, as the receiver of this name."""
 
@@ -71,7 +68,7 @@ class Source(Protocol):
 
 
 class Copy(Protocol):
-    """Target of a mirror while it copies one history."""
+    """Target of a mirror while it copies."""
 
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more.
@@ -95,10 +92,10 @@ class Target(Protocol):
         """Whether it is this mirror that copies."""
 
     def elect(self, source: Source) -> bool:
-        """Become the mirror of the target, if no other is, and it is fit to be read.
+        """Become the mirror of the target, if no other is.
 
         Raises:
-            OptionError: it holds another store's versions.
+            OptionError: it is a sender's.
         """
 
     def resign(self) -> None:
@@ -107,14 +104,14 @@ class Target(Protocol):
     def is_removed(self) -> bool:
         """Whether it was removed since this mirror was elected, which is over with it."""
 
-    def is_stale(self, source: Source) -> bool:
-        """Whether it holds versions that the source never held."""
+    def is_fit(self, source: Source) -> bool:
+        """Whether what it holds leads to what the source holds, as far as that can be seen."""
 
     def newest(self) -> Pointer | BucketPointer | None:
         """Read which version is the newest; None: there is none."""
 
-    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[Copy, int | None]:
-        """Become the writer, once there is something to write; the second: its newest version.
+    def begin(self, source: Source, receiver: SourceReceiver) -> Copy:
+        """Become the writer, once there is something to write.
 
         Raises:
             OptionError: it holds versions that must not be replaced.

@@ -1,4 +1,4 @@
-"""`LocalCopy`: the local store of a mirror while it copies one history of the remote one."""
+"""`LocalCopy`: the local store of a mirror while it copies the remote one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import KeptFooter
@@ -16,7 +17,7 @@ from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
-from dbuffer.publish.delta_chain import names_in, trimmed
+from dbuffer.publish.delta_chain import chain_of, trimmed
 from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
@@ -37,7 +38,7 @@ class LocalCopy(Closing):
     def __init__(self, writer: BufferWriter, records: RecordWriter, options: MirrorOptions) -> None:
         self._copier = options.copier
         self._progress = options.progress
-        self._chain: dict[str, int] = {}
+        self._chain: dict[VersionId, int] = {}
         """Deltas up to the version copied last."""
         self._footer = KeptFooter()
         self._writer, self._mappings = writer, KeptMappings()
@@ -62,7 +63,7 @@ class LocalCopy(Closing):
         hashed = manifest.checksums_xxh3 is not None
         with (
             receiver.reader.reporting_unreadable(held),
-            Draft(self._writer, self._mappings, manifest.version, footer, hashed=hashed) as draft,
+            Draft(self._writer, self._mappings, manifest.lineage, footer, hashed=hashed) as draft,
         ):
             try:
                 checksums = self._fill(draft, held, receiver, remote)
@@ -76,13 +77,12 @@ class LocalCopy(Closing):
                 manifest.metadata,
                 checksums,
                 published_at=manifest.published_at,
-                origin=manifest.identity,
-                chain=names_in(chain),
+                chain=chain_of(chain),
             )
-            copied = [chain[name] for name in names_in(chain)[1:] if name not in before]
+            copied = [chain[each] for each in chain_of(chain)[1:] if each not in before]
             self._chain = chain
         delta_bytes = sum(copied) if copied else None
-        return Publication.of(manifest.version, footer.layout, started, delta_bytes)
+        return Publication.of(manifest.id, footer.layout, started, delta_bytes)
 
     def _fill(
         self, draft: Draft, held: HeldVersion, receiver: SourceReceiver, remote: Layout
@@ -103,55 +103,55 @@ class LocalCopy(Closing):
                 return checksums
         return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
 
-    def _put_earlier(self, draft: Draft, held: HeldVersion) -> str | None:
-        """Return the identity of the version that a draft's file holds, to apply deltas to.
+    def _put_earlier(self, draft: Draft, held: HeldVersion) -> VersionId | None:
+        """Return the version that a draft's file holds, to apply deltas to.
 
         If none lead from there, as from a new file, the newest version of this store is copied into
         it: memory is read sooner than a network.
         """
         since, chain = draft.claim.held_before, held.manifest.chain
-        if since in chain:
+        if since is not None and since in chain:
             held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
         if since in chain or not chain:
             return since
         newest = hold_newest(self._writer.store, newer_than=None)
         with contextlib.nullcontext() if newest is None else newest:
-            if newest is None or newest.manifest.identity not in chain:
+            if newest is None or newest.manifest.id not in chain:
                 return since
             if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
                 return since
-            since = newest.manifest.identity
+            since = newest.manifest.id
             held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
             ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
             return since
 
-    def _open_own(self, identity: str) -> Descriptor | None:
+    def _open_own(self, version: VersionId) -> Descriptor | None:
         """Open this store's copy of a delta, which was copied for the other buffer, mostly."""
         store = self._writer.store
-        if identity not in self._chain:
+        if version not in self._chain:
             return None
-        path = store.delta_path(identity)
+        path = store.delta_path(version)
         with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
             return filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
         return None
 
-    def _copy_deltas(self, held: HeldVersion, draft: Draft) -> dict[str, int]:
+    def _copy_deltas(self, held: HeldVersion, draft: Draft) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
-        last = next(reversed(chain), None)
+        last = next(reversed(chain), manifest.id)
         is_joined = manifest.layout_xxh3 != draft.footer.layout_xxh3  # and deltas are of its parts
-        if last not in manifest.chain or is_joined:
-            return {manifest.identity: 0}
+        if last not in manifest.chain[:-1] or is_joined:
+            return {manifest.id: 0}
         try:
-            for identity in manifest.deltas_after(last):
-                path, file = held.open_delta(identity)
+            for version in manifest.deltas_after(last):
+                path, file = held.open_delta(version)
                 with file:
-                    num_bytes = draft.add_delta(chunks_of(file, path), identity)
-                chain = {**chain, identity: num_bytes}
+                    num_bytes = draft.add_delta(chunks_of(file, path), version)
+                chain = {**chain, version: num_bytes}
         except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
             # The version itself is here, whole.
             logger.warning(
                 "copying version %d without its deltas: %s", manifest.version, str(error)
             )
-            return {manifest.identity: 0}
+            return {manifest.id: 0}
         return trimmed(chain, draft.footer.layout, None)

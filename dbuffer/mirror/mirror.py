@@ -2,7 +2,7 @@
 
 One process a node reads the network, once a version; every rank of the node maps the local store.
 Bytes go from the remote file straight to their place in the local one, and are checked there
-before the version is published. Versions keep their numbers, their metadata and their identity.
+before the version is published. Versions keep their ids and their metadata.
 
 Between clusters without a common mount a bucket lies between the two stores: one mirror copies
 versions into it, and one on each node copies them out of it.
@@ -29,6 +29,7 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.format.layout import digest
+from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
@@ -45,8 +46,9 @@ from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import RetryLoop, log_once
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import DoubleBuffer, has_reached
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import OvertakenError
 from dbuffer.store.liveness import Process
 
@@ -66,14 +68,14 @@ class Mirror(Closing, ProcessBound):
     when its process ends, and the others stand by. Acknowledgements of the local store's receivers
     are relayed to the remote one, where the sender waits for them.
 
-    Where the remote store is started over while it is mirrored, the local one goes on with what it
-    holds then; each receiver of that one decides for itself whether to follow.
+    Where another run publishes in the remote store in place of what was copied, the local one goes
+    on with that; each receiver of it decides for itself whether to follow.
 
     Args:
         remote: the store to follow; it may come later. Or the URL of a bucket and a prefix in it,
             as ``s3://bucket/policy``.
-        local: the store to publish in, on ``/dev/shm`` best. One that holds another store's
-            versions is refused. Or the URL of a bucket, which another mirror follows.
+        local: the store to publish in, on ``/dev/shm`` best. One that a sender has
+            published in is refused. Or the URL of a bucket, which another mirror follows.
         poll_interval_s: how often the remote store is looked at, where no event comes.
         num_threads: threads that read. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
@@ -133,9 +135,9 @@ class Mirror(Closing, ProcessBound):
         """Identifier of the thread in which it runs."""
         self._receiver: SourceReceiver | None = None
         self._copy: Copy | None = None
-        """Open from the first version of a history to its end."""
+        """Open from the first version on."""
         self._published: int | None = None
-        """Newest version in the target, of the history that is followed."""
+        """Number up to which the target has the versions of the source."""
         self._announced: int | None = None
         """Newest version for which ``on_copied`` has returned."""
         self._error: BaseException | None = None
@@ -170,14 +172,15 @@ class Mirror(Closing, ProcessBound):
         """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
 
         Raises:
-            OptionError: the local store holds another store's versions.
+            OptionError: the local store is a sender's, or the remote one, of which it has an
+                earlier run's versions, holds none.
             ClosedError: it was closed.
             NotReadyError: it runs already.
         """
         self._begin()
         try:
             if not self._target.elect(self._source):
-                self._wait_until_prepared()
+                self._wait_until_fit()
             thread = threading.Thread(
                 target=self._run_in_thread, name="dbuffer-mirror", daemon=True
             )
@@ -195,7 +198,7 @@ class Mirror(Closing, ProcessBound):
         store) are logged, noted in the remote store, and retried with backoff.
 
         Raises:
-            OptionError: the local store holds another store's versions.
+            OptionError: as for :meth:`start`.
             WriterSupersededError: another writer took the local store over.
             ClosedError: it was closed before.
             NotReadyError: it runs already.
@@ -224,13 +227,23 @@ class Mirror(Closing, ProcessBound):
     def _run(self, stop: threading.Event) -> None:
         self._runs_in = threading.get_ident()
         while not stop.is_set():
-            if not self.is_elected and not self._target.elect(self._source):
-                self._wait_until_prepared()
-                logger.info("another mirror of %s is at work: standing by", self._target.name)
-                while not self.is_elected and not stop.wait(TIMING.stand_by_s):
-                    self._target.elect(self._source)
+            self._wait_until_elected(stop)
             if self.is_elected:
                 self._follow(stop)
+
+    def _wait_until_elected(self, stop: threading.Event) -> None:
+        """Stand by while another mirror is at work, or the source cannot be looked at."""
+        loop, stands_by = RetryLoop(logger, final=_FINAL, stop=stop), False
+        while not self.is_elected and not stop.is_set():
+            with loop.attempt():
+                is_elected = self._target.elect(self._source)
+                if not is_elected and not stands_by:
+                    self._wait_until_fit()
+                    logger.info("another mirror of %s is at work: standing by", self._target.name)
+                    stands_by = True
+                loop.succeeded(f"mirroring {self._source.name}")
+            if not self.is_elected:
+                stop.wait(TIMING.stand_by_s if loop.error is None else loop.retry_s)
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -285,7 +298,7 @@ class Mirror(Closing, ProcessBound):
 
     def _has(self, newest: Pointer | BucketPointer) -> bool:
         pointer = self._target.newest()
-        if pointer is None or pointer.history != newest.history or not has_reached(pointer, newest):
+        if pointer is None or not pointer.lineage.reaches(newest.id):
             return False
         is_announced_here = self.is_elected or self._error is not None
         return not is_announced_here or (self._announced or 0) >= newest.version
@@ -304,16 +317,19 @@ class Mirror(Closing, ProcessBound):
             self._target.resign()
             self._end()
 
-    def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has begun with what the source holds now."""
+    def _wait_until_fit(self) -> None:
+        """Wait until the elected mirror has copied of what the source holds, or has ended."""
         deadline = time.monotonic() + TIMING.prepared_s
-        while self._target.is_stale(self._source) and not self._target.elect(self._source):
+        while not self._target.is_fit(self._source) and not self._target.elect(self._source):
             if time.monotonic() > deadline:
                 raise OptionError(
-                    f"a mirror of another store than {self._source.name} is at work in "
-                    f"{self._target.name}; stop it, or give another directory"
+                    f"{self._target.name} holds a version that does not lead to what "
+                    f"{self._source.name} holds, and its mirror has not replaced that within "
+                    f"{TIMING.prepared_s:g} s: it follows another store, or copies still; stop "
+                    "it, try again, or name another directory"
                 )
-            time.sleep(TIMING.mirror_look_s)
+            if self._stop.wait(TIMING.fit_look_s):
+                return
 
     # Following
 
@@ -324,7 +340,7 @@ class Mirror(Closing, ProcessBound):
             opened.callback(self._close_copy)
             receiver = opened.enter_context(contextlib.closing(self._open_receiver()))
             loop = FollowLoop(
-                receiver, "mirroring", logger, new_history="follow", final=_FINAL, stop=stop
+                receiver, "mirroring", logger, forked="follow", final=_FINAL, stop=stop
             )
             while not stop.is_set():
                 copied = None
@@ -336,7 +352,7 @@ class Mirror(Closing, ProcessBound):
                     if self._on_copied is not None:
                         self._on_copied(copied)
                     self._announced = copied.version
-                elif loop.has_started_over:
+                elif loop.has_forked:
                     self._close_copy()
                     self._published = self._announced = None
                 elif self._target.is_removed():
@@ -356,10 +372,8 @@ class Mirror(Closing, ProcessBound):
         if self._copy is not None and self._has_published_more(receiver):
             self._close_copy()
         if self._copy is None:
-            self._copy, published = self._target.begin(self._source, receiver)
-            if published is not None:
-                self._published = self._announced = published
-                receiver.record.write(staged_version=published, history=receiver.history)
+            self._copy = self._target.begin(self._source, receiver)
+            self._note_published(receiver)
         with receiver.hold_seen(self._published) as held:
             if held is None:
                 return None
@@ -369,20 +383,36 @@ class Mirror(Closing, ProcessBound):
                 return None
         self._published = copied.version
         receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
-        receiver.record.write(
-            staged_version=copied.version,
-            history=receiver.history,
-            problem=None,
-            problem_version=None,
-        )
+        receiver.record.write(staged=copied.id, problem=None, problem_version=None)
         return copied
+
+    def _note_published(self, receiver: SourceReceiver) -> None:
+        """Note what the target holds already of what the source has."""
+        there, seen = self._target.newest(), receiver.seen
+        if there is None or seen is None:
+            return
+        match relation(there.lineage, seen):
+            case Relation.SAME | Relation.BEHIND:
+                self._published = self._announced = there.version
+                receiver.record.write(staged=there.id)
+            case Relation.AHEAD:  # which the source may have lost; what comes next is copied
+                message = "%s went back to version %d, and %s has version %d: it stays, until more"
+                log_once(
+                    logger,
+                    f"{message} is published",
+                    self._source.name,
+                    seen.id.number,
+                    self._target.name,
+                    there.version,
+                )
+                self._published = self._announced = seen.id.number
 
     def _has_published_more(self, receiver: SourceReceiver) -> bool:
         """Whether the target has a newer version: a commit may fail after it moved the pointer."""
         with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
             newest = self._target.newest()
-            if newest is not None and newest.history == receiver.history:
-                return newest.version > (self._published or 0)
+            if newest is not None and receiver.seen is not None:
+                return newest.version > (self._published or 0) and receiver.seen.reaches(newest.id)
         return False
 
     def _close_copy(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, StoreCorruptError
 from dbuffer.format import places
+from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Pointer
-from dbuffer.format.objects import BucketPointer
 from dbuffer.mirror.ends import Source
 from dbuffer.store import kept
-from dbuffer.store.buffer import DoubleBuffer, has_reached
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import is_locked
 
 SWAPPED = "did you swap source and target? If not, name another target"
@@ -33,7 +34,7 @@ def state_of_senders(local: DoubleBuffer) -> str | None:
     """Say how a store is a sender's; None: it is a mirror's, or new."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
-    if manifest is not None and manifest.origin is None:
+    if manifest is not None and not manifest.is_copy:
         return f"holds version {manifest.version} of a sender, which is no mirror's copy"
     return "is open for writing by a sender" if _has_sender(local) else None
 
@@ -49,53 +50,32 @@ def _has_sender(local: DoubleBuffer) -> bool:
     return is_locked(writers) and not is_locked(mirrors) and is_locked(writers)
 
 
-def require_not_stale(source: Source, local: DoubleBuffer) -> None:
-    """Refuse a local store that :func:`is_stale`.
+def has_forked(source: Source, local: DoubleBuffer) -> bool:
+    """Whether the version that a mirror left in the local store does not lead to the source's."""
+    pointer, newest = _newest(local), source.newest()
+    if pointer is None or newest is None:
+        return False
+    return relation(pointer.lineage, newest.lineage) is Relation.FORKED
+
+
+def _newest(local: DoubleBuffer) -> Pointer | None:
+    """Return which version readers find in a local store; None: none, or a damaged pointer."""
+    with contextlib.suppress(StoreCorruptError):
+        return local.newest_pointer()
+    return None
+
+
+def require_source(source: Source, local: DoubleBuffer) -> None:
+    """Refuse a local store with versions while the source has none, if no process reads it.
+
+    If one does, the network may be away.
 
     Raises:
-        OptionError: it holds another store's versions.
+        OptionError: the source holds no version, and the local store does.
     """
-    if is_stale(source, local):
-        is_away = "" if source.exists() else ", which is not there (is its path right?)"
-        raise refusal(local, f"versions of another store than {source.name}{is_away}")
-
-
-def is_stale(source: Source, local: DoubleBuffer) -> bool:
-    """Whether a mirror has left versions in the local store that the source never held.
-
-    Without a source this is unknown: they count as stale unless a process uses them, as the
-    network may be away.
-    """
-    pointer = local.pointer()
-    if pointer is None:
-        return False
-    is_there = source.exists()
-    if is_there:
-        copy = local.writer()
-        if copy is not None and source.history() == copy.history:
-            return False
-    # The newest decides: where a sender has taken a mirror over, the older one may be a copy.
-    manifest = local.manifest(pointer.buffer)
-    if manifest is None or manifest.origin is None:
-        return False
-    return is_there or not _users(local)
-
-
-def require_not_put_back(
-    source: Source, target_name: str, published: Pointer | BucketPointer
-) -> None:
-    """Refuse a source that has lost the version that was ``published`` in a target.
-
-    Raises:
-        OptionError: it holds no version as new as that, or another one under its number.
-    """
-    newest = source.newest()
-    if newest is None or not has_reached(newest, published):
-        raise OptionError(
-            f"{source.name} went back, and its newest version is {newest and newest.version} now; "
-            f"{target_name} holds a version {published.version} of it that may be in no other "
-            "place. Was the source put back from a copy, or cut off from power? Name another target"
-        )
+    if _newest(local) is not None and source.newest() is None and not _users(local):
+        state = "holds none yet" if source.exists() else "is not there (is its path right?)"
+        raise refusal(local, f"versions of an earlier run, and {source.name} {state}")
 
 
 def refusal(local: DoubleBuffer, what: str) -> OptionError:

@@ -170,4 +170,4 @@ def _key(record: ReceiverRecord) -> _Key:
 def _relayed(record: ReceiverRecord, ended: Collection[_Key]) -> ReceiverRecord:
     """Return the part of a record that concerns the sender; the version held is in the mirror."""
     has_ended = record.has_ended or _key(record) in ended
-    return replace(record, held_version=None, stats={}, is_relayed=True, has_ended=has_ended)
+    return replace(record, held=None, stats={}, is_relayed=True, has_ended=has_ended)

@@ -9,7 +9,13 @@ from collections.abc import Collection
 
 from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE
-from dbuffer.format.objects import BucketPointer, BucketVersion, is_of_version
+from dbuffer.format.objects import (
+    VERSIONS_PREFIX,
+    BucketPointer,
+    BucketVersion,
+    is_of_version,
+    version_in,
+)
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.runtime.timing import TIMING
 
@@ -21,10 +27,10 @@ KEEP_ANCHORS = 2
 
 
 class Retention:
-    """Keeps the newest versions of the history that is copied, and deletes what else was put.
+    """Keeps the newest versions, and deletes what else was put.
 
-    It deletes only objects of this mirror's histories that have the names of a mirror's objects,
-    and those only when they have not been needed for `Timing.bucket_grace_s`.
+    It deletes only objects that have the names of a mirror's, and those only when they have not
+    been needed for `Timing.bucket_grace_s`.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -34,14 +40,14 @@ class Retention:
         """Versions that are kept, oldest first."""
         self._unneeded_since: dict[str, float] = {}
 
-    def begin(self, history: str, newest: BucketPointer | None) -> BucketVersion | None:
-        """Begin with what there is of a history; return the version that the pointer names.
+    def begin(self, newest: BucketPointer | None) -> BucketVersion | None:
+        """Begin with what leads to the ``newest``; return the version that this names.
 
         None: there is none, or its record cannot be read. Objects that no version has needed for
         `Timing.bucket_grace_s` before that one was put are deleted with the next version.
         """
         self._kept = []
-        listed = self._bucket.list(history)
+        listed = self._bucket.list(VERSIONS_PREFIX)
         put_at = {name: each.put_at for name, each in listed.items() if is_of_version(name)}
         self._known |= put_at.keys()
         if newest is None or newest.version_name not in put_at:
@@ -82,9 +88,7 @@ class Retention:
     def add(self, version: BucketVersion) -> None:
         """Keep a version that is about to be published."""
         # One that could not be published is put again.
-        identity = version.manifest["origin"]
-        kept = [each for each in self._kept if each.manifest["origin"] != identity]
-        self._kept = [*kept, version]
+        self._kept = [*(each for each in self._kept if each.id != version.id), version]
         self._known |= version.objects
 
     def sweep(self) -> None:
@@ -100,11 +104,13 @@ class Retention:
 
 
 def _names_up_to(newest: BucketPointer, names: Collection[str]) -> list[str]:
-    """Return the names of a history's records up to the one that is pointed to, oldest first."""
+    """Return the names of the records of versions that lead to the newest, oldest first."""
     # A mirror that was killed may have put a record above the pointer's, or another one of it.
-    prefix = f"{newest.history}/versions/"
-    above = f"{prefix}{newest.version:019}"
-    return [*sorted(name for name in names if prefix < name < above), newest.version_name]
+    leading = {name: version for name in names if (version := version_in(name)) is not None}
+    is_before = newest.lineage.reaches
+    before = [name for name, version in leading.items() if is_before(version)]
+    before = [name for name in before if leading[name] != newest.id]
+    return [*sorted(before, key=lambda name: leading[name].number), newest.version_name]
 
 
 def _retained(versions: list[BucketVersion]) -> list[BucketVersion]:

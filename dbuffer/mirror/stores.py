@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
 
-from dbuffer.errors import OptionError, StoreNotFoundError
+from dbuffer.errors import OptionError
 from dbuffer.format.manifest import Pointer
 from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver
 from dbuffer.mirror.local_copy import LocalCopy
-from dbuffer.mirror.refusals import (
-    is_stale,
-    refusal,
-    require_no_senders,
-    require_not_put_back,
-    require_not_stale,
-)
+from dbuffer.mirror.refusals import has_forked, require_no_senders, require_source
 from dbuffer.mirror.relay import StoreRecords
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
@@ -23,6 +19,8 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.writer import BufferWriter
+
+logger = logging.getLogger(__name__)
 
 
 class OneStoreError(OptionError):
@@ -44,11 +42,7 @@ class StoreSource:
         return self.store.exists()
 
     def newest(self) -> Pointer | None:
-        return self.store.newest_pointer()
-
-    def history(self) -> str | None:
-        writer = self.store.writer()
-        return None if writer is None else writer.history
+        return self.store.newest_pointer() if self.store.exists() else None
 
     def open_receiver(self, name: str) -> WeightReceiver:
         return WeightReceiver(
@@ -74,8 +68,6 @@ class StoreTarget:
         self._options = options
         self._lock: Descriptor | None = None
         """Held by the elected mirror."""
-        self._copied_history: str | None = None
-        """History that was copied here; it may be replaced."""
 
     @property
     def name(self) -> str:
@@ -96,7 +88,12 @@ class StoreTarget:
         if lock is None:
             return False
         try:
-            require_not_stale(source, self._store)
+            require_source(source, self._store)
+            if has_forked(source, self._store):
+                # Before a reader takes the last run's version for the newest.
+                logger.warning("%s: withdrawing what does not lead to %s", root, source.name)
+                with contextlib.closing(self._writer()) as writer:
+                    writer.withdraw()
         except BaseException:
             lock.close()
             raise
@@ -112,44 +109,32 @@ class StoreTarget:
         path = self._store.root / MIRROR_LOCK_FILE
         return self._lock is not None and not filesystem.is_at(self._lock, path)
 
-    def is_stale(self, source: Source) -> bool:
-        return is_stale(source, self._store)
+    def is_fit(self, source: Source) -> bool:
+        return not has_forked(source, self._store)
 
     def newest(self) -> Pointer | None:
         return self._store.newest_pointer() if self._store.exists() else None
 
-    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[LocalCopy, int | None]:
-        history, local = source.history(), self._store.writer()
-        if history is None:
-            raise StoreNotFoundError(f"{source.name} has no record of its sender")
-        history = receiver.history or history
+    def begin(self, source: Source, receiver: SourceReceiver) -> LocalCopy:
         if self._is_source(source):
             raise OneStoreError(
                 f"{source.name} and {self.name} are one store under two names: "
                 "there is nothing to mirror"
             )
         require_no_senders(source, self._store)
-        pointer, published = self._store.pointer(), None
-        if pointer is not None and local is not None and local.history == history:
-            require_not_put_back(source, self.name, pointer)
-            published = pointer.version
-        elif pointer is not None and (local is None or local.history != self._copied_history):
-            what = f"version {pointer.version} of another store than {source.name}"
-            raise refusal(self._store, what)
-        writer = BufferWriter(
+        return LocalCopy(self._writer(), source.records(receiver), self._options)
+
+    def _writer(self) -> BufferWriter:
+        return BufferWriter(
             self._store.root,
             durable=False,
             reader_timeout_s=self._options.reader_timeout_s,
             allow_shared_store=self._options.allow_shared_store,
-            history=history,
         )
-        copy = LocalCopy(writer, source.records(receiver), self._options)
-        self._copied_history = history
-        return copy, published
 
     def _is_source(self, source: Source) -> bool:
         """Whether source and target are one store under two names."""
         if not isinstance(source, StoreSource):
             return False
         remote, local = source.store.undamaged_writer(), self._store.undamaged_writer()
-        return remote is not None and local is not None and local.run == remote.run
+        return remote is not None and local is not None and local.token == remote.token

@@ -1,4 +1,4 @@
-"""A bucket as a mirror's target: `BucketTarget`, and `Upload`, the copy of one history.
+"""A bucket as a mirror's target: `BucketTarget`, and `Upload`, which copies into it.
 
 Objects of a version are put first, under names that no other content has, then the version's
 record, and last the pointer, on condition that no other mirror has put it meanwhile.
@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dbuffer.errors import (
-    OptionError,
     StoreAccessError,
     StoreNotFoundError,
     WriterSupersededError,
 )
 from dbuffer.format.layout import Layout, digest
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest, encode, fields_of
 from dbuffer.format.objects import (
     PART_BYTES,
@@ -30,7 +30,9 @@ from dbuffer.format.objects import (
     BucketPointer,
     BucketVersion,
     Parts,
+    delta_object,
     part_object,
+    weights_object,
 )
 from dbuffer.io.footer import Footer, KeptFooter
 from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
@@ -38,10 +40,9 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver
-from dbuffer.mirror.refusals import SWAPPED, require_not_put_back
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
 from dbuffer.mirror.retention import Retention
-from dbuffer.publish.delta_chain import is_long, names_in, trimmed
+from dbuffer.publish.delta_chain import chain_of, is_long, trimmed
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
@@ -72,17 +73,13 @@ class BucketTarget:
         self._pointer: BucketPointer | None = None
         self._tag: Tag | None = None
         self._retention = Retention(bucket)
-        self._copied_history: str | None = None
-        """History that was copied here; it may be replaced."""
         self.is_elected = False
 
     @property
     def name(self) -> str:
         return self._bucket.url
 
-    def elect(self, source: Source) -> bool:
-        if self.is_stale(source):
-            raise self._refusal(source)
+    def elect(self, source: Source) -> bool:  # noqa: ARG002 - whatever it holds
         self.is_elected = True
         return True
 
@@ -92,41 +89,25 @@ class BucketTarget:
     def is_removed(self) -> bool:
         return False  # the next put of the pointer finds out
 
-    def is_stale(self, source: Source) -> bool:
-        self._read_pointer()
-        history = source.history() if source.exists() else None
-        return self._pointer is not None and history not in (None, self._pointer.history)
+    def is_fit(self, source: Source) -> bool:  # noqa: ARG002
+        return True  # nobody waits for it: who reads a bucket mirrors it
 
     def newest(self) -> BucketPointer | None:
         """Return the pointer as this mirror has read or put it last: a look costs a request."""
         return self._pointer
 
-    def begin(self, source: Source, receiver: SourceReceiver) -> tuple[Upload, int | None]:
-        history = receiver.history or source.history()
-        if history is None:
-            raise StoreNotFoundError(f"{source.name} has no record of its sender")
-        pointer = self._take_over(source, history)
-        last = self._retention.begin(history, pointer)
+    def begin(self, source: Source, receiver: SourceReceiver) -> Upload:
+        last = self._retention.begin(self._take_over())
         records = source.records(receiver)
-        upload = Upload(self._bucket, last, self._publish, records, self._options)
-        self._copied_history = history
-        return upload, None if last is None else last.manifest["version"]
+        return Upload(self._bucket, last, self._publish, records, self._options)
 
-    def _take_over(self, source: Source, history: str) -> BucketPointer | None:
-        """Put this mirror's name into the pointer, if there is one of this history; return it.
-
-        Raises:
-            OptionError: it is of another store, or newer than what the source holds.
-        """
+    def _take_over(self) -> BucketPointer | None:
+        """Put this mirror's name into the pointer, and return it; None: there is none."""
         for _ in range(_MAX_PUTS):
             self._read_pointer()
-            pointer = self._pointer
-            if pointer is None or pointer.history == self._copied_history != history:
+            if self._pointer is None:
                 return None
-            if pointer.history != history:
-                raise self._refusal(source)
-            require_not_put_back(source, self.name, pointer)
-            pointer = pointer.by(self._writer)
+            pointer = self._pointer.by(self._writer)
             if self._put_pointer(pointer):
                 return pointer
         raise self._no_conditions()
@@ -178,16 +159,9 @@ class BucketTarget:
             "times: does the service support conditional puts?"
         )
 
-    def _refusal(self, source: Source) -> OptionError:
-        version = None if self._pointer is None else self._pointer.version
-        return OptionError(
-            f"{self.name} holds version {version} of another store than {source.name}: {SWAPPED} "
-            "(another prefix), or remove its objects"
-        )
-
 
 class Upload(Closing):
-    """Puts versions of one history into a bucket, and relays acknowledgements from there.
+    """Puts versions of a store into a bucket, and relays acknowledgements from there.
 
     A version's deltas are put if they lead from the version that was put last; its weights, if none
     do, or if late readers are better off with a new anchor.
@@ -229,24 +203,24 @@ class Upload(Closing):
             try:
                 _, footer = self._footer.of_copy(held)
                 deltas, weights = self._open_deltas(held, opened), None
-                if self._needs_weights(manifest, deltas, footer.layout):
+                if self._needs_weights(deltas, footer.layout):
                     weights = self._read_weights(held, receiver, footer)
             except StoreNotFoundError as error:
                 held.raise_for_loss(error)
             held.require_unchanged()
             # It is in memory, or in open files, and no sender need wait for the network.
             held.release()
-            receiver.record.write(held_version=None)
+            receiver.record.write(held=None)
             version = self._put(manifest, deltas or {}, weights, footer)
         self._publish(version)
         self._relay.expect()
         self._last = version
         delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
-        return Publication.of(manifest.version, footer.layout, started, delta_bytes or None)
+        return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
 
     def _open_deltas(
         self, held: HeldVersion, opened: contextlib.ExitStack
-    ) -> dict[str, _Content] | None:
+    ) -> dict[VersionId, _Content] | None:
         """Open the deltas that lead from the version put last; None: none do, or not readable."""
         manifest = held.manifest
         if self._last is None or self._last.part_bytes != PART_BYTES:  # of another release
@@ -254,17 +228,17 @@ class Upload(Closing):
         last = self._last.described
         if last.layout_xxh3 != manifest.layout_xxh3:
             return None
-        if last.identity not in manifest.chain:
+        if last.id not in manifest.chain:
             return None
         deltas = {}
         try:
-            for identity in manifest.deltas_after(last.identity):
-                name, file = held.open_delta(identity)
+            for version in manifest.deltas_after(last.id):
+                name, file = held.open_delta(version)
                 opened.enter_context(file)
                 with filesystem.os_errors("read a delta", name):
                     num_bytes = os.fstat(file.number).st_size
                 read = functools.partial(filesystem.read_at, file.number)
-                deltas[identity] = _Content(num_bytes, read)
+                deltas[version] = _Content(num_bytes, read)
         except (*UNDECODABLE, StoreNotFoundError) as error:
             logger.warning(
                 "copying version %d without its deltas: %s", manifest.version, str(error)
@@ -272,21 +246,16 @@ class Upload(Closing):
             return None
         return deltas
 
-    def _needs_weights(
-        self, manifest: Manifest, deltas: dict[str, _Content] | None, layout: Layout
-    ) -> bool:
+    def _needs_weights(self, deltas: dict[VersionId, _Content] | None, layout: Layout) -> bool:
         """Whether no deltas lead to a version, or readers are better off with a new anchor."""
         last = self._last
         if last is None or deltas is None:
             return True
         since = last.described.deltas_after(last.anchor)
-        sizes = [last.delta_parts(identity).num_bytes for identity in since]
+        sizes = [last.delta_parts(version).num_bytes for version in since]
         if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout):
             return True
-        versions = range(last.anchor_version + 1, manifest.version)
-        return any(
-            record.cannot_read(versions, manifest.history) for record in self._receivers.known()
-        )
+        return any(record.unreadable in since for record in self._receivers.known())
 
     def _read_weights(
         self, held: HeldVersion, receiver: SourceReceiver, footer: Footer
@@ -318,38 +287,37 @@ class Upload(Closing):
     def _put(
         self,
         manifest: Manifest,
-        deltas: dict[str, _Content],
+        deltas: dict[VersionId, _Content],
         weights: _Content | None,
         footer: Footer,
     ) -> BucketVersion:
         """Put the parts of a version; return its record."""
-        history, identity, last = manifest.history, manifest.identity, self._last
+        last = self._last
         contents = [*deltas.values(), *([] if weights is None else [weights])]
         on_bytes = counter(self._progress, sum(content.num_bytes for content in contents))
         parts: dict[str, Any] = {}
-        sizes = {identity: 0}
+        sizes = {manifest.id: 0}
         if last is not None and deltas:
             parts.update(last.deltas)
-            first, *later = last.described.chain or [last.described.identity]
-            sizes = {first: 0} | {name: last.delta_parts(name).num_bytes for name in later}
-        for name, delta in deltas.items():
-            parts[name] = self._put_parts(f"{history}/deltas/{name}", delta, on_bytes)
-            sizes[name] = delta.num_bytes
+            first, *later = last.described.chain or [last.id]
+            sizes = {first: 0} | {each: last.delta_parts(each).num_bytes for each in later}
+        for version, delta in deltas.items():
+            parts[str(version)] = self._put_parts(delta_object(version), delta, on_bytes)
+            sizes[version] = delta.num_bytes
         if weights is not None:
-            directory = f"{history}/weights/{identity}"
+            directory = weights_object(manifest.id)
             digests = self._put_parts(directory, weights, on_bytes).digests
-            anchor, anchor_version = None, manifest.version
-            of_file = weights.fields | {"file": f"weights-{identity}.td"}
+            anchor = None
+            of_file = weights.fields | {"file": f"weights-{manifest.id}.td"}
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
-            digests, anchor, anchor_version = last.weights, last.anchor, last.anchor_version
+            digests, anchor = last.weights, last.anchor
             of_file = last.described.of_file | {"file": last.described.file}
-        chain = names_in(trimmed(sizes, footer.layout, anchor))
+        chain = chain_of(trimmed(sizes, footer.layout, anchor))
         described = replace(
             manifest,
             **of_file,
             is_final=True,
-            origin=identity,
             anchor=anchor,
             anchor_buffer=None,
             chain=chain,
@@ -357,9 +325,8 @@ class Upload(Closing):
         return BucketVersion(
             manifest=fields_of(described),
             part_bytes=PART_BYTES,
-            anchor_version=anchor_version,
             weights=digests,
-            deltas={name: parts[name] for name in chain[1:]},
+            deltas={str(version): parts[str(version)] for version in chain[1:]},
         )
 
     def _put_parts(self, directory: str, content: _Content, on_bytes: OnBytes | None) -> Parts:

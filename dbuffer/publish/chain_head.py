@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dbuffer.errors import StoreCorruptError
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import Footer
@@ -23,11 +24,9 @@ class ChainHead:
     footer: Footer
     checksums: list[int] | None
     """Checksums of its tensors, as they were published; None: it has none."""
-    delta_bytes: dict[str, int]
-    """Bytes of the deltas of its chain, by identity of the versions they lead to, oldest first.
-    The chain's first version is there with 0 bytes."""
-    anchor_version: int
-    """Number of the full version that its deltas start from; its own, if it has a weights file."""
+    delta_bytes: dict[VersionId, int]
+    """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
+    first version is there with 0 bytes."""
 
     @classmethod
     def of(cls, held: Held, footer: Footer, *, hashed: bool) -> Self:
@@ -38,21 +37,18 @@ class ChainHead:
             raise StoreCorruptError(
                 f"{held.path}: its checksums were damaged after it was published"
             )
-        first, *later = manifest.chain or [manifest.identity]
-        delta_bytes = {first: 0} | {name: reader.header(name).num_bytes for name in later}
-        anchor_version = manifest.version
-        if since_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = reader.header(since_anchor[0]).record.version - 1
-        return cls(manifest, held.buffer, footer, checksums, delta_bytes, anchor_version)
+        first, *later = manifest.chain or [manifest.id]
+        delta_bytes = {first: 0} | {each: reader.header(each).num_bytes for each in later}
+        return cls(manifest, held.buffer, footer, checksums, delta_bytes)
 
     @property
-    def anchor(self) -> str:
-        """Identity of the full version that its deltas start from, or of the version itself."""
-        return self.manifest.anchor or self.manifest.identity
+    def anchor(self) -> VersionId:
+        """The full version that its deltas start from, or the version itself."""
+        return self.manifest.anchor or self.manifest.id
 
-    def follows(self, identity: str | None) -> bool:
-        """Whether a delta leads from the version of this identity to it."""
-        return len(self.delta_bytes) > 1 and list(self.delta_bytes)[-2] == identity
+    def follows(self, version: VersionId | None) -> bool:
+        """Whether a delta leads from this version to it."""
+        return len(self.delta_bytes) > 1 and list(self.delta_bytes)[-2] == version
 
     def checksums_after(self, changed: Mapping[int, int]) -> list[int] | None:
         """Return the checksums of all tensors when some have ``changed``, or None without any.

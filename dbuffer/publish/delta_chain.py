@@ -9,6 +9,7 @@ from typing import Any
 
 from dbuffer.errors import StoreAccessError, StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.io.changes import Diff
 from dbuffer.io.copier import Copier
@@ -131,8 +132,8 @@ class DeltaChain:
 
     def _why_not_upon(self, manifest: Manifest) -> str | None:
         """Say why this sender would not have published a version so; None: it could have."""
-        if manifest.history != self.writer.record.history:
-            return "is of another run"
+        if not self.writer.leads_to(manifest.id):
+            return "does not lead to this run"
         has_checksums = manifest.checksums_xxh3 is not None
         if has_checksums != self.hashed:
             there, here = ("has", "none") if has_checksums else ("has no", "some")
@@ -148,7 +149,7 @@ class DeltaChain:
         A delta has a weights file only where buffers are kept whole, or its anchor is far.
 
         Args:
-            version: its number.
+            version: its number in the writer's run.
             footer: footer of its tensors; None for a stream, whose footer is known at its end.
             is_delta: whether it is a delta from the head.
         """
@@ -157,13 +158,13 @@ class DeltaChain:
             problem = self._problem_with(base)
             if problem is not None:
                 self.log_full_publish(problem)
-                base = replace(base, delta_bytes={base.manifest.identity: 0})
+                base = replace(base, delta_bytes={base.manifest.id: 0})
             elif not self.keeps_buffers_whole:
                 with_file = _is_far_from_anchor(base)
         self.draft = Draft(
             self.writer,
             self.mappings,
-            version,
+            self.writer.version(version),
             footer,
             hashed=self.hashed,
             base=base,
@@ -178,7 +179,7 @@ class DeltaChain:
         """
         store = self.writer.store
         manifest = store.undamaged_manifest(head.buffer)
-        if manifest is None or manifest.identity != head.manifest.identity:
+        if manifest is None or manifest.id != head.manifest.id:
             # Files that no manifest names are removed with the next claim.
             return "it lost its newest manifest"
         _, *later = head.delta_bytes.items()
@@ -187,13 +188,10 @@ class DeltaChain:
         problem = self.writer.problem_with(files)
         if problem is not None or self.keeps_buffers_whole:
             return problem
-        versions = range(head.anchor_version + 1, head.manifest.version + 1)
+        since_anchor = head.manifest.deltas_after(head.anchor)
         for record in store.receivers():
-            if record.cannot_read(versions, self.writer.record.history):
-                return (
-                    f"{record.receiver} cannot read version {record.unreadable_version}, which "
-                    "stands on deltas"
-                )
+            if record.unreadable in since_anchor:
+                return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
         return None
 
     def add_delta(
@@ -208,9 +206,8 @@ class DeltaChain:
             diff,
             copier,
             checksums=checksums,
-            base=base.manifest.identity,
-            identity=draft.claim.identity,
-            version=draft.version,
+            base=base.manifest.id,
+            version=draft.id,
             layout_xxh3=base.footer.layout_xxh3,
         )
         try:
@@ -237,19 +234,18 @@ class DeltaChain:
         Returns:
             The bytes of the delta that leads to it; None: there is none.
         """
-        base, identity = draft.base, draft.claim.identity
-        delta_bytes = {identity: 0}
+        base = draft.base
+        delta_bytes = {draft.id: 0}
         if base is not None and draft.delta_bytes is not None:
-            delta_bytes = {**base.delta_bytes, identity: draft.delta_bytes}
-        anchor_version, anchor_fields = draft.version, {}
+            delta_bytes = {**base.delta_bytes, draft.id: draft.delta_bytes}
+        anchor_fields = {}
         if base is not None and not draft.has_file:
-            anchor_version = base.anchor_version
             anchor_fields = base.manifest.upon(base.buffer)
         footer = draft.footer
         delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
-        manifest = draft.commit(metadata, checksums, chain=names_in(delta_bytes), **anchor_fields)
+        manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
         buffer = draft.claim.buffer
-        self.head = ChainHead(manifest, buffer, footer, checksums, delta_bytes, anchor_version)
+        self.head = ChainHead(manifest, buffer, footer, checksums, delta_bytes)
         self.draft = None
         return draft.delta_bytes
 
@@ -266,9 +262,8 @@ class DeltaChain:
 
 def _is_far_from_anchor(head: ChainHead) -> bool:
     """Whether a new anchor serves late readers better than one more delta."""
-    names = list(head.delta_bytes)
-    since = names[names.index(head.anchor) + 1 :]
-    return is_long([head.delta_bytes[name] for name in since], head.footer.layout)
+    since = head.manifest.deltas_after(head.anchor)
+    return is_long([head.delta_bytes[each] for each in since], head.footer.layout)
 
 
 def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
@@ -277,16 +272,18 @@ def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
     return len(sizes) >= MAX_CHAIN or sum(sizes) > MAX_CHAIN_SHARE * layout.num_bytes
 
 
-def trimmed(delta_bytes: dict[str, int], layout: Layout, anchor: str | None) -> dict[str, int]:
+def trimmed(
+    delta_bytes: dict[VersionId, int], layout: Layout, anchor: VersionId | None
+) -> dict[VersionId, int]:
     """Drop the oldest versions of a long chain, except the anchor and what leads from it."""
-    names = list(delta_bytes)
-    while len(names) > 1 and names[0] != anchor:
-        if not is_long([delta_bytes[name] for name in names[1:]], layout):
+    versions = list(delta_bytes)
+    while len(versions) > 1 and versions[0] != anchor:
+        if not is_long([delta_bytes[each] for each in versions[1:]], layout):
             break
-        names = names[1:]
-    return {name: delta_bytes[name] for name in names}
+        versions = versions[1:]
+    return {each: delta_bytes[each] for each in versions}
 
 
-def names_in(delta_bytes: dict[str, int]) -> list[str]:
+def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
     """Return a chain as a manifest has it: empty if no delta leads to the version."""
     return list(delta_bytes) if len(delta_bytes) > 1 else []

@@ -13,6 +13,7 @@ import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -47,7 +48,7 @@ class Draft:
     Args:
         writer: writes the store.
         mappings: mappings of the store's files, kept from one draft to the next.
-        version: number of the version.
+        version: the version, and what leads to it.
         footer: footer of its tensors; None: known when the last of a stream has come.
         hashed: whether its checksums are computed as it is filled.
         base: version that its delta leads from, or None for a full version.
@@ -58,7 +59,7 @@ class Draft:
         self,
         writer: BufferWriter,
         mappings: KeptMappings,
-        version: int,
+        version: Lineage,
         footer: Footer | None,
         *,
         hashed: bool,
@@ -79,7 +80,7 @@ class Draft:
             raise
         self._writer = writer
         self._mappings = mappings
-        self.version = version
+        self.id = version.id
         self.base = base
         self.delta_bytes: int | None = None
         """Bytes of the delta that leads to it; None: there is none."""
@@ -193,13 +194,13 @@ class Draft:
         digests = write_tensor(file, self.claim.path, offset, tensor, dtype, hashed=hashed)
         return [join_digests(digests)] if hashed else []
 
-    def add_delta(self, chunks: Iterable[bytes], identity: str | None = None) -> int:
+    def add_delta(self, chunks: Iterable[bytes], version: VersionId | None = None) -> int:
         """Write the file of a delta that leads to it, or to another version of its chain.
 
         Returns:
             The file's size.
         """
-        return self._writer.add_delta(self.claim, identity or self.claim.identity, chunks)
+        return self._writer.add_delta(self.claim, version or self.id, chunks)
 
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
@@ -242,7 +243,7 @@ class Draft:
                     )
 
     def abandon(self) -> None:
-        """Give it up, unless it was committed: its buffer is started over the next time."""
+        """Give it up, unless it was committed: its buffer is begun anew the next time."""
         if not self._is_done:
             self._is_done = True
             self._writer.abandon(self.claim)

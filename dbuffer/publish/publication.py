@@ -21,6 +21,7 @@ import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, WaitTimeoutError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import first_line, listed
@@ -36,7 +37,7 @@ _COPIED_BYTES = 1 << 16
 class Publication:
     """Result of a `send`."""
 
-    version: int
+    id: VersionId
     num_tensors: int
     num_bytes: int
     """Bytes of all tensors."""
@@ -45,12 +46,17 @@ class Publication:
     delta_bytes: int | None = None
     """Bytes of the delta from the version before; None: there is none."""
 
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.id.number
+
     @classmethod
     def of(
-        cls, version: int, layout: Layout, started: float, delta_bytes: int | None = None
+        cls, version: VersionId, layout: Layout, started: float, delta_bytes: int | None = None
     ) -> Self:
         return cls(
-            version=version,
+            id=version,
             num_tensors=len(layout.specs),
             num_bytes=layout.num_bytes,
             duration_s=time.monotonic() - started,

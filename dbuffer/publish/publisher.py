@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from dbuffer.errors import ClosedError, StoreBusyError
-from dbuffer.format.manifest import Lag, Manifest, decode, encode
+from dbuffer.errors import ClosedError, StoreBusyError, VersionError
+from dbuffer.format.lineage import VersionId
+from dbuffer.format.manifest import Lag, Manifest, decode, encode, step_in
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.delta_chain import MAX_CHANGED_SHARE, UNREADABLE, DeltaChain, max_changed
-from dbuffer.publish.draft import Progress
+from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.world import World
@@ -29,6 +30,11 @@ from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
+
+Steps: TypeAlias = Literal["any", "monotonic"]
+
+STEPS: Final[tuple[Steps, ...]] = ("any", "monotonic")
+"""Rules for the trainer's steps, the numbers ``step`` in versions' metadata."""
 
 EarlierSender: TypeAlias = Literal["earlier sender"]
 
@@ -40,7 +46,7 @@ EARLIER_SENDER: Final = "earlier sender"
 class Base:
     """Version that the next delta may lead from."""
 
-    version: int
+    version: VersionId
     share: Share
     """This rank's part of it."""
 
@@ -71,6 +77,7 @@ class Publisher(Closing, ProcessBound, ABC):
         chain: rank 0's; None on all others.
         hashed: whether versions have checksums.
         has_deltas: whether versions with few changes are published as deltas.
+        steps: whether a trainer's step may go back.
     """
 
     _closed_message: str
@@ -85,6 +92,7 @@ class Publisher(Closing, ProcessBound, ABC):
         *,
         hashed: bool,
         has_deltas: bool,
+        steps: Steps,
     ) -> None:
         super().__init__()
         # Reentrant: a progress callback, or a signal handler during a publish, may call close().
@@ -99,6 +107,7 @@ class Publisher(Closing, ProcessBound, ABC):
         self._chain = chain
         self._hashed = hashed
         self._has_deltas = has_deltas
+        self._steps = steps
         self._base: Base | EarlierSender | None = EARLIER_SENDER if has_deltas else None
         """Base of the next version; None: that is a full one."""
         self._footer: Footer | None = None
@@ -109,9 +118,18 @@ class Publisher(Closing, ProcessBound, ABC):
         return self._buffers.root
 
     @property
+    def run(self) -> str:
+        """Id of its run; on rank 0."""
+        return self._lead().writer.record.token
+
+    @property
     def stats(self) -> dict[str, float]:
-        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
-        return dict(self._stats)
+        """Versions and their bytes, deltas and theirs, seconds that publishing took, steps back.
+
+        ``steps_back`` counts, on rank 0, versions whose step was below the last one.
+        """
+        steps_back = 0 if self._chain is None else self._chain.writer.steps_back
+        return self._stats | {"steps_back": steps_back}
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -205,6 +223,23 @@ class Publisher(Closing, ProcessBound, ABC):
             self._stats["delta_bytes"] += publication.delta_bytes
         return publication
 
+    def _checked(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the metadata of the next version as a reader gets it; on rank 0.
+
+        Raises:
+            InvalidWeightsError: JSON cannot hold it.
+            VersionError: its step goes back, and must not.
+        """
+        checked = checked_metadata(metadata)
+        step, last = step_in(checked), self._lead().writer.last_step
+        is_back = step is not None and last is not None and step < last
+        if is_back and self._steps == "monotonic":
+            raise VersionError(
+                f"step {step} is below step {last}, the last one that was published in "
+                f'{self.store}; a sender with steps="any" publishes it'
+            )
+        return checked
+
     def _footer_of(self, source: Source) -> Footer:
         """Return the footer of a source's file: the last one, if the tensors are the same."""
         self._footer = Footer.like(self._footer, source.specs, source.aliases)
@@ -272,10 +307,11 @@ class Publisher(Closing, ProcessBound, ABC):
         except BaseException:
             self._abandon()
             raise
+        version = VersionId.parse(info.version)
         if self._has_deltas:
-            self._base = Base(info.version, share)
+            self._base = Base(version, share)
         footer = request.footer or self._lead().last.footer
-        return Publication.of(info.version, footer.layout, request.started, delta_bytes)
+        return Publication.of(version, footer.layout, request.started, delta_bytes)
 
     def _claim(self, request: PublishRequest, *, is_delta: bool) -> dict[str, Any]:
         """Begin a version on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
@@ -322,7 +358,7 @@ class Publisher(Closing, ProcessBound, ABC):
         if self._hashed and not any(problems):
             checksums = share.checksums()
         is_undamaged = world.first("compare it", lambda: self._is_undamaged(problems, checksums))
-        return Base(manifest.version, share) if is_undamaged else None
+        return Base(manifest.id, share) if is_undamaged else None
 
     def _encoded_last(self, footer: Footer | None) -> str | None:
         """Return on rank 0 the encoded manifest of the version that a delta may lead from."""
@@ -332,7 +368,7 @@ class Publisher(Closing, ProcessBound, ABC):
     def _read_back(self, manifest: Manifest, share: Share) -> str | None:
         """Read this rank's part of a version; return the problem, if there is one."""
         try:
-            held = hold_version(self._buffers, manifest.version, manifest.history)
+            held = hold_version(self._buffers, manifest.id)
             if held is not None:
                 with held:
                     if held.manifest == manifest:

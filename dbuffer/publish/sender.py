@@ -17,12 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError, VersionError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under, refuse_overflow
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Progress, checked_metadata, counter
+from dbuffer.publish.draft import Progress, counter
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.publish.publication import (
     PendingPublication,
@@ -31,7 +32,7 @@ from dbuffer.publish.publication import (
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.publisher import STEPS, Publisher, PublishRequest, Steps
 from dbuffer.publish.shares import WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
@@ -70,6 +71,11 @@ class WeightSender(Publisher):
             mount, each version then gets a new file. Pinned versions do not count.
         keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
             limit.
+        run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
+            run, and versions say which runs led to them.
+        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the last
+            one that was published, also by the sender before. ``"any"``: publish it, log that the
+            step goes back, and count it in ``stats["steps_back"]``.
 
     Raises:
         StoreBusyError: another sender has this store.
@@ -94,8 +100,11 @@ class WeightSender(Publisher):
         allow_shared_store: bool = False,
         keep: int = 0,
         keep_bytes: int | None = None,
+        run: str | None = None,
+        steps: Steps = "any",
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
+        options.choice("steps", steps, STEPS)
         if options.flag("delta", delta):
             require_compression()
         self._describer = Describer(dtype=dtype, rename=rename, as_checkpoint=as_checkpoint)
@@ -105,13 +114,16 @@ class WeightSender(Publisher):
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
+            run_name=run,
             keep=keep,
             keep_bytes=keep_bytes,
         )
         hashed = self._writer.medium.reaches_other_hosts if checksum == "auto" else checksum
         chain = DeltaChain(self._writer, hashed=hashed)
         buffers = self._writer.store
-        super().__init__(buffers, World(), copier, chain, hashed=hashed, has_deltas=delta)
+        super().__init__(
+            buffers, World(), copier, chain, hashed=hashed, has_deltas=delta, steps=steps
+        )
         self._pending: list[PendingPublication] = []
         """Publications that ``wait()`` was not called for, until their outcome is raised."""
         self._is_behind = False
@@ -167,7 +179,7 @@ class WeightSender(Publisher):
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
-            VersionError: ``version`` is not above the last one.
+            VersionError: ``version`` is not above the last one, or ``steps`` refuses the step.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
                 the message says that this one is published.
             WriterSupersededError: another sender took the store over.
@@ -182,7 +194,7 @@ class WeightSender(Publisher):
         with self._publishing():
             # Everything is checked before anything is touched.
             number = self._writer.next_version(version)
-            checked = checked_metadata(metadata)
+            checked = self._checked(metadata)
             source = self._describer.describe(weights)
             if source.stream is not None and self._has_deltas:
                 raise InvalidWeightsError(
@@ -203,7 +215,7 @@ class WeightSender(Publisher):
         def publish() -> Publication:
             with self._publishing(), on_own_streams():
                 number = self._writer.next_version(version)  # others may have published since
-                return self._send(started, source, number, checked, progress)
+                return self._send(started, source, number, self._checked(checked), progress)
 
         pending = PendingPublication()
         try:
@@ -244,7 +256,7 @@ class WeightSender(Publisher):
                 `SparsePatch` of plain tensors.
             VersionError: nothing was published before that patches could follow, or the last
                 `send`, or publish of patches, failed: send all weights. Patches that were refused
-                spoil nothing.
+                spoil nothing. Or ``version`` or ``steps`` refuses it.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -258,7 +270,7 @@ class WeightSender(Publisher):
                     "is nothing that patches of them could follow: send all weights once"
                 )
             version = self._writer.next_version(version)
-            checked = checked_metadata(metadata)
+            checked = self._checked(metadata)
             base = self._take_base(None)
             if base is None or not isinstance(base.share, WholeShare):
                 raise VersionError(
@@ -273,19 +285,22 @@ class WeightSender(Publisher):
             request = PublishRequest(started, unread, share.footer, version, checked)
             return self._count(self._write(request, base))
 
-    def republish(self, version: int, *, metadata: Mapping[str, Any] | None = None) -> Publication:
+    def republish(
+        self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
+    ) -> Publication:
         """Publish an earlier version's weights again, under a new number: go back to them.
 
         The weights file gets a second name, and no byte is copied. A sender with ``delta=True``
         reads the weights, and publishes what differs from the newest version, if that is less.
 
         Args:
-            version: one that the store holds: one of the newest two, or kept.
+            version: number, or id, of one that the store holds: one of the newest two, or kept.
             metadata: anything JSON can hold, added to the metadata of that version, and to
-                ``republished_version``, its number.
+                ``republished_version``, its number. With ``steps="monotonic"``, its ``step`` is
+                the trainer's step now.
 
         Raises:
-            VersionError: the store does not hold that version.
+            VersionError: the store does not hold that version, or ``steps`` refuses the step.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -294,15 +309,15 @@ class WeightSender(Publisher):
             number = self._writer.next_version(None)
             with self._writer.hold_kept(version) as held:
                 whence = {"republished_version": held.manifest.version}
-                checked = checked_metadata(held.manifest.metadata | dict(metadata or {}) | whence)
+                checked = self._checked(held.manifest.metadata | dict(metadata or {}) | whence)
                 layout = held.read_layout()
                 is_hashed = held.manifest.checksums_xxh3 is not None
                 if self._has_deltas or held.manifest.anchor or is_hashed != self._hashed:
                     views = self._read_whole(held, layout).views
                     source = Source(layout.specs, views, layout.aliases, is_lazy=False)
                     return self._send(started, source, number, checked, None)
-                self._writer.republish(held, number, checked)
-        return self._count(Publication.of(number, layout, started, None))
+                published = self._writer.republish(held, number, checked)
+        return self._count(Publication.of(published.id, layout, started, None))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.

@@ -23,10 +23,16 @@ from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import EARLIER_SENDER, Base, Publisher, PublishRequest
+from dbuffer.publish.publisher import (
+    EARLIER_SENDER,
+    STEPS,
+    Base,
+    Publisher,
+    PublishRequest,
+    Steps,
+)
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -80,6 +86,11 @@ class ShardedWeightSender(Publisher):
             new file. Pinned versions do not count.
         keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
             limit.
+        run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
+            run, and versions say which runs led to them.
+        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the last
+            one that was published, also by the sender before. ``"any"``: publish it, log that the
+            step goes back, and count it in ``stats["steps_back"]``.
 
     Raises:
         OptionError: an option is not what it may be, torch.distributed is not initialised, or the
@@ -112,6 +123,8 @@ class ShardedWeightSender(Publisher):
         allow_shared_store: bool = False,
         keep: int = 0,
         keep_bytes: int | None = None,
+        run: str | None = None,
+        steps: Steps = "any",
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
             self._patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
@@ -123,6 +136,7 @@ class ShardedWeightSender(Publisher):
                 options.positive_seconds("rank_timeout_s", rank_timeout_s)
                 options.seconds("reader_timeout_s", reader_timeout_s)
                 options.choice("checksum", checksum, (True, False, "auto"))
+                options.choice("steps", steps, STEPS)
                 if options.flag("delta", delta):
                     require_compression()
                 self._describer = Describer(
@@ -139,6 +153,7 @@ class ShardedWeightSender(Publisher):
                     durable=durable,
                     reader_timeout_s=reader_timeout_s,
                     allow_shared_store=allow_shared_store,
+                    run_name=run,
                     keep=keep,
                     keep_bytes=keep_bytes,
                 )
@@ -153,7 +168,9 @@ class ShardedWeightSender(Publisher):
             ranks.each("take its options", take_options)
             is_shared, is_rewritten, hashed = ranks.first("open the store", open_store)
             buffers, copier, chain = self._buffers, self._copier, self._chain
-            super().__init__(buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta)
+            super().__init__(
+                buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta, steps=steps
+            )
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
         self._group_rank = {rank: number for number, rank in enumerate(of_job)}
@@ -196,7 +213,7 @@ class ShardedWeightSender(Publisher):
             InvalidWeightsError: something in the weights or the metadata cannot be published, or
                 the ranks' weights do not fit together. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-            VersionError: ``version`` is not above the last one.
+            VersionError: ``version`` is not above the last one, or ``steps`` refuses the step.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays, unless
                 the message says that this one is published.
             WriterSupersededError: another sender took the store over.
@@ -289,9 +306,9 @@ class ShardedWeightSender(Publisher):
             described.append((source, inventory))
             if ranks.rank == 0:
                 on_rank_0["version"] = self._lead().writer.next_version(version)
-                on_rank_0["metadata"] = checked_metadata(metadata)
+                on_rank_0["metadata"] = self._checked(metadata)
             is_known = self._inventory == inventory
-            base = self._base.version if isinstance(self._base, Base) else self._base
+            base = str(self._base.version) if isinstance(self._base, Base) else self._base
             return {"version": version, "is_known": is_known, "base": base}
 
         steps = ranks.each("describe its weights", describe)

@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 class ClaimInfo:
     """Description of the buffer that rank 0 has claimed, for all ranks."""
 
-    version: int
+    version: str
+    """Id of the version."""
     buffer: str
     file: str
     inode: list[int] | None
@@ -56,7 +57,7 @@ class ClaimInfo:
     def of(cls, draft: Draft, *, is_patched: bool) -> ClaimInfo:
         claim = draft.claim
         inode = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
-        return cls(draft.version, claim.buffer, claim.path.name, inode, is_patched)
+        return cls(str(draft.id), claim.buffer, claim.path.name, inode, is_patched)
 
     def path_in(self, store: Path) -> Path:
         return store / self.buffer / self.file

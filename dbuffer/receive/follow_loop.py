@@ -1,8 +1,8 @@
-"""`FollowLoop`: how everything that follows a store waits, retries, logs and starts over.
+"""`FollowLoop`: how everything that follows a store waits, retries, logs, and follows a fork.
 
 A follower makes one attempt after the other until it is to stop::
 
-    loop = FollowLoop(receiver, "copying", logger, new_history="follow", stop=stop)
+    loop = FollowLoop(receiver, "copying", logger, forked="follow", stop=stop)
     newer_than = None
     while not stop.is_set():
         with loop.attempt():
@@ -11,7 +11,7 @@ A follower makes one attempt after the other until it is to stop::
                 ...  # stage, copy, load or print it
                 loop.used()
                 newer_than = version
-        if loop.has_started_over:
+        if loop.has_forked:
             newer_than = None
 
 The block of an attempt lets only the final errors out. All others are logged once, noted as the
@@ -32,15 +32,16 @@ from pathlib import Path
 from typing import Literal, Protocol, Self
 
 from dbuffer import errors
+from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import MAX_INTEGER
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.records import OwnRecord
 
-NewHistory = Literal["follow", "refuse"]
-"""Policy for a store that is emptied or replaced, and started over, while it is followed."""
+Forked = Literal["follow", "refuse"]
+"""Policy where the version that one has does not lead to what the store holds."""
 
-NEW_HISTORIES: tuple[NewHistory, ...] = ("follow", "refuse")
+FORKED: tuple[Forked, ...] = ("follow", "refuse")
 
 
 class Followed(Protocol):
@@ -55,12 +56,8 @@ class Followed(Protocol):
         """The receiver's record, with counts and problems."""
 
     @property
-    def history(self) -> str | None:
-        """History that it follows; None before it has seen a version."""
-
-    @property
-    def seen_version(self) -> int:
-        """Newest version that was seen; 0: none."""
+    def seen(self) -> Lineage | None:
+        """Newest version that was seen."""
 
     def wait_for_version(
         self,
@@ -70,8 +67,8 @@ class Followed(Protocol):
     ) -> int | None:
         """Wait until a version above ``newer_than`` is published; return its number."""
 
-    def start_over(self) -> None:
-        """Follow the history that is there now."""
+    def follow_fork(self) -> None:
+        """Follow what is there now."""
 
 
 def wait_until_newer(
@@ -118,11 +115,12 @@ class FollowLoop(RetryLoop):
     """Policy and state of one follower's attempts. It serves one thread.
 
     Args:
-        receiver: waits for versions, and starts over.
+        receiver: waits for versions, and follows a fork.
         doing: present participle for the log: ``"staging"``.
         logger: the follower's logger.
-        new_history: ``"follow"``: start over with what the store holds now, and log it.
-            ``"refuse"``: that is a failure like others. ``"raise"``: it ends following.
+        forked: where another run has published in place of what was seen, ``"follow"``: go on with
+            what the store holds now, and log it. ``"refuse"``: that is a failure like others.
+            ``"raise"``: it ends following.
         final: errors that end following. They leave the block of an attempt.
         stop: ends waits; an error of an attempt that it ended is ignored.
     """
@@ -133,26 +131,26 @@ class FollowLoop(RetryLoop):
         doing: str,
         logger: logging.Logger,
         *,
-        new_history: NewHistory | Literal["raise"] = "refuse",
+        forked: Forked | Literal["raise"] = "refuse",
         final: tuple[type[Exception], ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
         super().__init__(logger, final=final, stop=stop)
         self._receiver = receiver
         self._doing = doing
-        self._new_history = new_history
+        self._forked = forked
         self._is_due = False
         self._version: int | None = None
         self._is_exact = False
-        self.has_started_over = False
-        """Whether the last attempt came upon another history, which is followed from now on."""
+        self.has_forked = False
+        """Whether the last attempt came upon a fork, which is followed from now on."""
         self.failure: Failure | None = None
         """Last failure, until an attempt succeeds."""
 
     def attempt(self) -> Self:
         """Begin an attempt, for a ``with`` block."""
         self._version, self._is_exact = None, False
-        self.has_started_over = False
+        self.has_forked = False
         return super().attempt()
 
     def wait(
@@ -193,24 +191,24 @@ class FollowLoop(RetryLoop):
         self._is_due = True
 
     def _is_final(self, error: Exception) -> bool:
-        is_refused = self._new_history == "raise" and _is_new_history(error)
+        is_refused = self._forked == "raise" and _is_fork(error)
         return is_refused or super()._is_final(error)
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
-            self._logger.warning("%s was overtaken, starting over: %s", self._doing, str(error))
-        elif self._new_history == "follow" and _is_new_history(error):
-            self._logger.warning("%s (%s it)", str(error), self._doing)
+            self._logger.warning("%s was overtaken, beginning anew: %s", self._doing, str(error))
+        elif self._forked == "follow" and _is_fork(error):
+            self._logger.warning("%s (%s that)", str(error), self._doing)
             self.used()
-            self._receiver.start_over()
-            self.has_started_over = True
+            self._receiver.follow_fork()
+            self.has_forked = True
         else:
             self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        version = self._version
-        if version is not None and not self._is_exact:
-            version = max(version, self._receiver.seen_version)  # by which it was overtaken
+        version, seen = self._version, self._receiver.seen
+        if version is not None and seen is not None and not self._is_exact:
+            version = max(version, seen.id.number)  # by which it was overtaken
         of = "" if version is None else f"version {version} of "
         problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError) or (
@@ -222,7 +220,8 @@ class FollowLoop(RetryLoop):
         retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self.failure = Failure(error, version, retry_at)
         self._receiver.record.count(failures=1)
-        self._receiver.record.write_problem(error, version, self._receiver.history)
+        named = None if version is None or seen is None else seen.at(version)
+        self._receiver.record.write_problem(error, named)
 
     def _wait(
         self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event
@@ -255,8 +254,8 @@ class FollowLoop(RetryLoop):
         return None
 
 
-def _is_new_history(error: Exception) -> bool:
-    return isinstance(error, errors.VersionRegressedError) and error.history is not None
+def _is_fork(error: Exception) -> bool:
+    return isinstance(error, errors.VersionRegressedError) and error.is_forked
 
 
 def _time_until(*times: float | None) -> float | None:

@@ -12,6 +12,7 @@ import torch
 
 from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreNotFoundError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -38,7 +39,7 @@ class VersionVerifier:
         self._store_name = store_name
         self._record = record
         self._copier = copier
-        self._known_checksums: dict[str, list[int]] = {}
+        self._known_checksums: dict[VersionId, list[int]] = {}
 
     def verify(self, held: HeldVersion, layout: Layout, checksums: list[int] | None) -> None:
         """Compare checksums with the published ones; None: there are none to compare.
@@ -70,14 +71,14 @@ class VersionVerifier:
             yield
         except UNDECODABLE:
             if held.manifest.anchor is not None:
-                self._record.write(unreadable_version=held.manifest.version)
+                self._record.write(unreadable=held.manifest.id)
             raise
-        self._record.set(unreadable_version=None)
+        self._record.set(unreadable=None)
 
     def apply_changes(
         self,
         tensors: FileTensors,
-        since: str | None,
+        since: VersionId | None,
         held: HeldVersion,
         on_bytes: OnBytes | None = None,
     ) -> list[int] | None:
@@ -233,7 +234,7 @@ class VersionReader(VersionVerifier):
                 held.wait_after_loss(error, self._patience)
         self._patience = Patience()
         # It is in memory, and the sender need not keep the file.
-        self._record.write(held_version=None)
+        self._record.write(held=None)
         return tensors
 
     def _apply_deltas(
@@ -242,7 +243,7 @@ class VersionReader(VersionVerifier):
         """Apply deltas to the version in memory; None if they do not lead to the held one."""
         if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
             return None
-        checksums = self.apply_changes(tensors, before.identity, held)
+        checksums = self.apply_changes(tensors, before.id, held)
         return None if checksums is None else tensors
 
     def _read_whole(self, held: Held, memory: torch.Tensor | None) -> FileTensors:
@@ -296,11 +297,11 @@ def wrong_tensors(
     held: HeldVersion,
     layout: Layout,
     checksums: list[int],
-    known: MutableMapping[str, list[int]] | None = None,
+    known: MutableMapping[VersionId, list[int]] | None = None,
 ) -> list[str]:
     """Names of the tensors whose checksums differ from those published.
 
-    ``known``: verified checksums of earlier versions, by identity; these are added if all match.
+    ``known``: verified checksums of earlier versions; these are added if all match.
     """
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:
@@ -320,5 +321,5 @@ def wrong_tensors(
     ]
     if not wrong:
         known.clear()  # what leads to a later one begins here
-        known[manifest.identity] = checksums
+        known[manifest.id] = checksums
     return wrong

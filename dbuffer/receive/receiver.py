@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dbuffer import errors
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import (
     MAX_INTEGER,
     Manifest,
@@ -71,8 +72,8 @@ class WeightReceiver(Closing, ProcessBound):
     It may be made before the store exists, and serves one thread at a time. It writes nothing until
     it reads: then ``receivers/ID.TOKEN.json`` in the store says what it holds and has applied.
 
-    It follows one history of the store. Where the store was emptied or replaced, and started over,
-    every method that looks at it raises `VersionRegressedError`, until :meth:`start_over`.
+    Where the version that it has seen does not lead to what the store holds now, every method that
+    looks at it raises `VersionRegressedError`, until :meth:`follow_fork`.
 
     Args:
         store: the store's directory.
@@ -118,8 +119,10 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.set(is_ephemeral=is_ephemeral)
         self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._seen: Pointer | None = None
-        self._held_last: tuple[int, str, dict[str, Any]] | None = None
-        """Version, history and metadata that it read last."""
+        self.left: Lineage | None = None
+        """Version that it had seen before it followed a fork."""
+        self._held_last: tuple[VersionId, dict[str, Any]] | None = None
+        """Version and metadata that it read last."""
         self._loaded: int | None = None
         self._matcher = Matcher()
         self._loaded_names = LoadedNames()
@@ -135,7 +138,7 @@ class WeightReceiver(Closing, ProcessBound):
         return self.reader.maps_files
 
     def newest(self) -> Pointer | None:
-        """Return the pointer to the newest version of any history; None: nothing is there."""
+        """Return the pointer to the newest version; None: nothing is there."""
         return self._store.newest_pointer() if self._store.exists() else None
 
     @property
@@ -143,13 +146,18 @@ class WeightReceiver(Closing, ProcessBound):
         """Newest version that it has seen published, whether or not it could be read; 0: none."""
         return 0 if self._seen is None else self._seen.version
 
+    @property
+    def seen(self) -> Lineage | None:
+        """Newest version that it has seen published, and what leads to it."""
+        return None if self._seen is None else self._seen.lineage
+
     @contextlib.contextmanager
     def open(
         self,
         newer_than: int | None = None,
         timeout_s: float = 60.0,
         *,
-        version: int | None = None,
+        version: int | VersionId | None = None,
         acknowledge: bool = True,
     ) -> Iterator[Snapshot]:
         """Hold the newest version for the length of a ``with`` block.
@@ -160,7 +168,7 @@ class WeightReceiver(Closing, ProcessBound):
         Args:
             newer_than: wait for a version above this one. None: any version will do.
             timeout_s: how long to wait for it.
-            version: exactly this version, and no other.
+            version: exactly the version of this number, or id, and no other.
             acknowledge: whether to acknowledge the version, or report an error.
 
         Raises:
@@ -175,12 +183,14 @@ class WeightReceiver(Closing, ProcessBound):
         """
         self._check_open()
         _check_version("newer_than", newer_than)
-        _check_version("version", version)
+        if not isinstance(version, VersionId):
+            _check_version("version", version)
         options.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
 
         def hold() -> Held | None:
-            above = newer_than if version is None else version - 1
+            # One that has an id was published.
+            above = newer_than if version is None or isinstance(version, VersionId) else version - 1
             self._wait_until_published(above, timeout_s, deadline)
             if version is None:
                 return self._hold(newer_than, reread=False)
@@ -209,7 +219,7 @@ class WeightReceiver(Closing, ProcessBound):
                 held = hold()
             if held is None:
                 continue
-            with self._released(held), reporting(held.manifest.version):
+            with self._released(held), reporting(held.manifest.id):
                 try:
                     tensors = self.reader.read(held)
                 except OvertakenError:
@@ -223,16 +233,14 @@ class WeightReceiver(Closing, ProcessBound):
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
                         f"version {held.manifest.version} of {self.store} was held for longer than "
-                        "the sender waits, and its buffer was taken; open the newest and start over"
+                        "the sender waits, and its buffer was taken; open the newest version"
                     )
                 if acknowledge:
-                    self._set_applied(
-                        held.manifest.version, held.manifest.identity, held.manifest.history
-                    )
+                    self._set_applied(held.manifest.lineage)
                 return
 
     @contextlib.contextmanager
-    def reporting(self, version: int | None) -> Iterator[None]:
+    def reporting(self, version: VersionId | None) -> Iterator[None]:
         """Report in the record an error that leaves the block, as one of applying ``version``.
 
         None: the block looks at the store; it ends a problem with the store if it ends without an
@@ -243,7 +251,7 @@ class WeightReceiver(Closing, ProcessBound):
         except _NO_FAILURES:
             raise
         except Exception as error:
-            self.record.write_problem(error, version, self.history)
+            self.record.write_problem(error, version)
             raise
         record = self.record.current
         if version is None and record.problem is not None and record.problem_version is None:
@@ -294,7 +302,7 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
                 earlier one contained. The target was not touched.
-            VersionRegressedError: the store was started over; its versions are another run's.
+            VersionRegressedError: what it has seen does not lead to what the store holds.
             StoreCorruptError: the store is damaged.
 
             If a sender has overwritten a version while it was loaded, and the next one cannot be
@@ -332,12 +340,12 @@ class WeightReceiver(Closing, ProcessBound):
         if held is None:
             return None
         manifest = held.manifest
-        with self._released(held), self.reporting(manifest.version):
+        with self._released(held), self.reporting(manifest.id):
             check(manifest.metadata)
             self._load(held, target, partial, views)
             held.require_unchanged()
             self._loaded = manifest.version
-            self._set_applied(manifest.version, manifest.identity, manifest.history)
+            self._set_applied(manifest.lineage)
         return manifest.version
 
     def follow(
@@ -376,7 +384,7 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             OptionError: an argument is invalid.
             StoreNotFoundError: the store was removed.
-            VersionRegressedError: the store was started over; its versions are another run's.
+            VersionRegressedError: what it has seen does not lead to what the store holds.
             StoreAccessError, StoreCorruptError: it cannot be read.
         """
         _check_version("newer_than", newer_than)
@@ -387,23 +395,23 @@ class WeightReceiver(Closing, ProcessBound):
             self._newest, wait, poll_interval_s, newer_than, timeout_s, stop_event
         )
 
-    def wait_or_start_over(
+    def wait_or_follow_fork(
         self,
         newer_than: int | None,
         timeout_s: float | None,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait as :meth:`wait_for_version` does, but start over where the store has a new history.
+        """Wait as :meth:`wait_for_version` does, but follow where another run has published.
 
         The newest version of that is returned at once, whatever its number.
         """
         try:
             return self.wait_for_version(newer_than, timeout_s, stop_event)
         except errors.VersionRegressedError as error:
-            if error.history is None:
+            if not error.is_forked:
                 raise
             newest = self.newest()  # an error from this leaves the receiver as it is
-            self.start_over()
+            self.follow_fork()
             self._seen = newest
             return None if newest is None else newest.version
 
@@ -415,37 +423,29 @@ class WeightReceiver(Closing, ProcessBound):
 
         Raises:
             OptionError: ``version`` is no number of a version.
+            VersionError: no such version was published.
             ClosedError: this receiver was closed.
         """
         self._check_open()
         options.whole_number("version", version, at_most=MAX_INTEGER)
-        if self._seen is None:
-            self._newest()  # its history
-        seen = self._seen
-        identity = seen.identity if seen is not None and seen.version == version else None
-        self._set_applied(version, identity, self.history)
-        self.record.write(held_version=None)
+        if self._seen is None or self._seen.version < version:
+            self._newest()
+        goal = None if self._seen is None else self._seen.lineage.at(version)
+        if self._seen is None or goal is None:
+            raise errors.VersionError(f"version {version} was not published in {self.store}")
+        self._set_applied(self._seen.lineage.to(goal))
+        self.record.write(held=None)
 
-    @property
-    def history(self) -> str | None:
-        """Identity of the history that it follows; None before it has seen a version."""
-        return None if self._seen is None else self._seen.history
-
-    def start_over(self) -> None:
-        """Follow the history that the store holds now, whatever it held before.
+    def follow_fork(self) -> None:
+        """Follow what the store holds now, wherever that came from.
 
         The names that a target was filled with are still remembered: with ``partial``, a version
         that lacks some of them is refused, because it would leave a mix.
         """
+        self.left = self.seen
         self._seen = self._loaded = None
         self.record.set(
-            applied_version=None,
-            applied_identity=None,
-            metadata={},
-            held_version=None,
-            history=None,
-            problem=None,
-            problem_version=None,
+            applied=None, runs=[], metadata={}, held=None, problem=None, problem_version=None
         )
 
     def wake(self) -> None:
@@ -508,12 +508,11 @@ class WeightReceiver(Closing, ProcessBound):
             self._remember_metadata(held.manifest)
         return held
 
-    def _set_applied(self, version: int, identity: str | None, history: str | None) -> None:
+    def _set_applied(self, version: Lineage) -> None:
         self.record.set(
-            applied_version=version,
-            applied_identity=identity,
-            metadata=self._metadata_of(version, history),
-            history=history,
+            applied=version.id,
+            runs=list(version.runs),
+            metadata=self._metadata_of(version.id),
             problem=None,
             problem_version=None,
         )
@@ -521,31 +520,33 @@ class WeightReceiver(Closing, ProcessBound):
     def _remember_metadata(self, manifest: Manifest) -> None:
         # A copy: the snapshot hands the manifest's own out, and its reader may add to it.
         metadata = metadata_for_record(manifest.metadata)
-        self._held_last = manifest.version, manifest.history, metadata
+        self._held_last = manifest.id, metadata
 
-    def _metadata_of(self, version: int, history: str | None) -> dict[str, Any]:
+    def _metadata_of(self, version: VersionId) -> dict[str, Any]:
         """Return a version's metadata for the record; empty: the store no longer holds it."""
-        if self._held_last is not None and self._held_last[:2] == (version, history):
-            return self._held_last[2]
-        manifest = self._store.manifest_of(version, history)
+        if self._held_last is not None and self._held_last[0] == version:
+            return self._held_last[1]
+        manifest = self._store.manifest_of(version)
         return {} if manifest is None else metadata_for_record(manifest.metadata)
 
-    def _announce(self, version: int) -> None:
-        if self.record.current.held_version != version:
-            self.record.write(held_version=version)
+    def _announce(self, version: VersionId) -> None:
+        if self.record.current.held != version:
+            self.record.write(held=version)
 
     @contextlib.contextmanager
     def _cleared_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if self.record.current.held_version is not None:
-                self.record.write(held_version=None)
+            if self.record.current.held is not None:
+                self.record.write(held=None)
             raise
 
-    def _hold_exactly(self, version: int) -> Held:
+    def _hold_exactly(self, version: int | VersionId) -> Held:
         with self._cleared_on_error():
-            held = hold_version(self._store, version, self.history, self._announce)
+            if not isinstance(version, VersionId) and self._seen is not None:
+                version = self._seen.lineage.at(version) or version
+            held = hold_version(self._store, version, self._announce)
             if held is None:
                 raise kept.missing(self._store, version)
         self._remember_metadata(held.manifest)
@@ -557,7 +558,7 @@ class WeightReceiver(Closing, ProcessBound):
             yield
         finally:
             held.release()
-            self.record.write(held_version=None)
+            self.record.write(held=None)
 
     def _load(self, held: Held, target: Target, partial: bool, views: bool) -> None:
         """Fill the target; raise `OvertakenError` if a writer was faster."""

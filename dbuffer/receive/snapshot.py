@@ -15,6 +15,7 @@ import torch
 
 from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -88,18 +89,18 @@ class Snapshot(ProcessBound):
 
     @property
     def version(self) -> int:
-        """The version, as published."""
+        """Number of the version, as published."""
         return self._held.manifest.version
 
     @property
-    def identity(self) -> str:
-        """Identity that no other version has, of this store or of one that takes its place."""
-        return self._held.manifest.identity
+    def id(self) -> VersionId:
+        """Run and number of the version, which no other version has."""
+        return self._held.manifest.id
 
     @property
-    def history(self) -> str:
-        """Identity of its history: version numbers go up only within one."""
-        return self._held.manifest.history
+    def lineage(self) -> Lineage:
+        """The version, and the runs that lead to it."""
+        return self._held.manifest.lineage
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class Snapshot(ProcessBound):
         """
         return self.copy_into(new_memory(self.data_bytes))
 
-    def changed_since(self, identity: str) -> dict[str, npt.NDArray[np.int64] | None] | None:
+    def changed_since(self, version: VersionId) -> dict[str, npt.NDArray[np.int64] | None] | None:
         """Return the elements that differ from an earlier version, by tensor's name.
 
         Returns:
@@ -188,11 +189,11 @@ class Snapshot(ProcessBound):
             not named is the same. None in place of all: no deltas lead here from that version, or
             they are lost.
         """
-        if identity not in self._held.manifest.chain:
+        if version not in self._held.manifest.chain:
             return None
         layout = self._contents.layout
         try:
-            changes = ChainReader(self._held, layout).changed_since(identity, self._copier)
+            changes = ChainReader(self._held, layout).changed_since(version, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, str(error))
             return None

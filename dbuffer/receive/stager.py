@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,10 +24,11 @@ import torch
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
 from dbuffer.format.manifest import MAX_INTEGER, Pointer
 from dbuffer.io.devices import PageLock
 from dbuffer.io.tensors import new_memory
-from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
+from dbuffer.receive.follow_loop import Failure, FollowLoop, Forked
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
@@ -73,9 +74,8 @@ Prepare = Callable[[Snapshot], Prepared | None]
 class Staged:
     """A version that is ready."""
 
-    version: int
-    history: str
-    """Identity of the run of versions that it belongs to."""
+    lineage: Lineage
+    """The version, and what leads to it."""
     metadata: Mapping[str, Any]
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
@@ -83,28 +83,42 @@ class Staged:
     prepared: Prepared | None
     """Result of the :class:`Stager`'s ``prepare``."""
     num_bytes: int
-    identity: str
-    """Tells versions of one number in two stores apart."""
     duration_s: float
     """Time that staging it took."""
+
+    @property
+    def id(self) -> VersionId:
+        return self.lineage.id
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self.lineage.id.number
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A call of :meth:`Stager.take` that waits."""
 
-    exactly: int | None
-    at_least: int
-    history: str | None
+    number: int
+    id: VersionId | None
+    """Id of the version of this number; None: that is not published yet."""
+    newest: Lineage | None
+    """Newest version when the call was made."""
+    is_exact: bool
+    """Whether no later version will do."""
     is_whole: bool
 
     def is_met_by(self, staged: Staged) -> bool:
-        if self.history not in (None, staged.history) or (self.is_whole and staged.tensors is None):
+        if (self.is_whole and staged.tensors is None) or not self.concerns(staged.version):
             return False
-        return self.concerns(staged.version)
+        if self.id is not None:
+            return staged.lineage.reaches(self.id)
+        # A number means the version that is published after what was there.
+        return self.newest is None or relation(staged.lineage, self.newest) != Relation.FORKED
 
-    def concerns(self, version: int) -> bool:
-        return version == self.exactly if self.exactly is not None else version >= self.at_least
+    def concerns(self, number: int) -> bool:
+        return number == self.number if self.is_exact else number >= self.number
 
 
 class StagingMemory:
@@ -157,8 +171,9 @@ class Stager(ProcessBound):
         pin_memory: that memory is page-locked, for a device to copy from.
         version: keep this version ready, and no other, until it was applied; it is waited for.
         applied: version up to which nothing need be staged from the start.
-        new_history: ``"follow"``: where the store was started over, stage what it holds now.
-            ``"refuse"``: that is a problem with every version, until this stager is closed.
+        forked: where another run has published in place of what was seen, ``"follow"``: stage what
+            the store holds now. ``"refuse"``: that is a problem with every version, until this
+            stager is closed.
         on_found: called in the stager's thread with each version, before it is staged.
 
     Raises:
@@ -174,8 +189,8 @@ class Stager(ProcessBound):
         copy: bool | Literal["auto"] = "auto",
         pin_memory: bool = False,
         version: int | None = None,
-        applied: int | None = None,
-        new_history: NewHistory = "refuse",
+        applied: VersionId | None = None,
+        forked: Forked = "refuse",
         on_found: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
@@ -192,7 +207,7 @@ class Stager(ProcessBound):
         self._copy = copy
         self._memory = StagingMemory(pinned=pin_memory)
         self._version = version
-        self._loop = FollowLoop(receiver, "staging", logger, new_history=new_history)
+        self._loop = FollowLoop(receiver, "staging", logger, forked=forked)
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
         """Guards all that follows."""
@@ -209,7 +224,7 @@ class Stager(ProcessBound):
         self._failure: Failure | None = None
         """Failure of the last attempt. A version that was ready before it still is."""
         self._request: _Request | None = None
-        self._skip_up_to = applied
+        self._applied = applied
         """Version up to which nothing need be staged."""
         self._is_closed = False
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
@@ -238,42 +253,41 @@ class Stager(ProcessBound):
 
     def take(
         self,
-        version: int | None = None,
+        version: int | VersionId | None = None,
         *,
-        at_least: int | None = None,
-        history: str | None = None,
+        at_least: int | VersionId | None = None,
         whole: bool = False,
         timeout_s: float,
     ) -> Staged:
         """Wait until a version is ready, and keep it. Nothing else is staged until its release.
 
         Args:
-            version: exactly this one.
+            version: exactly the one of this number, or id.
             at_least: this one or a later one, whichever is ready. Default: the stager's version, or
                 the one that is the newest now, or was when the store could last be read.
-            history: of this run of versions. Default: of the run that the store holds now.
             whole: with all its tensors.
             timeout_s: how long to wait.
 
         Raises:
             OptionError: an argument is invalid.
             WaitTimeoutError: it was not ready in time.
-            VersionRegressedError: the store was started over: it is no longer there, or refused.
+            VersionRegressedError: it does not lead to what the store holds now.
             DBufferError, OSError: the version, or the store, cannot be used.
         """
         options.seconds("timeout_s", timeout_s)
         for name, value in (("version", version), ("at_least", at_least)):
-            if value is not None:
+            if value is not None and not isinstance(value, VersionId):
                 options.whole_number(name, value)
         self._require_open()  # a fork's copy of the lock may stay locked
         with self._condition:
             self._require_open()
             self._drop_applied()
-            request = self._request_for(version, at_least, history, is_whole=whole)
+            request = self._request_for(version, at_least, is_whole=whole)
             self._failure = None  # it may have been mended since
             self._loop.retry_now()
-            if self._skip_up_to is not None and self._skip_up_to >= request.at_least:
-                self._skip_up_to = request.at_least - 1  # it is to be applied again
+            if self._applied is not None and self._applied.number >= request.number:
+                # It is to be applied again.
+                self._applied = self._applied._replace(number=request.number - 1)
             self._request = request
             try:
                 self._wake()
@@ -282,7 +296,7 @@ class Stager(ProcessBound):
                 if not self._is_answered():
                     newest = self.newest()
                     raise errors.WaitTimeoutError(
-                        f"version {request.at_least} of {self.store} was not ready within "
+                        f"version {request.number} of {self.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {newest and newest.version}"
                     )
                 if self._failure is not None:
@@ -294,28 +308,23 @@ class Stager(ProcessBound):
                 self._request = None
                 self._wake()
 
-    def release(self, *, applied: int | None = None, history: str | None = None) -> None:
-        """Release the version that was taken; versions up to ``applied`` need not be staged again.
-
-        ``history`` is that of ``applied``, which says nothing of another run's versions. Default:
-        the history that is followed now.
-        """
+    def release(self, *, applied: VersionId | None = None) -> None:
+        """Release the version that was taken; those up to ``applied`` need not be staged again."""
         with self._condition:
             self._is_taken = False
-            if applied is not None and history in (None, self._receiver.history):
-                self._skip_up_to = applied
-                if self._staged is not None and self._staged.version <= applied:
+            if applied is not None and self._leads_on(applied):
+                self._applied = applied
+                if self._staged is not None and self._staged.version <= applied.number:
                     self._is_applied = True
             self._condition.notify_all()
 
-    def stage_again(self, *, applied: int | None = None, history: str | None = None) -> None:
+    def stage_again(self, *, applied: VersionId | None = None) -> None:
         """Make ready anew the newest version above ``applied``; None: whichever is the newest.
 
-        A version that is taken stays as it is. ``history`` is that of ``applied``, which says
-        nothing of another run's versions.
+        A version that is taken stays as it is.
         """
         with self._condition:
-            self._skip_up_to = applied if history in (None, self._receiver.history) else None
+            self._applied = applied
             if not self._is_taken:
                 self._drop()
                 self._receiver.record.write()
@@ -336,22 +345,37 @@ class Stager(ProcessBound):
         self._memory.free()
 
     def _request_for(
-        self, version: int | None, at_least: int | None, history: str | None, *, is_whole: bool
+        self,
+        version: int | VersionId | None,
+        at_least: int | VersionId | None,
+        *,
+        is_whole: bool,
     ) -> _Request:
-        newest = self.newest()
+        newest, seen = self.newest(), self._receiver.seen
         if at_least is None:
             version = version or self._version
-        if newest is not None:
-            history = history or newest.history
-            at_least = at_least or newest.version
-            if newest.history != history:
-                raise errors.VersionRegressedError(
-                    f"{self.store} was started over, and version {version or at_least} of the "
-                    "run before is no longer in it",
-                    newest.history,
-                )
-        at_least = version or at_least or self._receiver.seen_version or 1
-        return _Request(version, at_least, history, is_whole)
+        goal = version or at_least
+        if goal is None:
+            newest_known = seen if newest is None else newest.lineage
+            goal = 1 if newest_known is None else newest_known.id
+        is_exact = version is not None
+        lineage = None if newest is None else newest.lineage
+        if not isinstance(goal, VersionId):
+            named = None if lineage is None else lineage.at(goal)
+            return _Request(goal, named, lineage, is_exact, is_whole)
+        known = [each for each in (seen, self._receiver.left) if each is not None]
+        if lineage is not None and _is_lost(goal, lineage, known):
+            raise errors.VersionRegressedError(
+                f"{self.store} holds version {lineage.id.number} of run {lineage.id.run}, to which "
+                f"version {goal.number} of run {goal.run} does not lead",
+                is_forked=True,
+            )
+        return _Request(goal.number, goal, lineage, is_exact, is_whole)
+
+    def _leads_on(self, version: VersionId) -> bool:
+        """Whether a version leads to what the store holds, as far as that was seen."""
+        seen = self._receiver.seen
+        return seen is not None and seen.reaches(version)
 
     def _require_open(self) -> None:
         if self._is_closed or self._is_inherited:
@@ -370,7 +394,7 @@ class Stager(ProcessBound):
             return False
         if self._failure is not None:
             # A store that cannot be read concerns every request.
-            return self._request.concerns(self._failure.version or self._request.at_least)
+            return self._request.concerns(self._failure.version or self._request.number)
         return self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
@@ -378,7 +402,7 @@ class Stager(ProcessBound):
         # A version that answers a request is about to be taken.
         if self._is_closed or self._is_taken or self._is_answered():
             return False
-        is_done = self._version is not None and self._skip_up_to == self._version
+        is_done = self._applied is not None and self._applied.number == self._version
         return self._request is not None or not is_done
 
     # In the stager's thread
@@ -390,12 +414,13 @@ class Stager(ProcessBound):
                 request = self._request
                 newer_than, exactly = self._aim()
             with self._loop.attempt():
-                version = self._loop.wait(newer_than, exactly=exactly, interrupt=self._interrupt)
+                number = exactly.number if isinstance(exactly, VersionId) else exactly
+                version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
                     if self._on_found is not None:
                         self._on_found()
                     try:
-                        self._stage(version, is_exact=exactly is not None)
+                        self._stage(version, exactly)
                     except errors.SnapshotEvictedError:
                         self._receiver.record.count(evictions=1)
                         raise
@@ -415,18 +440,21 @@ class Stager(ProcessBound):
                 applied = self._drop_applied()
             del applied  # unmapped here, without the lock
 
-    def _aim(self) -> tuple[int | None, int | None]:
+    def _aim(self) -> tuple[int | None, int | VersionId | None]:
         """Return the version above which to stage the newest, or else the one to stage."""
-        if self._request is not None and self._request.exactly is not None:
-            return None, self._request.exactly
-        # A version of the run before says nothing of those that are there now.
-        staged = self._staged
-        if staged is not None and staged.history != self._receiver.history:
+        if self._request is not None and self._request.is_exact:
+            return None, self._request.id or self._request.number
+        # One that does not lead to what is there now says nothing of it.
+        staged, applied = self._staged, self._applied
+        if staged is not None and not self._leads_on(staged.id):
             staged = None
+        if applied is not None and not self._leads_on(applied):
+            applied = None
         if self._version is None:
-            return (self._skip_up_to if staged is None else staged.version), None
+            above = applied if staged is None else staged.id
+            return None if above is None else above.number, None
         if staged is not None and staged.version == self._version:
-            return MAX_INTEGER, None  # nothing, unless the store is started over
+            return MAX_INTEGER, None  # nothing, unless another run comes
         return None, self._version
 
     def _make_room(self, version: int) -> bool:
@@ -434,7 +462,12 @@ class Stager(ProcessBound):
         with self._condition:
             if not self._may_stage():
                 return False
-            if self._request is not None and self._request.exactly not in (None, version):
+            request = self._request
+            if request is not None and request.is_exact and request.number != version:
+                return False
+            # Before the store was looked at, it was not known whether what was applied leads to it.
+            newer_than, exactly = self._aim()
+            if exactly is None and newer_than is not None and version <= newer_than:
                 return False
             self._drop()
             self._failure = None
@@ -452,7 +485,7 @@ class Stager(ProcessBound):
     def _drop(self) -> None:
         self._staged, self._is_taken, self._is_applied = None, False, False
         record = self._receiver.record
-        record.set(staged_version=None)
+        record.set(staged=None)
         try:
             self._hold.close()
         except (errors.DBufferError, OSError) as error:
@@ -465,13 +498,13 @@ class Stager(ProcessBound):
             # A cycle of references, with the mapping of a file that may be long gone in it.
             traceback.clear_frames(error.__traceback__)
 
-    def _stage(self, version: int, *, is_exact: bool) -> None:
+    def _stage(self, version: int, exactly: int | VersionId | None) -> None:
         started = time.monotonic()
         timeout_s = self._receiver.poll_interval_s
         with contextlib.ExitStack() as hold:
             opened = (
-                self._receiver.open(version=version, timeout_s=timeout_s, acknowledge=False)
-                if is_exact
+                self._receiver.open(version=exactly, timeout_s=timeout_s, acknowledge=False)
+                if exactly is not None
                 else self._receiver.open_seen(version - 1)
             )
             snapshot = hold.enter_context(opened)
@@ -488,26 +521,19 @@ class Stager(ProcessBound):
                 snapshot.read_ahead()
             kept = hold.pop_all()
         staged = Staged(
-            version=snapshot.version,
-            history=snapshot.history,
+            lineage=snapshot.lineage,
             metadata=snapshot.metadata,
             layout=snapshot.layout,
             tensors=tensors,
             prepared=prepared,
             num_bytes=prepared.num_bytes if prepared and is_enough else snapshot.layout.num_bytes,
-            identity=snapshot.identity,
             duration_s=time.monotonic() - started,
         )
         record = self._receiver.record
         with self._condition:
             self._staged, self._hold = staged, kept
             record.count(staged=1, staged_bytes=staged.num_bytes, stage_s=staged.duration_s)
-            record.set(
-                staged_version=staged.version,
-                history=staged.history,
-                problem=None,
-                problem_version=None,
-            )
+            record.set(staged=staged.id, problem=None, problem_version=None)
             self._condition.notify_all()
         record.write()
 
@@ -538,8 +564,8 @@ class Stager(ProcessBound):
             self._failure = None
             if self._loop.error is not None:
                 self._receiver.reader.unmap()  # the store may be gone
-            if self._loop.has_started_over:
-                self._skip_up_to = None
+            if self._loop.has_forked:
+                self._applied = None
                 if not self._is_taken:
                     self._drop()
                 self._receiver.record.write()
@@ -551,6 +577,19 @@ class Stager(ProcessBound):
                     # before it.
                     self._loop.retry_now()
             self._condition.notify_all()
+
+
+def _is_lost(version: VersionId, newest: Lineage, known: Iterable[Lineage]) -> bool:
+    """Whether a version does not lead to the newest, and no later one that it leads to can come.
+
+    A version of a run that is not known may be published yet, as in a mirror that lags.
+    """
+    if newest.reaches(version):
+        return False
+    if any(run.id == version.run for run in newest.runs[1:]):
+        return True  # the run after it began upon an earlier version
+    lineages = [each.to(version) for each in known if each.reaches(version)]
+    return any(relation(each, newest) is Relation.FORKED for each in lineages)
 
 
 _stagers: weakref.WeakSet[Stager] = weakref.WeakSet()

@@ -86,8 +86,10 @@ class Timing:
     stand_by_s: float = 0.5
     """Interval at which a mirror that stands by looks whether the one before it has ended."""
     prepared_s: float = 10.0
-    """Upper bound for how long another mirror takes to begin with a new history of the remote
-    store."""
+    """Upper bound for how long another mirror takes to copy the first version of another run."""
+    fit_look_s: float = 0.1
+    """Interval at which a mirror that starts looks whether the local store is fit to be read; each
+    look at a bucket is a request."""
     mirror_look_s: float = 0.01
     """Interval at which calls of a mirror look whether it, or another one, has caught up."""
     relay_s: float = 0.05

@@ -123,7 +123,7 @@ class RetryLoop:
         failures = self._failures = self._failures or _Failures(now)
         failures.number += 1
         # A store that was replaced is another failure than one that was emptied.
-        kind = type(error), getattr(error, "history", None)
+        kind = type(error), getattr(error, "is_forked", None)
         if kind not in failures.kinds:
             failures.log_at = now + failures.log_s
             then = "waiting for a newer version" if is_lasting else "trying again until it works"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING, doubling
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 
@@ -21,16 +24,20 @@ def wait_applied(
     *,
     timeout_s: float,
     writer: WriterRecord,
+    written_before: Mapping[tuple[str, str], float] = MappingProxyType({}),
 ) -> None:
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
+
+    What a receiver has applied must lead to the newest version.
 
     Where several receivers have one id, the id has applied a version when all of them have that
     live. If none lives, the record that was written last counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
     a local mount; else after `Timing.presumed_dead_after_s`, and where the mirror that told of it
-    has ended after `Timing.bucket_presumed_dead_after_s`. Records older than ``writer``, which
-    published the version, are of an earlier run, whose processes have ended.
+    has ended after `Timing.bucket_presumed_dead_after_s`. Records that are as they were
+    ``written_before`` the writer began, by id and token, are of receivers that have ended, or will
+    write again.
 
     Raises:
         StoreNotFoundError, WriterSupersededError: the store is not this writer's any more, so
@@ -45,9 +52,12 @@ def wait_applied(
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
     needed = expected if isinstance(expected, int) else len(expected)
-    wait = _Wait(store, version, writer)
+    wait = _Wait(store, version, written_before)
     while True:
         everything = store.receivers()
+        pointer = store.newest_pointer()  # read last: what they have applied leads to it
+        wait.newest = None if pointer is None else pointer.lineage
+        store.require_writer(writer)  # so what was read is of this writer, or of those before it
         # An engine acknowledges as one; its ranks only say what they have ready.
         by_id: dict[str, list[ReceiverRecord]] = {}
         for record in everything:
@@ -61,7 +71,6 @@ def wait_applied(
             num_applied += len(counted) - len(behind) if names is None else not behind
         if num_applied >= needed:
             return
-        store.require_writer(writer)
         ranks = _ranks_in(everything)
         for record in waiting if names is not None else ():
             wait.require_able(record, ranks[record.receiver, record.token])
@@ -86,11 +95,11 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
     pointer = store.newest_pointer() if store.exists() else None
     if pointer is None:
         return {}
-    newest = store.manifest_of(pointer.version, pointer.history)
+    newest = store.manifest_of(pointer.id)
     metadata = {} if newest is None else newest.metadata
     lags: dict[str, Lag] = {}
     for record in store.receivers():
-        lag = record.lag_behind(pointer.version, pointer.history, metadata)
+        lag = record.lag_behind(pointer.lineage, metadata)
         if lag is None or record.part_of is not None or not store.may_live(record):
             continue
         lags[record.receiver] = max(lags.get(record.receiver, lag), lag, key=lambda one: one[0])
@@ -98,27 +107,32 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
 
 
 class _Wait:
-    """Wait for receivers of one version, which ``writer`` published."""
+    """Wait for receivers of one version."""
 
-    def __init__(self, store: DoubleBuffer, version: int, writer: WriterRecord) -> None:
+    def __init__(
+        self, store: DoubleBuffer, version: int, written_before: Mapping[tuple[str, str], float]
+    ) -> None:
         self._store = store
         self._version = version
-        self._writer = writer
-        manifest = store.manifest_of(version, writer.history)
-        self._identity = None if manifest is None else manifest.identity
+        self._written_before = written_before
+        self.newest: Lineage | None = None
+        """Newest version that was published."""
         self._noted_at: dict[tuple[str, str, str], float] = {}
         """Times at which receivers were first seen in a state."""
 
     def has_applied(self, record: ReceiverRecord) -> bool:
         """Whether a receiver has applied the version, or a later one."""
-        return record.has_applied(self._version, self._writer.history, self._identity)
+        return self._version == 0 or self._reaches(record.applied)
 
     def counted(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         """The records of one id that say what it has applied."""
         if len(records) == 1:
             return records
         living = [record for record in records if self._store.may_live(record)]
-        return living or [max(records, key=lambda record: record.updated_at)]
+        return living or [max(records, key=self._written_at)]
+
+    def _written_at(self, record: ReceiverRecord) -> float:
+        return filesystem.touched_at(self._store.record_path(record.receiver, record.token))
 
     def state(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> str:
         """The state of a receiver in a few words, with what keeps it from the version.
@@ -130,33 +144,49 @@ class _Wait:
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
         for each in (record, *ranks):
-            if each.has_problem_with(self._version, self._writer.history):
+            if self._has_problem(each):
                 return f"{state}, because of: {each.problem}"
         return state
 
+    def _has_problem(self, record: ReceiverRecord) -> bool:
+        """Whether a receiver tells of a problem with the version, a later one, or the store."""
+        is_of_store = record.problem is not None and record.problem_version is None
+        return is_of_store or self._reaches(record.problem_version)
+
+    def _reaches(self, version: VersionId | None) -> bool:
+        """Whether this is the version that is waited for, or a later one."""
+        if version is None or self.newest is None:
+            return False
+        return version.number >= self._version and self.newest.reaches(version)
+
     def require_able(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> None:
         """Raise if a receiver will not apply the version: it stays below, cannot, or has ended."""
-        version, started_at = self._version, self._writer.started_at
+        version = self._version
         if record.stays_below(version):
             raise ReceiverFailedError(
                 f"{_who(record)} stays on version {record.only_version}, and will not "
                 f"apply version {version}"
             )
         for each in (record, *ranks):
-            is_of_this_run = each.updated_at >= started_at
-            if not (is_of_this_run and each.has_problem_with(version, self._writer.history)):
+            if not self._has_problem(each) or self._is_old(each):
                 continue
-            is_of_version = each.problem_version is not None
-            if is_of_version or self._has_lasted(each, str(each.problem), TIMING.last_word_s):
+            problem = each.problem_version
+            if problem or self._has_lasted(each, str(each.problem), TIMING.last_word_s):
                 raise ReceiverFailedError(
-                    f"{_who(each)} could not apply version {each.problem_version or version}: "
-                    f"{each.problem}"
+                    f"{_who(each)} could not apply version {problem.number if problem else version}"
+                    f": {each.problem}"
                 )
-        may_live = record.updated_at < started_at or self._store.may_live(record)
+        may_live = self._is_old(record) or self._store.may_live(record)
         is_certain = _is_certain_of_end(record)
         limit_s = TIMING.last_word_s if is_certain else TIMING.bucket_presumed_dead_after_s
         if not may_live and self._has_lasted(record, "ended", limit_s):
             raise ReceiverFailedError(f"{_who(record)} has ended, {_at(record, 'version ')}")
+
+    def _is_old(self, record: ReceiverRecord) -> bool:
+        """Whether a record is as it was when the writer began."""
+        # Not by comparing times, which are of two hosts' clocks.
+        before = self._written_before.get((record.receiver, record.token))
+        return before == record.updated_at
 
     def _has_lasted(self, record: ReceiverRecord, state: str, limit_s: float) -> bool:
         """Whether a receiver has been in a state for so long."""

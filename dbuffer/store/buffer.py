@@ -12,6 +12,7 @@ from pathlib import Path
 from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
     Manifest,
@@ -105,8 +106,7 @@ class DoubleBuffer:
         """Read ``CURRENT`` for a reader that has ``seen`` an earlier pointer.
 
         Raises:
-            VersionRegressedError: the store was replaced since, whatever its versions' numbers, or
-                went back below the version that was seen.
+            VersionRegressedError: the version that was seen does not lead to what is there now.
         """
         pointer = self.pointer()
         if pointer is None and self.medium.reaches_other_hosts:
@@ -140,14 +140,11 @@ class DoubleBuffer:
             for buffer, manifest in manifests.items()
             if manifest is not None and manifest.state == "complete"
         ]
-        # Generations, not versions: a mirror that begins anew writes lower versions over higher.
+        # By generations, which go up within a store whatever run its versions are of.
         whole.sort(key=lambda pointer: pointer.generation)
         if seen is not None:
-            whole = [
-                pointer
-                for pointer in whole
-                if pointer.generation >= seen.generation or pointer.history != seen.history
-            ]
+            is_older = Relation.AHEAD
+            whole = [each for each in whole if relation(seen.lineage, each.lineage) != is_older]
         if whole:
             message = "%s has no %s: going by its manifests"
             log_once(logger, message, self.root, places.POINTER_FILE)
@@ -166,8 +163,8 @@ class DoubleBuffer:
             buffer = manifest.anchor_buffer
         return self.root / buffer / manifest.file
 
-    def delta_path(self, identity: str) -> Path:
-        return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)
+    def delta_path(self, version: VersionId) -> Path:
+        return self.root / places.DELTAS_DIRECTORY / places.delta_file(version)
 
     def record_path(self, receiver_id: str, token: str) -> Path:
         return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
@@ -176,15 +173,13 @@ class DoubleBuffer:
         """Read the manifest of a buffer; None if the buffer never held anything."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
-    def manifest_of(self, version: int, history: str | None) -> Manifest | None:
+    def manifest_of(self, version: VersionId) -> Manifest | None:
         """Read the manifest of a version; None: it is damaged, or no longer in A or B."""
         for buffer in places.BUFFERS:
             manifest = None
             with contextlib.suppress(*UNDECODABLE):
                 manifest = self.manifest(buffer)
-            if manifest is None or manifest.state != "complete":
-                continue
-            if (manifest.version, manifest.history) == (version, history):
+            if manifest is not None and manifest.state == "complete" and manifest.id == version:
                 return manifest
         return None
 
@@ -208,9 +203,9 @@ class DoubleBuffer:
     def delta_bytes(self, manifest: Manifest) -> int:
         """Size of the deltas that a manifest names, as far as they are there."""
         num_bytes = 0
-        for identity in manifest.chain[1:]:
+        for version in manifest.chain[1:]:
             with contextlib.suppress(FileNotFoundError):
-                num_bytes += self.delta_path(identity).stat().st_size
+                num_bytes += self.delta_path(version).stat().st_size
         return num_bytes
 
     def writer(self) -> WriterRecord | None:
@@ -229,7 +224,7 @@ class DoubleBuffer:
             raise errors.StoreNotFoundError(
                 f"the store at {self.root} was removed; make a new sender"
             )
-        if record.run != writer.run:
+        if record.token != writer.token:
             raise errors.WriterSupersededError(
                 f"process {record.pid} on {record.host} took {self.root} over; this sender must "
                 "stop (was the store or its writer.lock removed by hand, or this host cut off?)"
@@ -293,7 +288,7 @@ class DoubleBuffer:
         return self.medium.shows_life(self.record_path(record.receiver, record.token))
 
     def readers(self) -> list[ReceiverRecord]:
-        held = [record for record in self.receivers() if record.held_version is not None]
+        held = [record for record in self.receivers() if record.held is not None]
         return [record for record in held if self.may_live(record)]
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
@@ -312,47 +307,36 @@ def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
 def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     """The pointer that names what a buffer's manifest describes."""
     return Pointer(
-        version=manifest.version,
-        identity=manifest.identity,
+        id=manifest.id,
+        runs=manifest.runs,
         buffer=buffer,
         generation=manifest.generation,
-        run=manifest.run,
-        history=manifest.history,
+        writer=manifest.writer,
     )
 
 
 def require_successor(
     store: Path | str, seen: Pointer | BucketPointer, now: Pointer | BucketPointer | None
 ) -> None:
-    """Raise unless a store, or a bucket, still has the history that it had when it was ``seen``.
-
-    Version numbers do not show it: every history begins at version 1. A copy of the store that was
-    put back and written to has the same history; but no version is published twice.
+    """Raise unless the version that was ``seen`` leads to what a store, or a bucket, holds now.
 
     Raises:
-        VersionRegressedError: it was started over, or went back.
+        VersionRegressedError: it does not.
     """
-    if now is None or (now.version < seen.version and now.history == seen.history):
-        raise errors.VersionRegressedError(
-            f"{store} went back from version {seen.version} to {0 if now is None else now.version}"
-            ": it was emptied or replaced; new receivers follow what is there now"
-        )
-    is_again = now.version == seen.version and now.identity != seen.identity
-    if is_again or now.history != seen.history:
-        raise errors.VersionRegressedError(
-            f"{store} was emptied or replaced: it held version {seen.version}, and what it holds "
-            f"now, version {now.version}, is of another run, which new receivers follow",
-            now.history,
-        )
-
-
-def has_reached(newest: Pointer | BucketPointer, version: Pointer | BucketPointer) -> bool:
-    """Whether a store's newest version is this one of its history, or a later one.
-
-    A store that was put back from a copy may have another one under its number.
-    """
-    is_same = (newest.version, newest.identity) == (version.version, version.identity)
-    return is_same or newest.version > version.version
+    if now is None:
+        raise errors.VersionRegressedError(f"{store} was emptied: it held version {seen.version}")
+    match relation(seen.lineage, now.lineage):
+        case Relation.AHEAD:
+            raise errors.VersionRegressedError(
+                f"{store} went back from version {seen.version} to {now.version}; what is "
+                "published there next can be followed"
+            )
+        case Relation.FORKED:
+            raise errors.VersionRegressedError(
+                f"{store} held version {seen.version} of run {seen.id.run}, which does not lead to "
+                f"what it holds now, version {now.version} of run {now.id.run}",
+                is_forked=True,
+            )
 
 
 def other_buffer(buffer: str) -> str:

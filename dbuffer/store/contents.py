@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
-from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, WriterRecord
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
@@ -36,27 +37,46 @@ class Contents:
     def manifests(self) -> dict[str, Manifest | None]:
         return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
 
-    def published(self) -> Iterator[tuple[str, Manifest]]:
-        """Yield the buffers and manifests of the versions that the store holds, kept ones last.
+    def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
+        """Yield the buffers and manifests of the versions that lead to the newest, kept ones last.
 
-        A version is kept before it leaves its buffer.
+        A version is kept before it leaves its buffer. What does not lead to the newest was lost;
+        with ``lost``, also what is kept of that.
         """
         for buffer, manifest in self.manifests.items():
             if manifest is not None and self.has_published(manifest):
                 yield buffer, manifest
-        yield from self._store.kept().items()
+        newest = self.newest
+        for buffer, manifest in self._store.kept().items():
+            if lost or newest is None or newest.reaches(manifest.id):
+                yield buffer, manifest
 
     def has_published(self, manifest: Manifest) -> bool:
-        """Whether a buffer's manifest is that of a version that was published.
+        """Whether a buffer's manifest is that of a version that was published, and not lost.
 
         A commit that failed may leave a complete manifest, whose number the next version takes.
         """
-        if manifest.state != "complete":
-            return False
-        if self.pointer is None:
-            return manifest.version <= self.last_version
-        # Generations, not versions: a mirror that begins anew writes lower versions over higher.
-        return manifest.generation <= self.pointer.generation
+        newest = self.newest
+        return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
+
+    @cached_property
+    def newest(self) -> Lineage | None:
+        """The newest version that was published; None: there is none, or all records are damaged.
+
+        With no pointer to go by, it may be one whose commit failed.
+        """
+        if self.pointer is not None:
+            return self.pointer.lineage
+        if not (self._has_pointer_file or all(self._has_manifest_file)):
+            return None  # the first version of all: its writer died before it moved the pointer
+        newest = self.manifests[max(places.BUFFERS, key=self._generation_in)]
+        return newest.lineage if newest is not None and newest.state == "complete" else None
+
+    def id_of(self, version: int | VersionId) -> VersionId | None:
+        """Return the id of the version of this number that leads to the newest; None: none does."""
+        if isinstance(version, VersionId):
+            return version
+        return None if self.newest is None else self.newest.at(version)
 
     @property
     def last_generation(self) -> int:
@@ -65,22 +85,20 @@ class Contents:
 
     @property
     def last_version(self) -> int:
-        """Newest version that was published; 0: none."""
-        if self.pointer is not None:
-            return self.pointer.version
-        newest = max(map(self._version_in, places.BUFFERS))
-        if None in self.manifests.values() and not self._has_pointer_file:
-            # The first version of all: its writer died before it moved the pointer.
-            return max(newest, 1) - 1
-        return newest
+        """Number of the newest version that was published; 0: none."""
+        return 0 if self.newest is None else self.newest.id.number
 
-    def next_version(self, version: int | None) -> int:
+    def next_version(self, version: int | None, *, above: int = 0) -> int:
         """Choose the version to publish: ``version`` if that goes up, else one above the last.
+
+        Args:
+            version: a number, or None.
+            above: number of the last version that the sender published, even if it was lost since.
 
         Raises:
             VersionError: it is no version, or does not go up.
         """
-        last = self.last_version
+        last = max(self.last_version, above)
         require_version(version)
         if version is None:
             version = last + 1
@@ -89,6 +107,11 @@ class Contents:
                     f"{self._store.root} has version {last}, above which there is none: publish "
                     "into a new store"
                 )
+        if self.last_version < version <= last:
+            raise VersionError(
+                f"version {version} was lost from {self._store.root}, or readers may know one of "
+                f"that number whose publishing failed: the next is {last + 1}"
+            )
         if version <= last:
             raise VersionError(
                 f"version {version} is not above version {last}, the last one in "
@@ -107,48 +130,17 @@ class Contents:
             # older of two versions.
             return places.BUFFERS[1]
         # With no pointer to go by, spare the buffer that may hold the newest version.
-        return other_buffer(max(places.BUFFERS, key=self._version_in))
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether a mirror wrote the newest version."""
-        whole = [each for each in self.manifests.values() if each and each.state == "complete"]
-        newest = max(whole, key=lambda manifest: manifest.generation, default=None)
-        return newest is not None and newest.origin is not None
-
-    def history(self, before: WriterRecord | None) -> str | None:
-        """History that the next sender goes on with; None: it begins another one.
-
-        As in a store that was emptied, even if the writer ``before`` left its record.
-        """
-        if self._records:
-            return max(self._records, key=lambda record: record.generation).history
-        is_empty = not (self._has_pointer_file or any(self._has_manifest_file))
-        return None if is_empty or before is None else before.history
-
-    def lost_version(self, history: str | None) -> int | None:
-        """Newest version of a history that a receiver tells of, where it is above the last one.
-
-        The last versions were lost, in a power cut or because the store was put back from a copy.
-        Their numbers would come again, for other weights.
-        """
-        told = [
-            max(record.applied_version or 0, record.staged_version or 0)
-            for record in self._store.receivers()
-            if record.history == history
-        ]
-        newest = max(told, default=0)
-        return newest if newest > self.last_version else None
+        return other_buffer(max(places.BUFFERS, key=self._generation_in))
 
     @property
     def _records(self) -> list[Pointer | Manifest]:
         records = (self.pointer, *self.manifests.values())
         return [record for record in records if record is not None]
 
-    def _version_in(self, buffer: str) -> int:
-        """Version that a buffer holds, published or about to be; 0: none."""
+    def _generation_in(self, buffer: str) -> int:
+        """Generation of the version that a buffer holds, published or about to be; 0: none."""
         manifest = self.manifests[buffer]
-        return manifest.version if manifest and manifest.state == "complete" else 0
+        return manifest.generation if manifest and manifest.state == "complete" else 0
 
     @property
     def _has_pointer_file(self) -> bool:

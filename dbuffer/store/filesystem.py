@@ -386,13 +386,15 @@ def make_scratch_directory(scratch: Path) -> Path:
     return path
 
 
-def remove_stale_temporaries(directory: Path) -> None:
+def remove_stale_temporaries(directory: Path, now: float) -> None:
     """Remove what processes left behind that died while they made a file or a directory.
+
+    ``now`` is by the clock that files' times are of, which may be another host's.
 
     Younger ones stay: another live process may be about to rename them. So does all that is named
     otherwise, or is someone else's: it was not made here.
     """
-    oldest = time.time() - TIMING.stale_temporary_s
+    oldest = now - TIMING.stale_temporary_s
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, NoReturn, Self
 from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts, Layout, digest
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
 from dbuffer.runtime.timing import TIMING, doubling
 from dbuffer.store import filesystem
@@ -37,11 +38,11 @@ from dbuffer.store.filesystem import Descriptor, os_errors
 
 logger = logging.getLogger(__name__)
 
-Announce = Callable[[int], None]
+Announce = Callable[[VersionId], None]
 """Function that announces in the store which version is about to be read."""
 
-OpenCopy = Callable[[str], Descriptor | None]
-"""Function that opens a copy of the delta that leads to the version of an identity."""
+OpenCopy = Callable[[VersionId], Descriptor | None]
+"""Function that opens a copy of the delta that leads to a version."""
 
 
 class OvertakenError(Exception):
@@ -82,8 +83,8 @@ class HeldVersion(abc.ABC):
         """Whether its manifest still names its files."""
 
     @abc.abstractmethod
-    def open_delta(self, identity: str) -> tuple[Path | str, Descriptor]:
-        """The delta that leads to the version of this identity, one of its chain, and its name.
+    def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
+        """The delta that leads to a version of its chain, and its name.
 
         Raises:
             StoreNotFoundError: it was removed meanwhile.
@@ -91,11 +92,11 @@ class HeldVersion(abc.ABC):
         """
 
     @abc.abstractmethod
-    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
-        """Prepare to open the deltas that lead to the versions of these identities, in this order.
+    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
+        """Prepare to open the deltas that lead to these versions, in this order.
 
         Args:
-            identities: versions of its chain.
+            versions: some of its chain.
             open_copy: opens the caller's copy of a delta, which may be damaged; None: it has none.
         """
 
@@ -184,7 +185,8 @@ class Held(HeldVersion):
     def is_still_named(self) -> bool:
         manifest = self.store.manifest(self.buffer)
         return manifest is not None and (
-            (manifest.run, manifest.generation) == (self.manifest.run, self.manifest.generation)
+            (manifest.writer, manifest.generation)
+            == (self.manifest.writer, self.manifest.generation)
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> NoReturn:
@@ -197,18 +199,18 @@ class Held(HeldVersion):
         logger.warning(
             "version %d was removed while it was read: %s", self.manifest.version, str(error)
         )
-        if patience.wait(self.manifest.identity):
+        if patience.wait(self.manifest.id):
             raise OvertakenError from error
         self.raise_for_loss(error)
 
-    def open_delta(self, identity: str) -> tuple[Path, Descriptor]:
-        path = self.store.delta_path(identity)
+    def open_delta(self, version: VersionId) -> tuple[Path, Descriptor]:
+        path = self.store.delta_path(version)
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
         return path, file
 
-    def expect_deltas(self, identities: Sequence[str], open_copy: OpenCopy) -> None:
+    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
         """Do nothing: they are opened where they are."""
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
@@ -273,28 +275,26 @@ def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = No
 
 
 def hold_version(
-    store: DoubleBuffer, version: int, history: str | None, announce: Announce | None = None
+    store: DoubleBuffer, version: int | VersionId, announce: Announce | None = None
 ) -> Held | None:
-    """Hold this version for reading; None if no buffer holds it, and it is not kept.
+    """Hold a version for reading; None if no buffer holds it, and it is not kept.
 
-    With history None, that of a reader that has seen no version yet, any history's counts.
+    ``version``: one of those that lead to the newest, by its number; or any by its id.
 
     Raises:
         StoreCorruptError: no undamaged buffer holds it, and one is damaged.
     """
     store.check()
-
-    def is_it(manifest: Manifest) -> bool:
-        return manifest.version == version and history in (None, manifest.history)
-
+    contents = Contents(store)
+    goal = contents.id_of(version)
     damage: Exception | None = None
-    for buffer, manifest in Contents(store).published():
+    for buffer, manifest in contents.published(lost=isinstance(version, VersionId)):
         try:
-            held = hold_buffer(store, buffer, announce) if is_it(manifest) else None
+            held = hold_buffer(store, buffer, announce) if manifest.id == goal else None
         except errors.StoreCorruptError as error:
             damage = error
             continue
-        if held is not None and is_it(held.manifest):
+        if held is not None and held.manifest.id == goal:
             return held
         if held is not None:
             held.release()
@@ -313,7 +313,7 @@ def _try_hold(
         return _Hindrance(f"buffer {buffer} does not hold version {named.version}")
     _require_readable(store, manifest)
     if announce is not None:
-        announce(named.version)
+        announce(named.id)
     path = store.weights_path(buffer, manifest)
     try:
         with os_errors("read", path):
@@ -390,6 +390,6 @@ class Patience:
 
 def _names(named: Pointer | Manifest, manifest: Manifest) -> bool:
     return manifest.state == "complete" and (
-        (manifest.version, manifest.generation, manifest.run)
-        == (named.version, named.generation, named.run)
+        (manifest.id, manifest.generation, manifest.writer)
+        == (named.id, named.generation, named.writer)
     )

@@ -1,8 +1,8 @@
 """Kept versions: those that a store holds besides the two in its buffers.
 
-Each lies in a buffer of its own, ``kept/IDENTITY``: the manifest that it had in A or B, and second
-names of its weights file and that file's parts. So a version is kept without a copy. A file with a
-second name is never written again (`LocalFiles`); deltas that a kept manifest names stay.
+Each lies in a buffer of its own, ``kept/RUN-NUMBER``: the manifest that it had in A or B, and
+second names of its weights file and of its parts. So a version is kept without a copy. A file with
+a second name is never written again (`LocalFiles`); deltas that a kept manifest names stay.
 
 The directory is made elsewhere and renamed: what is there is complete. A version that is dropped
 loses its manifest first, so that no new reader begins; a pinned one is never dropped.
@@ -16,6 +16,7 @@ import shutil
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -34,7 +35,7 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
         StoreNotFoundError: a file of the version was removed meanwhile.
         StoreAccessError: the filesystem refused, for instance because its files have one name only.
     """
-    kept = places.kept_buffer(manifest.identity)
+    kept = places.kept_buffer(manifest.id)
     if store.undamaged_manifest(kept) is not None:
         return kept
     path = store.root / kept
@@ -59,13 +60,13 @@ def keep(store: DoubleBuffer, buffer: str, manifest: Manifest, *, durable: bool)
     return kept
 
 
-def hold(store: DoubleBuffer, version: int, history: str | None, *, durable: bool) -> Held:
+def hold(store: DoubleBuffer, version: int | VersionId, *, durable: bool) -> Held:
     """Keep a version that the store holds, unless it is kept, and hold it where it is kept.
 
     Raises:
         VersionError: the store holds no such version, or drops it at this moment.
     """
-    held = hold_version(store, version, history)
+    held = hold_version(store, version)
     if held is not None and not places.is_kept(held.buffer):
         with held:
             buffer = keep(store, held.buffer, held.manifest, durable=durable)
@@ -75,28 +76,33 @@ def hold(store: DoubleBuffer, version: int, history: str | None, *, durable: boo
     return held
 
 
-def require(store: DoubleBuffer, version: int, history: str | None) -> None:
-    """Raise unless a version of this history is in A, in B or kept.
+def require(store: DoubleBuffer, version: int) -> VersionId:
+    """Return the id of a version that is in A, in B or kept.
 
     Raises:
-        VersionError: it is not; the message names those that are.
+        VersionError: it is not there; the message names those that are.
     """
-    published = Contents(store).published()
-    if (version, history) not in {(each.version, each.history) for _, each in published}:
-        raise missing(store, version)
+    for _, manifest in Contents(store).published():
+        if manifest.version == version:
+            return manifest.id
+    raise missing(store, version)
 
 
-def missing(store: DoubleBuffer, version: int) -> VersionError:
+def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
     """Return the error for a version that a store does not hold."""
     published = {manifest.version for _, manifest in Contents(store).published()}
     versions = ", ".join(map(str, sorted(published)))
+    of_run = f" of run {version.run}" if isinstance(version, VersionId) else ""
+    number = version.number if isinstance(version, VersionId) else version
     return VersionError(
-        f"version {version} is not in {store.root}, which holds {versions or 'none'}"
+        f"version {number}{of_run} is not in {store.root}, which holds {versions or 'none'}"
     )
 
 
-def pin(store: DoubleBuffer, version: int) -> None:
+def pin(store: DoubleBuffer, version: int | VersionId) -> None:
     """Keep a version for good, until it is unpinned, whatever the sender keeps.
+
+    ``version``: by its number, or its id.
 
     Raises:
         VersionError: the store holds no such version, or drops it at this moment.
@@ -104,7 +110,7 @@ def pin(store: DoubleBuffer, version: int) -> None:
     """
     with (
         os_errors("pin a version", store.root),
-        hold(store, version, None, durable=store.medium.reaches_other_hosts) as held,
+        hold(store, version, durable=store.medium.reaches_other_hosts) as held,
     ):
         pinned = store.root / held.buffer / places.PIN_FILE
         # Whoever drops a version takes its manifest away, and looks for this file once more.
@@ -114,16 +120,19 @@ def pin(store: DoubleBuffer, version: int) -> None:
             raise VersionError(f"{store.root} drops version {version} at this moment")
 
 
-def unpin(store: DoubleBuffer, version: int) -> None:
+def unpin(store: DoubleBuffer, version: int | VersionId) -> None:
     """Leave it to the store's sender again whether a version is kept.
+
+    ``version``: by its id, or by its number if it leads to the newest.
 
     Raises:
         VersionError: it is not pinned.
         StoreNotFoundError, StoreAccessError: the store is not there, or others can write to it.
     """
     store.check()
+    goal = Contents(store).id_of(version)
     for buffer, manifest in store.kept().items():
-        if manifest.version == version and is_pinned(store, buffer):
+        if manifest.id == goal and is_pinned(store, buffer):
             pinned = store.root / buffer / places.PIN_FILE
             with os_errors("unpin a version", pinned):
                 pinned.unlink(missing_ok=True)
@@ -147,3 +156,10 @@ def withdraw(store: DoubleBuffer, buffer: str) -> bool:
         filesystem.rename_file(dropped, manifest)
         return False
     return True
+
+
+def restore_pinned(store: DoubleBuffer, buffer: str) -> None:
+    """Give a pinned version its manifest back, which a writer took and died before it looked."""
+    dropped = store.root / buffer / places.DROPPED_FILE
+    if is_pinned(store, buffer) and dropped.exists():
+        filesystem.rename_file(dropped, dropped.with_name(places.MANIFEST_FILE))

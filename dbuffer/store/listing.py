@@ -72,8 +72,9 @@ class RecordListing:
         Only their files are read.
         """
         names = [e.name for e in self._entries() if places.receiver_of(e.name) == receiver_id]
-        records = [record for name in names if (record := self._read_usable(name)) is not None]
-        return sorted(records, key=lambda record: record.updated_at)
+        # By one clock, that of the files' times; records have those of their hosts.
+        names.sort(key=lambda name: filesystem.touched_at(self._directory / name))
+        return [record for name in names if (record := self._read_usable(name)) is not None]
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:

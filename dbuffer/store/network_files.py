@@ -114,9 +114,9 @@ class NetworkFiles(WeightsFiles):
             return
         try:
             readers = {
-                record.held_version: record.receiver
+                record.held.number: record.receiver
                 for record in self.store.readers()
-                if record.held_version is not None
+                if record.held is not None
             }
             unnamed = readers.keys() - (self._named_versions() if readers else set())
         except (DBufferError, OSError) as error:
@@ -179,7 +179,7 @@ class NetworkFiles(WeightsFiles):
 
 def _was_never_published(manifest: Manifest) -> bool:
     """Whether the file that a manifest names was made for a version that did not come about."""
-    own = f"weights-{manifest.run}-{manifest.generation}.td"
+    own = f"weights-{manifest.writer}-{manifest.generation}.td"
     return manifest.state == "writing" and manifest.file == own
 
 

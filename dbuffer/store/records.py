@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer import errors
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.closing import ProcessBound
@@ -61,15 +62,12 @@ class PublishedRecord:
         """Touch the file where no lock shows life, as on a network mount."""
         if self.record is None or not self._store.medium.reaches_other_hosts:
             return
-        is_removed = False
-        with contextlib.suppress(OSError):  # the network is cut
-            filesystem.refresh(self.path.parent)
-            try:
-                os.utime(self.path)
-            except FileNotFoundError:
-                is_removed = True
-        if is_removed:  # another host took the receiver for dead
+        # Another host may have taken the receiver for dead, or put a copy of the store there.
+        if not self.is_there():
             self.put(self.record)
+            return
+        with contextlib.suppress(OSError):  # the network is cut
+            os.utime(self.path)
 
     def close(self) -> None:
         """Stop showing life; the file stays."""
@@ -101,8 +99,6 @@ class OwnRecord(ProcessBound):
         self._record = ReceiverRecord(
             receiver=receiver_id,
             token=secrets.token_hex(8),
-            applied_version=None,
-            held_version=None,
             updated_at=time.time(),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
@@ -133,14 +129,10 @@ class OwnRecord(ProcessBound):
         """Change fields, to be seen from now on."""
         self.set_anew(**changes)
 
-    def write_problem(self, error: Exception, version: int | None, history: str | None) -> None:
-        """Say why a version cannot be applied; None: the store itself is the problem.
-
-        ``history`` is that of the version. None: unknown, and the record's stays.
-        """
+    def write_problem(self, error: Exception, version: VersionId | None) -> None:
+        """Say why a version cannot be applied; None: the store itself is the problem."""
         text = described(error)[:MAX_PROBLEM_CHARACTERS]
-        of_history = {} if history is None else {"history": history}
-        self.write(problem=text, problem_version=version, **of_history)
+        self.write(problem=text, problem_version=version)
 
 
 class RecordFile(OwnRecord):

@@ -117,7 +117,7 @@ class WeightsFiles(ABC):
         deltas = self.store.root / places.DELTAS_DIRECTORY
         return [
             *parts_of(self.store.weights_path(buffer, manifest)),
-            *(deltas / places.delta_file(identity) for identity in manifest.chain[1:]),
+            *(deltas / places.delta_file(version) for version in manifest.chain[1:]),
         ]
 
 
@@ -223,7 +223,7 @@ class LocalFiles(WeightsFiles):
         return ", ".join(
             f"receiver {record.receiver} (pid {record.pid}, {record.host})"
             for record in self.store.readers()
-            if record.held_version == version
+            if record.held is not None and record.held.number == version
         )
 
     def retire(

@@ -32,7 +32,17 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.format import places
-from dbuffer.format.manifest import Manifest, Pointer, Record, WriterRecord, encode
+from dbuffer.format.lineage import MAX_RUNS, Lineage, Run, VersionId
+from dbuffer.format.manifest import (
+    MAX_INTEGER,
+    Manifest,
+    Pointer,
+    ReceiverRecord,
+    Record,
+    WriterRecord,
+    encode,
+    step_in,
+)
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
@@ -67,8 +77,8 @@ class Claim:
     file: Descriptor | None
     """The weights file. None: the version gets none, and stands on that of an earlier version."""
     marked: Manifest
-    held_before: str | None
-    """Identity of the version that the file holds, whole, until it is written; None: none."""
+    held_before: VersionId | None
+    """Version that the file holds, whole, until it is written; None: none."""
     deltas: dict[Path, int] = field(default_factory=dict)
     """Deltas that were written for it, and their sizes."""
 
@@ -78,17 +88,13 @@ class Claim:
         assert self.file is not None  # noqa: S101
         return self.file
 
-    @property
-    def identity(self) -> str:
-        """Identity of the version that it is to become, unless a mirror gives it its origin's."""
-        return f"{self.marked.run}-{self.marked.generation + 1}"
-
 
 class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
-    A mirror gives the ``history`` of the store whose versions it writes. With ``keep``, so many
-    versions besides the two in the buffers stay, as far as they have ``keep_bytes`` in all.
+    It begins a run, whose ``run_name`` is its trainer's; a mirror's goes on with the runs of the
+    versions that it copies. With ``keep``, so many versions besides the two in the buffers stay, as
+    far as they have ``keep_bytes`` in all.
 
     Raises:
         OptionError: an option is not what it may be, or the directory holds something else; see
@@ -104,7 +110,7 @@ class BufferWriter:
         durable: bool,
         reader_timeout_s: float,
         allow_shared_store: bool,
-        history: str | None = None,
+        run_name: str | None = None,
         keep: int = 0,
         keep_bytes: int | None = None,
     ) -> None:
@@ -114,6 +120,9 @@ class BufferWriter:
             options.whole_number("keep_bytes", keep_bytes, at_least=0)
             if not keep:
                 options.refuse("keep_bytes", keep_bytes, "it with keep=, as no version is kept")
+        is_name = isinstance(run_name, str) and 0 < len(run_name) <= 128 and run_name.isprintable()
+        if not (run_name is None or is_name):
+            options.refuse("run", run_name, "1 to 128 printable characters")
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
@@ -129,6 +138,14 @@ class BufferWriter:
         self._open_records: dict[Path, Descriptor | None] = {}
         self._files = FILES[self.medium.name](self.store, reader_timeout_s)
         self._generation = 0
+        self._written_before: dict[tuple[str, str], float] = {}
+        """Times of receivers' records, by id and token, when it began."""
+        self._last_number = 0
+        """Number of its run's last version, which the store may have lost since."""
+        self.last_step: int | float | None = None
+        """Trainer's step of the last version, of its run or that it began upon, that names one."""
+        self.steps_back = 0
+        """Number of its run's versions whose step was below the last."""
         self._spared: str | None = None
         """Buffer of the kept version that is being published again."""
         self._has_deltas = False
@@ -146,7 +163,8 @@ class BufferWriter:
         self._lock = lock
         try:
             with os_errors("recover the store", self.root):
-                self.record = self._recover(history)
+                self.record = self._recover()
+                self._begin_run(run_name)
         except BaseException:
             self._lock.close()
             raise
@@ -172,15 +190,30 @@ class BufferWriter:
     ) -> None:
         """Wait until receivers have applied ``version`` or a later one."""
         self._check_open()
-        wait_applied(self.store, version, receivers, timeout_s=timeout_s, writer=self.record)
+        wait_applied(
+            self.store,
+            version,
+            receivers,
+            timeout_s=timeout_s,
+            writer=self.record,
+            written_before=self._written_before,
+        )
+
+    def version(self, number: int) -> Lineage:
+        """A version of its run, and what leads to it."""
+        return Lineage(VersionId(self.record.token, number), self._runs)
+
+    def leads_to(self, version: VersionId) -> bool:
+        """Whether a version leads to the next one of its run."""
+        return self.version(MAX_INTEGER).reaches(version)
 
     def next_version(self, version: int | None) -> int:
         """Choose the version to publish, as :meth:`Contents.next_version` does."""
         with os_errors("read", self.root):
-            return Contents(self.store).next_version(version)
+            return Contents(self.store).next_version(version, above=self._last_number)
 
     def claim(
-        self, version: int, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
+        self, version: Lineage, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
@@ -211,19 +244,19 @@ class BufferWriter:
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.forget, file)
-                    name, held_before = old.file, old.identity
+                    name, held_before = old.file, old.id
             # A successor may have come while readers were waited for.
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
-            keep = needed | self._drop_kept(needed, newest)
+            keep = needed | self._drop_kept(needed, newest, version)
             if file is None:
                 self._files.retire(buffer, old, keep=keep)
             if self._has_deltas:
                 self._files.sweep(places.DELTAS_DIRECTORY, keep=keep)
             if file is None and with_file:
                 file = self._files.make(path, file_bytes)
-                self._files.note_version(path, version)
+                self._files.note_version(path, version.id.number)
             undo.pop_all()
             return Claim(buffer, path, file, marked, held_before)
 
@@ -233,18 +266,20 @@ class BufferWriter:
         except StoreNotFoundError as error:
             logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
-    def _mark(self, buffer: str, version: int, last_generation: int, file: str | None) -> Manifest:
+    def _mark(
+        self, buffer: str, version: Lineage, last_generation: int, file: str | None
+    ) -> Manifest:
         """Mark a buffer as being written, into this file or (None) a new one."""
         # Counted on from our own last one too: the record that held it may be damaged by now.
         # The commit's is one higher, whether it comes about or not.
         self._generation = generation = max(self._generation, last_generation) + 2
         marked = Manifest(
             state="writing",
-            version=version,
+            id=version.id,
+            runs=list(version.runs),
             generation=generation,
-            run=self.record.run,
-            history=self.record.history,
-            file=file or f"weights-{self.record.run}-{generation}.td",
+            writer=self.record.token,
+            file=file or f"weights-{self.record.token}-{generation}.td",
         )
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         return marked
@@ -258,8 +293,13 @@ class BufferWriter:
             for path in self._files.named_by(buffer, manifest)
         }
 
-    def _drop_kept(self, needed: set[Path], newest: Manifest | None) -> set[Path]:
-        """Drop versions beyond what is to be kept; return the files of those that stay."""
+    def _drop_kept(
+        self, needed: set[Path], newest: Manifest | None, next_one: Lineage
+    ) -> set[Path]:
+        """Drop versions beyond what is to be kept; return the files of those that stay.
+
+        One that does not lead to the next was lost: it stays only if it is pinned.
+        """
         if not (self.root / places.KEPT_DIRECTORY).is_dir():
             return set()
         stay: set[Path] = set()
@@ -268,11 +308,13 @@ class BufferWriter:
         for buffer, manifest in reversed(self.store.kept().items()):
             files = set(self._files.named_by(buffer, manifest))
             if manifest != newest and not kept.is_pinned(self.store, buffer):
-                num_kept += 1
-                num_bytes += sum(filesystem.size_at(path) for path in files - stay)
+                if next_one.reaches(manifest.id):
+                    num_kept += 1
+                    num_bytes += sum(filesystem.size_at(path) for path in files - stay)
                 too_many = num_kept > self._keep
                 too_large = self._keep_bytes is not None and num_bytes > self._keep_bytes
-                is_excess = (too_many or too_large) and buffer != self._spared
+                is_lost = not next_one.reaches(manifest.id)
+                is_excess = (too_many or too_large or is_lost) and buffer != self._spared
                 if is_excess and kept.withdraw(self.store, buffer):
                     drop[buffer] = manifest
                     continue
@@ -288,6 +330,7 @@ class BufferWriter:
         A version whose manifest is damaged is lost to all readers, and dropped unless it is pinned.
         """
         for buffer, directory in self.store.kept_directories().items():
+            kept.restore_pinned(self.store, buffer)
             if (directory / places.MANIFEST_FILE).exists() and (
                 self.store.undamaged_manifest(buffer) is not None
                 or kept.is_pinned(self.store, buffer)
@@ -310,15 +353,15 @@ class BufferWriter:
                 return None
         return filesystem.identity_at(path)
 
-    def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
-        """Write the delta that leads to the version of this identity, and return its size.
+    def add_delta(self, claim: Claim, version: VersionId, chunks: Iterable[bytes]) -> int:
+        """Write the delta that leads to this version, and return its size.
 
         Raises:
             StoreFullError, StoreAccessError: it cannot be written.
         """
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
-        path = self.store.delta_path(identity)
+        path = self.store.delta_path(version)
         with os_errors("write a delta", path):
             filesystem.make_directory(directory, durable=self._sync)
             self._has_deltas = True
@@ -392,6 +435,9 @@ class BufferWriter:
             # Unlocked first: a receiver that is woken by the pointer finds the file free.
             if claim.file is not None:
                 filesystem.unlock(claim.file.number)
+            if complete.id.run == self.record.token:  # from here on it may be known to readers
+                self._last_number = complete.version
+                self._note_step(complete)
             with self._saying_if_published(pointer):
                 self._put(self.root / places.POINTER_FILE, pointer)
                 sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
@@ -421,7 +467,7 @@ class BufferWriter:
         return TranslatedErrors(translate)
 
     @contextlib.contextmanager
-    def hold_kept(self, version: int) -> Iterator[Held]:
+    def hold_kept(self, version: int | VersionId) -> Iterator[Held]:
         """Keep a version that the store holds, unless it is kept, and hold it as such.
 
         While it is held, no claim drops it: a publish that fails must not lose it.
@@ -431,7 +477,7 @@ class BufferWriter:
         """
         self._check_open()
         with os_errors("publish", self.root):
-            held = kept.hold(self.store, version, self.record.history, durable=self._sync)
+            held = kept.hold(self.store, version, durable=self._sync)
         with held:
             self._spared = held.buffer
             try:
@@ -439,18 +485,18 @@ class BufferWriter:
             finally:
                 self._spared = None
 
-    def republish(self, held: Held, version: int, metadata: dict[str, Any]) -> Manifest:
+    def republish(self, held: Held, number: int, metadata: dict[str, Any]) -> Manifest:
         """Publish the weights file of a held version again, by a further name.
 
         Args:
             held: a kept version that has a file of its own.
-            version: the new number.
+            number: the new version's.
             metadata: the new version's.
 
         Raises:
             StoreAccessError, WriterSupersededError, ClosedError: as `commit`.
         """
-        claim = self.claim(version, layout_xxh3=None, file_bytes=0, with_file=False)
+        claim = self.claim(self.version(number), layout_xxh3=None, file_bytes=0, with_file=False)
         try:
             for part in parts_of(held.path):
                 if self._sync:  # the sender that wrote it may not have flushed it
@@ -485,8 +531,15 @@ class BufferWriter:
                 f"{read!r:.400}; is it a mount that all hosts see alike?"
             )
 
+    def withdraw(self) -> None:
+        """Take all versions in the two buffers back: readers find that there is none."""
+        with os_errors("withdraw versions", self.root):
+            manifests = [self.root / buffer / places.MANIFEST_FILE for buffer in places.BUFFERS]
+            for path in (self.root / places.POINTER_FILE, *manifests):
+                path.unlink(missing_ok=True)
+
     def abandon(self, claim: Claim) -> None:
-        """Drop a claim that failed. Its buffer stays marked, and is started over next time."""
+        """Drop a claim that failed. Its buffer stays marked, and is begun anew next time."""
         if claim.file is not None:
             self._files.forget(claim.file)
         # Half a version takes room and is of no use. One that failed in the commit is whole, and
@@ -496,22 +549,47 @@ class BufferWriter:
                 for path in (*parts_of(claim.path), *claim.deltas):
                     path.unlink(missing_ok=True)
 
-    def _recover(self, history: str | None) -> WriterRecord:
+    def _begin_run(self, name: str | None) -> None:
+        """Begin a run upon the newest version, whoever published it."""
+        mine = self.record
+        newest = Contents(self.store).newest
+        upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)
+        run = Run(mine.token, name, mine.host, mine.pid, mine.started_at, upon)
+        self._runs = [run, *before][:MAX_RUNS]
+        manifest = None if newest is None else self.store.manifest_of(newest.id)
+        self.last_step = None if manifest is None else step_in(manifest.metadata)
+
+    def _note_step(self, complete: Manifest) -> None:
+        """Note a version's step; log that it is below the last one, as after an older checkpoint.
+
+        A version without a step says nothing.
+        """
+        step, last = step_in(complete.metadata), self.last_step
+        if step is None:
+            return
+        if last is not None and step < last:
+            self.steps_back += 1
+            logger.warning(
+                "%s: the trainer's step goes back from %s to %s with version %d",
+                *(self.root, last, step, complete.version),
+            )
+        self.last_step = step
+
+    def _recover(self) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._generation = contents.last_generation
-        run = secrets.token_hex(8)
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
-            run=run,
-            history=history or self._history_of(contents, before) or run,
+            token=secrets.token_hex(8),
             started_at=time.time(),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
         self._put(self.root / places.WRITER_FILE, record)
-        filesystem.remove_stale_temporaries(self.root / places.SCRATCH_DIRECTORY)
+        scratch = self.root / places.SCRATCH_DIRECTORY
+        filesystem.remove_stale_temporaries(scratch, filesystem.time_at(scratch))
         # Of dead writers; what a manifest names may be the newest version, and one that is not dead
         # may have published it since we looked: now it knows that it is superseded.
         keep = self._files_of(Contents(self.store), *places.BUFFERS)
@@ -523,22 +601,12 @@ class BufferWriter:
         ):
             self._files.sweep(directory, keep=keep)
         self._forget_dead_receivers()
+        with contextlib.suppress(DBufferError, OSError):  # logged by the line above
+            records = self.store.receivers()
+            self._written_before = {
+                (each.receiver, each.token): each.updated_at for each in records
+            }
         return record
-
-    def _history_of(self, contents: Contents, before: WriterRecord | None) -> str | None:
-        """Choose the history that a sender goes on with; None: it begins another one.
-
-        No version of a history is published twice, with other weights.
-        """
-        history = contents.history(before)
-        reason = None
-        if contents.is_copy:  # with whose numbers the original goes on
-            reason = "was a mirror's copy"
-        elif (lost := contents.lost_version(history)) is not None:
-            reason = f"has lost versions up to {lost}, which receivers tell of"
-        if reason is not None:
-            logger.warning("%s %s: what is published is a new history", self.root, reason)
-        return history if reason is None else None
 
     def _put(self, path: Path, record: Record) -> None:
         self._open_records[path] = self.medium.publish_file(
@@ -568,10 +636,15 @@ class BufferWriter:
 
     def _remove_old_records(self) -> None:
         now = self.store.medium.now()
-        records = self.store.receivers()
-        records.sort(key=lambda record: record.updated_at)
-        last = {record.receiver: record.token for record in records}
-        for record in records:
+        # By the times of files, as the records have those of their hosts' clocks.
+        ages_s: list[tuple[float, Path, ReceiverRecord]] = []
+        for record in self.store.receivers():
+            path = self.store.record_path(record.receiver, record.token)
+            if written_at := filesystem.touched_at(path):
+                ages_s.append((now - written_at, path, record))
+        ages_s.sort(key=lambda each: each[0], reverse=True)
+        last = {record.receiver: record.token for _, _, record in ages_s}
+        for age_s, path, record in ages_s:
             is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
             keep_s = (
                 TIMING.forget_receivers_after_s
@@ -579,8 +652,7 @@ class BufferWriter:
                 else TIMING.forget_ephemeral_after_s
             )
             with contextlib.suppress(StoreNotFoundError):
-                if now - record.updated_at > keep_s and not self.store.may_live(record):
-                    path = self.store.record_path(record.receiver, record.token)
+                if age_s > keep_s and not self.store.may_live(record):
                     try:
                         path.unlink(missing_ok=True)
                     except OSError as error:

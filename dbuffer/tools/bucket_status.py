@@ -21,6 +21,7 @@ from dbuffer.format.objects import (
     BucketVersion,
     is_of_receivers,
     is_of_version,
+    version_in,
 )
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.bucket_records import read_records
@@ -67,8 +68,7 @@ class BucketStatus:
             "store": self._bucket.url,
             "filesystem": "bucket",
             "version": None if pointer is None else pointer.version,
-            "identity": None if pointer is None else pointer.identity,
-            "history": None if pointer is None else pointer.history,
+            "run": None if pointer is None else pointer.id.run,
             "writer": None if pointer is None else _writer(pointer, there),
             "buffers": [] if version is None else [_version_status(version)],
             "files": {} if version is None else _files_of(version),
@@ -163,7 +163,7 @@ def _writer(pointer: BucketPointer, there: Mapping[str, Listed]) -> dict[str, An
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
-    deltas = map(version.delta_parts, version.deltas)
+    deltas = map(version.delta_parts, version.described.chain[1:])
     return {
         **EMPTY_BUFFER,
         **version_status(version.described),
@@ -175,31 +175,31 @@ def _version_status(version: BucketVersion) -> dict[str, Any]:
 def _files_of(version: BucketVersion) -> dict[str, Any]:
     weights = version.weights_parts
     anchor = {
-        "version": version.anchor_version,
+        "version": version.anchor.number,
         "num_bytes": weights.num_bytes,
         "num_parts": len(weights.digests),
     }
-    deltas = {identity: version.delta_parts(identity) for identity in version.deltas}
+    deltas = {each: version.delta_parts(each) for each in version.described.chain[1:]}
     return {
         "anchor": anchor,
         "deltas": [
-            {"identity": identity, "num_bytes": delta.num_bytes, "num_parts": len(delta.digests)}
-            for identity, delta in deltas.items()
+            {"version": str(each), "num_bytes": delta.num_bytes, "num_parts": len(delta.digests)}
+            for each, delta in deltas.items()
         ],
     }
 
 
 def _objects(there: Mapping[str, Listed]) -> dict[str, int]:
     """Count what is kept for readers, and objects that are not a mirror's."""
-    paths = [PurePosixPath(name).parts for name in there if is_of_version(name)]
+    directories = {PurePosixPath(name).parent for name in there if is_of_version(name)}
     others = [
         each.num_bytes
         for name, each in there.items()
         if not (is_of_version(name) or is_of_receivers(name) or name == POINTER_OBJECT)
     ]
     return {
-        "num_versions": sum(kind == "versions" for _, kind, *_ in paths),
-        "num_anchors": len({path[:3] for path in paths if path[1] == "weights"}),
+        "num_versions": sum(version_in(name) is not None for name in there),
+        "num_anchors": sum(path.suffix == ".weights" for path in directories),
         "num_objects": len(there) - len(others),
         "num_bytes": sum(each.num_bytes for each in there.values()) - sum(others),
         "num_others": len(others),

@@ -38,6 +38,7 @@ COMMANDS = {
     "follow-server": "follow_server:follow_server",
     "mirror": "mirror:mirror",
     "status": "status:status",
+    "log": "log:log",
     "verify": "verify:verify",
     "ls": "ls:ls",
     "pin": "keep:pin",

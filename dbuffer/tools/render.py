@@ -5,7 +5,9 @@ rich, which draws tables in terminals, is imported only for one.
 
 from __future__ import annotations
 
+import datetime
 import itertools
+import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -111,7 +113,7 @@ def _one_line(text: object) -> str:
 def status_parts(status: dict[str, Any]) -> list[Part]:
     """Return the status of a store or a bucket: its versions, its receivers, and problems."""
     receivers = status["receivers"]
-    table = _receiver_table(receivers) if receivers else "no receiver"
+    table = _receiver_table(receivers, status.get("run")) if receivers else "no receiver"
     tables = [_buffer_table(status), *_objects_of(status), table]
     if _is_bucket(status):
         return [_describe_store(status), *_problems_of(status), *tables]
@@ -140,7 +142,9 @@ def watch_screen(status: dict[str, Any], columns: int, rows: int) -> list[str]:
     while True:
         counts = [(len(live) - len(shown), "more receiver"), (num_ended, "ended receiver")]
         rest = ", ".join(counted(count, what) for count, what in counts if count)
-        table = terminal_lines([_receiver_table(shown)], columns) if shown else []
+        table = (
+            terminal_lines([_receiver_table(shown, status.get("run"))], columns) if shown else []
+        )
         screen = [*lines, *table, *([f"... {rest}"] if rest else [])]
         if len(screen) <= rows or not shown:
             return screen[:rows]
@@ -257,6 +261,46 @@ def _problems_of(status: dict[str, Any]) -> list[Part]:
     return [*status.get("problems", []), *damaged, *reported]
 
 
+def log_parts(log: dict[str, Any]) -> list[Part]:
+    """Return the runs of a store, newest first, each with its versions."""
+    parts: list[Part] = []
+    for run, before in itertools.zip_longest(log["runs"], log["runs"][1:]):
+        upon = "an empty store"
+        if run["upon"] is not None:
+            upon = f"version {run['upon']}" + (f" of run {before['id']}" if before else "")
+        name = f" ({run['name']})" if run["name"] else ""
+        parts.append(
+            f"run {run['id']}{name}: process {run['pid']} on {run['host']}, "
+            f"since {_format_time(run['started_at'])}, upon {upon}"
+        )
+        if run["versions"]:
+            parts.append(_log_table(run["versions"]))
+    if log["lost"]:
+        parts += ["lost, as they do not lead to the newest version:", _log_table(log["lost"])]
+    return parts or ["nothing published yet"]
+
+
+def _log_table(versions: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            f"{each['run']}-{each['version']}",
+            each["state"] or "gone",
+            _format_time(each["published_at"]),
+            json.dumps(each["metadata"]) if each["metadata"] else "",
+            ", ".join(each["applied_by"]),
+        )
+        for each in versions
+    ]
+    return Table(("version", "state", "published", "metadata", "applied by"), rows)
+
+
+def _format_time(seconds: float | None) -> str:
+    """Return a time on a trainer's clock as people read it."""
+    if not seconds:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
 def _is_bucket(status: dict[str, Any]) -> bool:
     return "objects" in status
 
@@ -295,10 +339,8 @@ def _describe_writer(status: dict[str, Any]) -> str:
     if writer is None:
         return "never opened by a sender"
     if _is_bucket(status):
-        return (
-            f"{status['identity']} of history {status['history']}, put "
-            f"{format_age(writer['put_age_s'])} ago by mirror {writer['mirror']}"
-        )
+        put = f"put {format_age(writer['put_age_s'])} ago by mirror {writer['mirror']}"
+        return f"of run {status['run']}, {put}"
     state = "sender" if writer["is_alive"] else "last sender (ended):"
     return (
         f"{state} process {writer['pid']} on {writer['host']}, "
@@ -311,8 +353,8 @@ def _buffer_table(status: dict[str, Any], *, brief: bool = False) -> Table:
     return Table(columns, [_buffer_row(each, brief=brief) for each in status["buffers"]])
 
 
-def _receiver_table(receivers: Sequence[dict[str, Any]]) -> Table:
-    rows = [_receiver_columns(receiver) for receiver in receivers]
+def _receiver_table(receivers: Sequence[dict[str, Any]], run: str | None) -> Table:
+    rows = [_receiver_columns(receiver, run) for receiver in receivers]
     table = Table(
         tuple(rows[0]), [tuple(row.values()) for row in rows], droppable=("pid", "host", "updated")
     )
@@ -357,7 +399,7 @@ def _size_of(buffer: dict[str, Any]) -> str:
     return f"{deltas}, {format_bytes(buffer['delta_bytes'])}"
 
 
-def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
+def _receiver_columns(receiver: dict[str, Any], run: str | None) -> dict[str, str]:
     name = receiver["receiver"]
     if receiver["part_of"] is not None:
         name = f"  {name.removeprefix(receiver['part_of'] + '.')}"
@@ -367,7 +409,7 @@ def _receiver_columns(receiver: dict[str, Any]) -> dict[str, str]:
         "pid": str(receiver["pid"]),
         "applied": _applied_by(receiver),
         "step": _or_blank(step_in(receiver["metadata"])),
-        "behind by": _lag_of(receiver),
+        "behind by": _lag_of(receiver, run),
         "staged": _or_blank(receiver["staged_version"]),
         # Of a rank it would look stale: the record of its engine says what all ranks have.
         "updated": "" if receiver["part_of"] else format_age(receiver["updated_age_s"]),
@@ -380,11 +422,15 @@ def _applied_by(receiver: dict[str, Any]) -> str:
     return _or_blank(receiver["applied_version"]) if copied is None else f"{copied} (copied)"
 
 
-def _lag_of(receiver: dict[str, Any]) -> str:
+def _lag_of(receiver: dict[str, Any], run: str | None) -> str:
+    if receiver["has_forked"]:
+        return "forked"
     if receiver["only_version"] is not None:
         return "stays"
     steps = receiver["lag_steps"]
     in_steps = "" if steps is None else f" ({counted(steps, 'step')})"
+    if receiver["run"] != run and step_in(receiver["metadata"]) is not None:
+        in_steps = " (of another run)"  # whose steps are not compared
     return _or_blank(receiver["lag_versions"]) + in_steps
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer, ReceiverRecord
+from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.manifest import (
+    UNDECODABLE,
+    Lag,
+    Manifest,
+    Pointer,
+    ReceiverRecord,
+    step_in,
+)
 from dbuffer.format.objects import BucketPointer
 from dbuffer.format.places import BUFFERS, is_kept
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.kept import is_pinned
 
@@ -24,10 +31,11 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
     """
     store.check()
     pointer = store.newest_pointer()
-    version = newest = manifest = None
+    version = newest = manifest = before = None
     if pointer is not None:
         version, newest = pointer.version, pointer.buffer
-        manifest = store.manifest_of(pointer.version, pointer.history)
+        manifest = store.manifest_of(pointer.id)
+        before = store.undamaged_manifest(other_buffer(newest))
     metadata = {} if manifest is None else manifest.metadata
     receivers = in_order(store.receivers())
     writer = store.writer()
@@ -35,6 +43,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
         "store": str(store.root),
         "filesystem": store.medium.filesystem,
         "version": version,
+        "run": None if pointer is None else pointer.id.run,
         "writer": None
         if writer is None
         else {
@@ -50,7 +59,16 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
             for record in receivers
         ],
+        "problems": [] if manifest is None or before is None else _step_back(before, manifest),
     }
+
+
+def _step_back(before: Manifest, newest: Manifest) -> list[str]:
+    """Say that the trainer's step went back, if it did so from one version to the next."""
+    was, now = step_in(before.metadata), step_in(newest.metadata)
+    if was is None or now is None or now >= was or not newest.lineage.reaches(before.id):
+        return []
+    return [f"the step went back from {was:g} to {now:g} with version {newest.version}"]
 
 
 def in_order(receivers: Iterable[ReceiverRecord]) -> list[ReceiverRecord]:
@@ -74,31 +92,41 @@ def receiver_status(
     is_alive: bool,
 ) -> dict[str, Any]:
     """Return the status of a receiver; ``metadata`` is that of the newest version."""
-    copied = record.copied_version
-    has = record if copied is None else replace(record, applied_version=copied)
-    lag = None if newest is None else has.lag_behind(newest.version, newest.history, metadata)
+    copied, lineage = record.copied, None if newest is None else newest.lineage
+    lag = None if lineage is None else record.lag_behind(lineage, metadata)
+    if lineage is not None and copied is not None and lineage.reaches(copied):
+        lag = Lag(lineage.id.number - copied.number, None)
+    has = record.applied or copied
     return {
         "receiver": record.receiver,
         "host": record.host,
         "pid": record.pid,
         "is_alive": is_alive,
         "applied_version": record.applied_version,
-        "copied_version": copied,
+        "copied_version": None if copied is None else copied.number,
+        "run": None if has is None else has.run,
+        "has_forked": lineage is not None and _has_forked(record, lineage),
         "metadata": record.metadata,
         "lag_versions": None if lag is None else lag.versions,
         "lag_steps": None if lag is None else lag.steps,
-        "updated_age_s": time.time() - record.updated_at,
+        "updated_age_s": max(0.0, time.time() - record.updated_at),
         "part_of": record.part_of,
-        "staged_version": record.staged_version if copied is None else None,
+        "staged_version": None if record.staged is None or copied else record.staged.number,
         "only_version": record.only_version,
         "problem": record.problem,
     }
+
+
+def _has_forked(record: ReceiverRecord, newest: Lineage) -> bool:
+    """Whether what a receiver has applied does not lead to the newest version."""
+    return record.lineage is not None and relation(record.lineage, newest) is Relation.FORKED
 
 
 EMPTY_BUFFER: dict[str, Any] = {
     "buffer": "",
     "state": "empty",
     "version": None,
+    "run": None,
     "num_tensors": 0,
     "file_bytes": 0,
     "age_s": None,
@@ -116,7 +144,8 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
         "version": manifest.version,
         "num_tensors": manifest.num_tensors,
         "file_bytes": manifest.file_bytes,
-        "age_s": time.time() - manifest.published_at if manifest.published_at else None,
+        "run": manifest.id.run,
+        "age_s": max(0.0, time.time() - manifest.published_at) if manifest.published_at else None,
         "has_checksums": manifest.checksums_xxh3 is not None,
         "num_deltas": max(0, len(manifest.chain) - 1),
         "is_whole": manifest.anchor is None,
@@ -133,19 +162,87 @@ def _buffer_status(
         return empty | {"state": "damaged"}
     if manifest is None:
         return empty
-    age = "newest" if name == newest else "previous"
-    if is_kept(name):
-        age = "pinned" if is_pinned(store, name) else "kept"
     return (
         empty
         | version_status(manifest)
         | {
-            "state": age if is_kept(name) or Contents(store).has_published(manifest) else "writing",
+            "state": _state_of(store, name, manifest, newest),
             "delta_bytes": store.delta_bytes(manifest),
             "held_by": [
                 record.receiver
                 for record in receivers
-                if record.held_version == manifest.version and store.may_live(record)
+                if record.held == manifest.id and store.may_live(record)
             ],
         }
     )
+
+
+def _state_of(store: DoubleBuffer, name: str, manifest: Manifest, newest: str | None) -> str:
+    """Return the state of a buffer in one word; lost: it does not lead to the newest version."""
+    contents = Contents(store)
+    leads = contents.newest is not None and contents.newest.reaches(manifest.id)
+    if is_kept(name):
+        kept = "pinned" if is_pinned(store, name) else "kept"
+        return kept if leads else f"{kept}, lost"
+    if not contents.has_published(manifest):
+        return "writing"
+    return "newest" if name == newest else "previous"
+
+
+def read_log(store: DoubleBuffer) -> dict[str, Any]:
+    """Return a store's runs and versions, newest first, as `dbuffer log --json` prints them.
+
+    Raises:
+        As :func:`read_status`.
+    """
+    store.check()
+    pointer, receivers = store.newest_pointer(), store.receivers()
+    manifests = {buffer: store.undamaged_manifest(buffer) for buffer in BUFFERS} | store.kept()
+    states: dict[VersionId, str] = {}
+    whole: dict[VersionId, Manifest] = {}
+    for buffer, manifest in manifests.items():
+        if manifest is not None and manifest.state == "complete":
+            state = _state_of(store, buffer, manifest, None if pointer is None else pointer.buffer)
+            if state != "writing":
+                whole[manifest.id], states[manifest.id] = manifest, state
+    applied: dict[VersionId, list[str]] = {}
+    for record in in_order(receivers):
+        if record.applied is not None and record.part_of is None:
+            applied.setdefault(record.applied, []).append(record.receiver)
+
+    def versions_of(run: str | None) -> list[dict[str, Any]]:
+        known = pointer.runs if pointer is not None else []
+        ids = {
+            each
+            for each in (*whole, *applied)
+            if each.run == run or (run is None and each.run not in {one.id for one in known})
+        }
+        return [_logged(each, whole.get(each), states, applied) for each in _newest_first(ids)]
+
+    runs = [] if pointer is None else pointer.runs
+    return {
+        "store": str(store.root),
+        "runs": [run._asdict() | {"versions": versions_of(run.id)} for run in runs],
+        "lost": versions_of(None),
+    }
+
+
+def _newest_first(versions: Iterable[VersionId]) -> list[VersionId]:
+    """Sort versions by number, the highest first."""
+    return sorted(versions, key=lambda version: (version.number, version.run), reverse=True)
+
+
+def _logged(
+    version: VersionId,
+    manifest: Manifest | None,
+    states: dict[VersionId, str],
+    applied: dict[VersionId, list[str]],
+) -> dict[str, Any]:
+    return {
+        "version": version.number,
+        "run": version.run,
+        "state": states.get(version),
+        "published_at": None if manifest is None else manifest.published_at,
+        "metadata": {} if manifest is None else manifest.metadata,
+        "applied_by": applied.get(version, []),
+    }

@@ -88,8 +88,8 @@ def _find_damage_in_tensors(held: HeldObjects, progress: Progress | None) -> lis
     copier, manifest = Copier(), held.manifest
     try:
         layout = held.read_layout()
-        for identity in manifest.chain[1:2]:  # the later ones are fetched with it
-            held.open_delta(identity)[1].close()
+        for first in manifest.chain[1:2]:  # the later ones are fetched with it
+            held.open_delta(first)[1].close()
         since_anchor = manifest.deltas_after(held.record.anchor)
         delta_bytes = sum(held.record.delta_parts(each).num_bytes for each in since_anchor)
         on_bytes = counter(progress, layout.checksums_offset + delta_bytes)

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.publish import delta_chain
 from dbuffer.store import network_files
@@ -158,9 +159,7 @@ def assert_recovers_across_a_network(
         assert newest(store, verify=True) == expected
         # On another host somebody reads a version that has no name any more.
         far = {"receiver": "far", "token": "0" * 16, "host": "another-host", "pid": 1}
-        record = ReceiverRecord(
-            **far, applied_version=None, held_version=10**6, updated_at=time.time()
-        )
+        record = ReceiverRecord(**far, held=VersionId("0" * 16, 10**6), updated_at=time.time())
         path = DoubleBuffer(store).record_path(record.receiver, record.token)
         path.write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 4):

@@ -284,7 +284,8 @@ def test_json_of_what_runs_for_long_has_the_documented_fields():
         return {item.name for item in dataclasses.fields(kind)}
 
     assert documented("dbuffer follow-server --json").keys() == names(Switch)
-    assert documented("dbuffer mirror --json").keys() == names(Publication)
+    named = {"version", "run"}
+    assert documented("dbuffer mirror --json").keys() == names(Publication) - {"id"} | named
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     for name in names(Meeting) | {"host", "pid", "num_seen"}:
         assert f"`{name}`" in text
@@ -400,6 +401,10 @@ def metric_names(tmp_path: Path) -> dict[str, set[str]]:
     return found
 
 
+NOT_DRAWN = {"dbuffer_run", "dbuffer_sender_run", "dbuffer_sender_steps_back_total"}
+"""Metrics that name something, or are of one moment."""
+
+
 def test_every_metric_is_documented_and_on_the_dashboard(metric_names):
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     documented_names = re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)
@@ -408,7 +413,8 @@ def test_every_metric_is_documented_and_on_the_dashboard(metric_names):
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
     assert shown <= set().union(*metric_names.values())
-    assert [name for name, parts in metric_names.items() if not parts & shown] == []
+    not_shown = {name for name, parts in metric_names.items() if not parts & shown}
+    assert not_shown == NOT_DRAWN
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(places) == len(board["panels"]), "two panels are at one place"
 

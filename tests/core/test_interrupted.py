@@ -146,7 +146,7 @@ def test_a_flush_that_fails_takes_nothing_away(store, monkeypatch, failing, delt
         assert calls >= failing
         found = newest(store, verify=True)
         assert found in (3, 4)
-        with contextlib.suppress(dbuffer.VersionError):
+        with contextlib.suppress(dbuffer.VersionError):  # readers may know its number
             sender.send(pattern.weights(4), version=4)
-        assert newest(store, verify=True) == 4
+        assert newest(store, verify=True) in (found, 4)
         assert_goes_on(sender, 4, pattern)

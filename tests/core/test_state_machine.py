@@ -153,8 +153,8 @@ class Held:
 class Reader:
     receiver: dbuffer.WeightReceiver
     loaded: int | None = None
-    history: int | None = None
-    """Which of the store's lives it has seen versions of."""
+    experiment: int | None = None
+    """Number of the store's experiment that it has seen versions of."""
 
 
 given = st.tuples(st.integers(0, 3), st.integers(0, 99))
@@ -183,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.published: dict[int, Tensors] = {}
         self.metadata: dict[int, Any] = {}
         self.newest = 0
-        self.history = 0
+        self.experiment = 0
         self.held: list[Held] = []
 
     @initialize(durable=st.booleans(), checksum=st.booleans(), delta=st.booleans())
@@ -328,7 +328,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.published.clear()
         self.metadata.clear()
         self.newest = 0
-        self.history += 1
+        self.experiment += 1
         for held in self.held:
             held.is_evicted = self.mount == "local"
             held.version = 0
@@ -343,18 +343,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     def see(self, reader: Reader) -> None:
         """A reader looks at the store; what was begun anew it does not take without a word."""
-        if reader.history not in (None, self.history):
+        if reader.experiment not in (None, self.experiment):
             error = dbuffer.VersionRegressedError
             for use in (reader.receiver.wait_for_version, reader.receiver.open):
                 with pytest.raises(error) as caught, use(timeout_s=0):
                     pass
-                assert (caught.value.history is not None) == bool(self.newest)
+                assert caught.value.is_forked == bool(self.newest)
             with pytest.raises(error):
                 reader.receiver.load_into(lambda _: pytest.fail("it was given weights"))
-            reader.receiver.start_over()
-            reader.history = reader.loaded = None
+            reader.receiver.follow_fork()
+            reader.experiment = reader.loaded = None
         if self.newest:
-            reader.history = self.history
+            reader.experiment = self.experiment
 
     @rule(reader=readers)
     def load(self, reader: Reader) -> None:
@@ -420,9 +420,9 @@ class StoreMachine(RuleBasedStateMachine):
     def mirror(self) -> None:
         """Into a store of its own, which has what it had the last time, if anything.
 
-        One for each of the store's lives: over versions that have readers it takes no others.
+        One for each experiment: over versions that have readers it takes no others.
         """
-        local = self.directory / f"mirror-{self.history}"
+        local = self.directory / f"mirror-{self.experiment}"
         with dbuffer.Mirror(self.store, local, poll_interval_s=0.01, num_threads=1) as one:
             one.start().wait_until_current(30)
         verify = self.options["checksum"]

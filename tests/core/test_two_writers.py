@@ -131,8 +131,8 @@ def test_each_writer_has_an_epoch_and_a_run_of_its_own(store):
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(version))
         writer, pointer = double.writer(), double.pointer()
-        assert writer.run == pointer.run
-        seen.append((writer.epoch, writer.run))
+        assert writer.token == pointer.id.run
+        seen.append((writer.epoch, writer.token))
     assert [epoch for epoch, _ in seen] == [1, 2, 3]
     assert len({run for _, run in seen}) == 3
 

@@ -37,7 +37,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
+from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.mirror.mirror import Mirror
@@ -103,11 +103,12 @@ def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(scene):
     with scene.about_to_switch(is_server=True) as follower:
         records = scene.store.glob("receivers/*.json")
         records = {path: json.loads(path.read_text()) for path in records}
+        first = DoubleBuffer(scene.store).pointer().lineage.at(1)
         engine.endpoint.end()
         process = subprocess.Popen(["true"])
         process.wait()
         for path, record in records.items():
-            path.write_text(json.dumps(record | {"pid": process.pid, "staged_version": 1}))
+            path.write_text(json.dumps(record | {"pid": process.pid, "staged": str(first)}))
         with pytest.raises(dbuffer.EngineUnreachableError, match="version 2"):
             follower.sync(timeout_s=WAIT_S)
         engine.endpoint = RankEndpoint()
@@ -171,7 +172,7 @@ def test_trouble_of_a_moment_ends_and_following_goes_on(scene, damage):
 
 def test_store_that_is_begun_anew_and_refused_floods_nothing(scene):
     scene.publish(1, 2, 3)
-    with scene.background(new_history="refuse") as follower:
+    with scene.background(forked="refuse") as follower:
         follower.wait_applied(3, WAIT_S)
         remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
@@ -501,7 +502,7 @@ def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(scene, sen
 
         def is_staged() -> Any:
             record = double.receiver(f"{scene.engine_id}.rank-0")
-            return record and record.staged_version
+            return record and record.staged
 
         until("it is staged", is_staged)
         scene.engine.endpoint.note_awake()
@@ -1071,11 +1072,13 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
         first = Lifespan(two_servers)
         assert await first.do("startup") == STARTED
         assert scene.engine.label == "1"
-        calls = scene.engine.calls
         second = Lifespan(two_servers)
-        assert await second.do("startup") == STARTED
-        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
-        assert scene.engine.calls == calls, "one that stands by asks the engine nothing"
+        asked: list[str] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(scene.engine, "facts", lambda: asked.append("facts"))
+            assert await second.do("startup") == STARTED
+            await asyncio.sleep(2.5 * TIMING.api_server_look_s)
+        assert not asked, "one that stands by does not begin to follow"
         follow = middleware.follow
         errors = [RuntimeError("a bug"), dbuffer.StoreAccessError("away for a moment")]
 

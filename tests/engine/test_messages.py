@@ -36,7 +36,7 @@ OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
 REQUESTS = [
     RankRequest("begin", options=OPTIONS),
     RankRequest("begin", options=OPTIONS, if_idle=True),
-    RankRequest("update", update=UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16)),
+    RankRequest("update", update=UpdateRequest(at_least=3, run="0" * 16, attempt="1" * 16)),
     RankRequest(
         "check",
         tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ())),
@@ -128,7 +128,7 @@ def test_the_worst_error_of_several_engines_is_raised_with_all_messages():
         with pytest.raises(type(more), match=f"{less}; {more}"):
             raise_worst([less, more, less])
     with pytest.raises(dbuffer.VersionRegressedError) as raised:
-        raise_worst([alone := dbuffer.VersionRegressedError("h", "0" * 16)])
+        raise_worst([alone := dbuffer.VersionRegressedError("h", is_forked=True)])
     assert raised.value is alone
     raise_worst([])
 

@@ -63,7 +63,7 @@ def test_engine_is_switched_once_and_stays(scene, mount, version):
         assert scene.engine.serves == (version, str(version))
         assert follower.applied == version
         assert scene.engine.model.num_loads == 1
-        assert (rank(scene).stats["staged"], rank(scene).held_version) == (1, None)
+        assert (rank(scene).stats["staged"], rank(scene).held) == (1, None)
 
 
 def test_other_engines_follow_the_newest_beside_it(scene):
@@ -173,7 +173,7 @@ def test_rank_that_cannot_have_it_says_so_and_does_not_spin(scene):
             lambda: follower._view.wait_ready(goal, None, WAIT_S, None),
             lambda: scene.engine.receiver.update(UpdateRequest()),
         ):
-            problem = r"version 1 is not in .*, which holds \d"
+            problem = r"version 1 of run [0-9a-f]{16} is not in .*, which holds \d"
             with pytest.raises(dbuffer.EngineUpdateError, match=problem):
                 attempt()
         failures = rank(scene).stats["failures"]
@@ -228,7 +228,7 @@ def test_store_that_is_started_over_before_the_switch(scene):
     scene.publish(1, 2, 3)
     with scene.follower(version=2) as follower:
         follower.start()
-        until("it is staged", lambda: rank(scene).staged_version == 2)
+        until("it is staged", lambda: (staged := rank(scene).staged) and staged.number == 2)
         remove_store(scene.store)
         with dbuffer.WeightSender(scene.store) as sender:
             for version in (11, 12):
@@ -245,7 +245,7 @@ def test_follower_that_begins_again_holds_nothing(scene, sender):
     with scene.follower(version=3) as follower:
         assert follower.sync() is None
         time.sleep(NOT_IN_VAIN_S)
-        assert rank(scene).staged_version is None
+        assert rank(scene).staged is None
 
 
 def test_senders_do_not_wait_for_it(scene, sender):

@@ -21,6 +21,7 @@ from torch import nn
 
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan import patching, prepared_switch
 from dbuffer.integrations.engine.plan.images import Packing
@@ -232,8 +233,8 @@ class Switched:
 
     def prepare(self, tensors: Tensors) -> PreparedSwitch | None:
         """Prepare the newest version."""
-        identity = str(len(self.versions) - 1)
-        return self.loads.prepare(tensors, self.trace, identity, self.changed_since)
+        version = VersionId("0" * 16, len(self.versions) - 1)
+        return self.loads.prepare(tensors, self.trace, version, self.changed_since)
 
     def apply_or_reload(self, tensors: Tensors, switch: PreparedSwitch | None) -> None:
         if switch is not None and switch.is_enough:
@@ -259,10 +260,10 @@ class Switched:
         assert all(torch.equal(served[n], now) for n, now in self.model.state_dict().items())
         return newest, switch
 
-    def changed_since(self, identity: str) -> Changed | None:
+    def changed_since(self, version: VersionId) -> Changed | None:
         if self.changes is None:
             return None
-        return self.changes(self.versions[int(identity)], self.versions[-1])
+        return self.changes(self.versions[version.number], self.versions[-1])
 
     def switch_often(self, make_tensors: Callable[[], Tensors]) -> list[bool]:
         return [self.switch(make_tensors()) for _ in range(NUM_SWITCHES)]

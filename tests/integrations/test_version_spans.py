@@ -14,12 +14,12 @@ import pytest
 import dbuffer
 from dbuffer.integrations.version_spans import VersionSpan, versions_of
 
-HISTORY = "0123456789abcdef"
+RUN = "0123456789abcdef"
 SPANS = [
-    {"version": "7", "history": HISTORY, "metadata": {"step": 70}, "start": 0, "end": 2},
+    {"version": "7", "run": RUN, "metadata": {"step": 70}, "start": 0, "end": 2},
     {"version": "unknown", "start": 2, "end": 3},
 ]
-EXPECTED = [VersionSpan(7, 0, 2, HISTORY, {"step": 70}), VersionSpan(None, 2, 3)]
+EXPECTED = [VersionSpan(7, 0, 2, RUN, {"step": 70}), VersionSpan(None, 2, 3)]
 
 
 @dataclass
@@ -47,7 +47,7 @@ def test_spans_are_read_in_each_shape(output):
 
 
 def test_label_that_carries_more_than_the_version_is_taken_apart():
-    spans = [Span(f'7 {{"history": "{HISTORY}", "metadata": {{"step": 70}}}}', 0, 2)]
+    spans = [Span(f'7 {{"run": "{RUN}", "metadata": {{"step": 70}}}}', 0, 2)]
     assert versions_of(SimpleNamespace(weight_versions=spans)) == EXPECTED[:1]
 
 

@@ -20,6 +20,7 @@ from tests.support.engines.vllm_engines import (
     greedy,
     leave,
 )
+from tests.support.stores import number_in
 
 PAGE = ROOT / "docs" / "integrations" / "verl.md"
 PLACE = "/dev/shm/policy"
@@ -62,7 +63,7 @@ class Rig:
                 answer, _ = await rig.ask()
                 self.at_pause = {
                     "newest": rig.newest()[0],
-                    "held": rig.told("held_version"),
+                    "held": rig.told("held"),
                     "answer": sorted(set(answer)),
                 }
                 for worker in self.killed_at_pause:
@@ -92,10 +93,10 @@ class Rig:
             return snapshot.version, snapshot.metadata
 
     def told(self, field: str) -> list[Any]:
-        """What the rollout workers' records say."""
+        """Return the number of the version that each rollout worker's record names."""
         records = (self.store / "receivers").glob("*.json")
         found = [json.loads(path.read_text()) for path in records]
-        return [record[field] for record in found if record["receiver"] != "watcher"]
+        return [number_in(record, field) for record in found if record["receiver"] != "watcher"]
 
     def sync(self, manager: Any, version: int, step: int | None = None) -> dict[str, Any]:
         self.actor.reveal(version)
@@ -108,7 +109,7 @@ class Rig:
             "told step": told_step,
             "version": newest,
             "global_steps": metadata["global_steps"],
-            "applied": self.told("applied_version"),
+            "applied": self.told("applied"),
             "at pause": manager.at_pause,
         }
 

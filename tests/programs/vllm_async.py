@@ -595,7 +595,7 @@ async def measure_staging(program: Program) -> None:
 
         def staged() -> list[int | None]:
             records = [DoubleBuffer(program.store).receiver(rank) for rank in ranks]
-            return [record and record.staged_version for record in records]
+            return [record and record.staged and record.staged.number for record in records]
 
         await ask(program, RankRequest("end"))
         before = list(map(memory_of, workers))

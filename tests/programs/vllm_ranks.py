@@ -24,7 +24,7 @@ from tests.support.children import is_running
 from tests.support.engines.tiny_models import make_model, save_model
 from tests.support.engines.vllm_engines import engine_arguments, greedy, judge
 from tests.support.soak import is_soak
-from tests.support.stores import receiver_records, remove_store
+from tests.support.stores import number_in, receiver_records, remove_store
 from tests.support.waiting import error_of, until
 
 WAIT_S = 60.0
@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def applied(self) -> int | None:
-        return self.record(self.name)["applied_version"]
+        return number_in(self.record(self.name), "applied")
 
     def record(self, name: str) -> dict[str, Any]:
         return receiver_records(self.store)[name]
@@ -324,13 +324,13 @@ def damage_the_manifest(engine: Engine) -> None:
     version = engine.publish_other()
     until(
         f"version {version} is staged",
-        lambda: all(record["staged_version"] == version for record in engine.rank_records()),
+        lambda: all(number_in(record, "staged") == version for record in engine.rank_records()),
         WAIT_S,
     )
     [newest] = [
         path
         for path in engine.store.glob("*/manifest.json")
-        if json.loads(path.read_bytes())["version"] == version
+        if number_in(json.loads(path.read_bytes()), "id") == version
     ]
     newest.write_bytes(b"{")
     engine.switch_to_published()
@@ -354,7 +354,7 @@ def replace_the_store(engine: Engine, store: Path) -> None:
     rank = f"{engine.name}.rank-0"
     until(
         "version 1 is staged",
-        lambda: receiver_records(store).get(rank, {}).get("staged_version") == 1,
+        lambda: number_in(receiver_records(store).get(rank, {}), "staged") == 1,
         WAIT_S,
     )
     begin_anew(store, 1)
@@ -364,7 +364,7 @@ def replace_the_store(engine: Engine, store: Path) -> None:
     begin_anew(store, 0)  # whatever its numbers, it is followed
     engine.switch()
     engine.require_served(0)
-    engine.init(store=str(store), new_history="refuse")
+    engine.init(store=str(store), forked="refuse")
     begin_anew(store, 1)
     assert "VersionRegressedError: " in str(error_of(engine.switch))
     engine.require_served(0)
@@ -388,12 +388,12 @@ def take_the_buffer_from_a_rank(engine: Engine, directory: Path) -> None:
         # Nothing is acknowledged while a rank still loads.
 
         def staged() -> list[int | None]:
-            return [record["staged_version"] for record in engine.rank_records()]
+            return [number_in(record, "staged") for record in engine.rank_records()]
 
         # A rank takes what it has staged, and writes its record a moment later.
         until("both ranks say that they have staged it", lambda: staged() == [version] * 2, WAIT_S)
         records = engine.rank_records()
-        assert [record["applied_version"] for record in records] == [None] * 2
+        assert [record["applied"] for record in records] == [None] * 2
         assert engine.applied < version
         engine.require_not_applied(version)
         started = time.monotonic()

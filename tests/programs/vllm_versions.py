@@ -121,14 +121,14 @@ class Program:
         response = await self.client.get("/ready", params=query)
         return response.status_code, response.json()
 
-    def history(self) -> str:
+    def run_id(self) -> str:
         pointer = DoubleBuffer(self.store).newest_pointer()
         assert pointer is not None
-        return str(pointer.history)
+        return str(pointer.id.run)
 
 
 def _told(response: httpx.Response) -> dict[str, Any]:
-    names = ("version", "history", "metadata")
+    names = ("version", "run", "metadata")
     told = {name: response.headers.get(f"x-weight-{name}") for name in names}
     retry = response.headers.get("retry-after")
     return told | {"status": response.status_code, "retry after": retry}
@@ -173,11 +173,11 @@ WITHOUT_CHOICES = [("/v1/responses", response), ("/v1/messages", message)]
 
 
 async def tell_versions(program: Program) -> None:
-    """Each response has the version, its history and its metadata, and spans if asked for them."""
-    history = program.history()
+    """Each response has the version, its run and its metadata, and spans if asked for them."""
+    run = program.run_id()
     metadata = {"step": STEPS_PER_VERSION, "run": "test"}
-    told = {"version": "1", "history": history, "metadata": json.dumps(metadata), "status": OK}
-    span = VersionSpan(1, 0, 8, history, metadata)
+    told = {"version": "1", "run": run, "metadata": json.dumps(metadata), "status": OK}
+    span = VersionSpan(1, 0, 8, run, metadata)
     if not HAS_SPANS:  # both ends are told
         span = VersionSpan(1, 0, 8, is_exact=False)
     several = completion(n=2, top_k=1, temperature=1, prompt=[[1, 2, 3], [4, 5, 6]])
@@ -216,7 +216,7 @@ async def require_versions(program: Program) -> None:
         {"X-Weight-Min-Version": "1"},
         {"X-Weight-Exact-Version": "1"},
         {"X-Weight-Min-Step": str(STEPS_PER_VERSION)},
-        {"X-Weight-History": program.history(), "X-Weight-Min-Version": "1"},
+        {"X-Weight-Run": program.run_id(), "X-Weight-Min-Version": "1"},
     ):
         assert (await program.ask(path, body, met))["status"] == OK
     unmet = {"X-Weight-Min-Version": "2"}
@@ -224,7 +224,7 @@ async def require_versions(program: Program) -> None:
         (unmet, "version 1", "2"),
         ({"X-Weight-Exact-Version": "2"}, "version 1", "2"),
         ({"X-Weight-Min-Step": "10.5"}, "step 10", "10.5"),
-        ({"X-Weight-History": "0" * 16}, "0" * 16),
+        ({"X-Weight-Run": "0" * 16}, "0" * 16),
     ):
         response = await program.ask(path, body, headers)
         assert (response["status"], response["retry after"]) == (CONFLICT, "1")
@@ -235,7 +235,7 @@ async def require_versions(program: Program) -> None:
         ({"X-Weight-Min-Version": "two"}, "X-Weight-Min-Version 'two'"),
         ({"X-Weight-Exact-Version": "0"}, "X-Weight-Exact-Version 0"),
         ({"X-Weight-Min-Step": "nan"}, "X-Weight-Min-Step 'nan'"),
-        ({"X-Weight-History": "x"}, "X-Weight-History 'x'"),
+        ({"X-Weight-Run": "x"}, "X-Weight-Run 'x'"),
         ({"X-Weight-Min-Version": "1", "X-Weight-Wait-S": "-1"}, "X-Weight-Wait-S '-1'"),
         ({"X-Weight-Wait-S": "1"}, "X-Weight-Wait-S"),
         ({"X-Weight-Min-Verson": "1"}, "X-Weight-Min-Verson"),
@@ -447,8 +447,8 @@ def problems_of(response: dict[str, Any], headers: dict[str, str]) -> list[Any]:
                 problems.append(f"tokens of another version than {span.version}")
             if span.metadata["step"] != STEPS_PER_VERSION * span.version:
                 problems.append(f"metadata of another version than {span.version}")
-            if span.history != response["history"]:
-                problems.append("another history than the header's")
+            if span.run != response["run"]:
+                problems.append("another run than the header's")
     else:
         possible = range(spans[0].version, spans[-1].version + 1)
         if not set(tokens) <= {token_of(version) for version in possible}:

@@ -13,12 +13,13 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, encode_delta
 from dbuffer.io.find_changes import find_changes
 from dbuffer.io.tensors import DTYPES, FileTensors
 
-BASE, IDENTITY = f"{1:016x}-7", f"{2:016x}-8"
+BASE, ID = VersionId(f"{1:016x}", 7), VersionId(f"{2:016x}", 8)
 GUARD_BYTES = 4096
 _GUARD = 0xA5
 
@@ -122,8 +123,7 @@ def make_step(
         copier,
         checksums=checksums,
         base=BASE,
-        identity=IDENTITY,
-        version=8,
+        version=ID,
         layout_xxh3=layout_xxh3,
     )
     return Step(layout, layout_xxh3, before, after, encoded)
@@ -155,5 +155,5 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     wrong = [specs[at].name for at, checksum in header.checksums.items() if found[at] != checksum]
     if wrong:
         raise StoreCorruptError(
-            f"{len(wrong)} tensors are not what delta {header.record.identity} leads to: {wrong}"
+            f"{len(wrong)} tensors are not what delta {header.record.id} leads to: {wrong}"
         )

@@ -32,7 +32,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from tests.support.waiting import until
@@ -28,6 +29,20 @@ def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
     paths = (store / "receivers").glob("*.json")
     records = [json.loads(path.read_bytes()) for path in paths if path.name[0] != "."]
     return {one["receiver"]: one for one in sorted(records, key=lambda one: one["updated_at"])}
+
+
+def number_in(record: dict[str, Any], field: str) -> int | None:
+    """Return the number of the version that a field of a record, as JSON, names; None: none."""
+    return None if record.get(field) is None else VersionId.parse(record[field]).number
+
+
+RUN = "0123456789abcdef"
+"""Run of versions that no sender published."""
+
+
+def applied(number: int) -> dict[str, Any]:
+    """Return the fields of a record that tell that a version of :data:`RUN` is applied."""
+    return {"applied": VersionId(RUN, number), "runs": [Run(RUN, None, "host", 1, 1.0, None)]}
 
 
 def remove_store(store: Path) -> None:
@@ -89,7 +104,7 @@ def named_files(store: Path) -> set[Path]:
 
 
 def _deltas_of(store: Path, manifest: Manifest) -> set[Path]:
-    return {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
+    return {store / "deltas" / f"{version}.delta" for version in manifest.chain[1:]}
 
 
 def open_below(directory: Path) -> set[str]:

@@ -9,6 +9,6 @@ one rank does with its model: `shape_check` checks a version against a copy with
 Where an engine is driven, `follower` switches it on demand, `background` until it is closed;
 `store_view` is what it reads of the store, `reporting` its metrics and log.
 
-Between the two: `protocol` (an engine's calls), `messages` (requests and answers), `version_id`
+Between the two: `protocol` (an engine's calls), `messages` (requests and answers), `weight_label`
 (the version that an engine has), `engine_options`; and `server` for calls over HTTP.
 """

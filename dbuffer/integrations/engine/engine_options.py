@@ -14,10 +14,10 @@ from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError, VersionRegressedError
 from dbuffer.format.layout import digest
-from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_history, is_receiver_id
-from dbuffer.integrations.engine.version_id import VersionId
+from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_receiver_id, is_run
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
+from dbuffer.receive.follow_loop import FORKED, Forked
 from dbuffer.runtime import options as checks
 
 NO_STORE_YET = (
@@ -73,10 +73,10 @@ class EngineOptions:
     ``"refuse"`` it by their names, or leave them out with one warning (``"warn"``). Buffers that
     the model computes itself, a head equal to the embedding that it is tied to, and layers of a
     draft (MTP) are left out in any case."""
-    new_history: NewHistory = "follow"
-    """Policy for a store that was emptied or replaced, and started over: ``"follow"`` what it holds
-    now, with a warning; or ``"refuse"`` it, and serve on with the weights of the history before,
-    until the engine follows again with ``"follow"``."""
+    forked: Forked = "follow"
+    """Policy where the engine's version does not lead to what the store holds, which another run
+    has published: ``"follow"`` that, with a warning; or ``"refuse"`` it, and serve on, until the
+    engine follows again with ``"follow"``."""
     plan: bool = True
     """Switch by direct copies, once a switch through the engine's own reload has verified that
     copies give the same result. Off: every switch is such a reload."""
@@ -109,7 +109,7 @@ class EngineOptions:
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.flag("partial", self.partial)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
-        checks.choice("new_history", self.new_history, NEW_HISTORIES)
+        checks.choice("forked", self.forked, FORKED)
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)
         is_text = isinstance(self.instance_id, str) and self.instance_id != ""
@@ -154,20 +154,21 @@ class EngineOptions:
             f"version {request.version or request.at_least}: let it follow again without version"
         )
 
-    def is_replaced(self, served: VersionId, newest: VersionId) -> bool:
-        """Whether the store has replaced the engine's version; see :meth:`VersionId.is_replaced`.
+    def has_forked(self, served: Lineage, newest: Lineage) -> bool:
+        """Whether the engine's version does not lead to the store's newest, which is followed.
 
         Raises:
-            VersionRegressedError: it has, and a new history is refused.
+            VersionRegressedError: it does not, and that is refused.
         """
-        if not served.is_replaced(newest):
+        if relation(served, newest) is not Relation.FORKED:
             return False
-        if self.new_history == "refuse":
+        if self.forked == "refuse":
             raise VersionRegressedError(
-                f"{self.store} was emptied or replaced, and started over; the engine has version "
-                f"{served.version} of the run before, and serves on with that. To go on with what "
-                "is there now, let it follow the store again with new_history='follow'",
-                newest.history,
+                f"{self.store} holds version {newest.id.number} of run {newest.id.run}, to which "
+                f"the engine's version {served.id.number} of run {served.id.run} does not lead: it "
+                "serves on with that. To go on with what is there now, let it follow the store "
+                "again with forked='follow'",
+                is_forked=True,
             )
         return True
 
@@ -199,8 +200,8 @@ class UpdateRequest:
     """Exactly this version."""
     at_least: int | None = None
     """This version, or a later one that is ready on all ranks."""
-    history: str | None = None
-    """History of the version. Default: the one that the store holds now."""
+    run: str | None = None
+    """Run of the version. Default: the one that led to what the store holds now."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update, in vLLM's words: whole tensors, or patches. Either way the store holds
     the version whole, and the engine switches to it in the same way."""
@@ -213,10 +214,17 @@ class UpdateRequest:
             if (value := getattr(self, name)) is not None:
                 checks.whole_number(name, value, at_most=MAX_INTEGER)
         _require(self, "at_least", None in (self.version, self.at_least))
-        _require(self, "history", self.history is None or is_history(self.history))
+        has_number = self.version is not None or self.at_least is not None
+        _require(self, "run", self.run is None or (is_run(self.run) and has_number))
         is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
         _require(self, "attempt", self.attempt is None or is_attempt)
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
+
+    @property
+    def goal(self) -> int | VersionId | None:
+        """The version, by its id if its run is known; None: the newest."""
+        number = self.version or self.at_least
+        return VersionId(self.run, number) if self.run is not None and number else number
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], also: Collection[str] = ()) -> Self:
@@ -241,7 +249,7 @@ _RULES = {
     "version": "it without local_store, which gets the newest only: follow the store itself",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
-    "history": "16 hexadecimal digits, as a pointer has them",
+    "run": "16 hexadecimal digits, as dbuffer log shows them, with version or at_least",
     "at_least": "either version or at_least, not both",
     "attempt": "16 hexadecimal digits",
 }

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from dbuffer.errors import EngineBusyError, UnsupportedError
+from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import metadata_for_record
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.engine.version_id import VersionId
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.targets import LoadedNames
 
@@ -117,7 +117,7 @@ class ModelState:
     from it, and the engine's label from the record.
     """
 
-    version: VersionId | None = None
+    version: Lineage | None = None
     """Version of `store` that the weights are; None: they are no version."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Metadata of `version`, for the engine's record; empty where there is none."""
@@ -135,9 +135,7 @@ class ModelState:
     is_updating: bool = False
     """Whether dbuffer is writing them."""
 
-    def note_loaded(
-        self, version: VersionId | None, store: str, metadata: Mapping[str, Any]
-    ) -> None:
+    def note_loaded(self, version: Lineage | None, store: str, metadata: Mapping[str, Any]) -> None:
         """Record that dbuffer loaded a version of a store; None: what the engine started with."""
         self.version, self.store, self.must_reload = version, store, False
         self.metadata = metadata_for_record(metadata)
@@ -146,7 +144,7 @@ class ModelState:
         """Record that something else wrote the weights."""
         self.version, self.must_reload, self.metadata = None, True, {}
 
-    def version_of(self, store: str) -> VersionId | None:
+    def version_of(self, store: str) -> Lineage | None:
         """Return the version of this store that the model has."""
         return self.version if self.store == store else None
 

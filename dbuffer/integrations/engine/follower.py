@@ -25,13 +25,14 @@ from dataclasses import replace
 from typing import Any
 
 from dbuffer import errors
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
-from dbuffer.integrations.engine.store_view import StoreView, engine_id_of
-from dbuffer.integrations.engine.version_id import VersionId, WeightLabel, describe_weights
+from dbuffer.integrations.engine.store_view import StoreView, engine_id_of, number_of
+from dbuffer.integrations.engine.weight_label import WeightLabel, describe_weights, served_by
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.timing import TIMING
@@ -75,15 +76,15 @@ class Follower(Closing):
         self._failed_version: int | None = None
 
     @property
-    def _applied(self) -> VersionId | None:
+    def _applied(self) -> Lineage | None:
         """Version that the engine's record names; None: none of this store."""
-        return VersionId.of(self._record)
+        return served_by(self._record)
 
     @property
     def applied(self) -> int | None:
         """The version that the engine serves; None: its weights did not come from the store."""
         applied = self._applied
-        return None if applied is None else applied.version
+        return None if applied is None else applied.id.number
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Follower(Closing):
         Of metadata above 1,024 bytes only the entry ``step`` is here.
         """
         record = self._record
-        return {} if record is None or VersionId.of(record) is None else record.metadata
+        return {} if record is None or served_by(record) is None else record.metadata
 
     @property
     def weights(self) -> str:
@@ -109,13 +110,15 @@ class Follower(Closing):
         if view is None or _followers.get(_key_of(view.facts)) is not self:
             return False
         record = view.readable_record()
-        is_older = record is not None and self._is_put_back(record)  # it is being written
-        recorded = applied if is_older else VersionId.of(record)
-        if applied is None or recorded is None or min(applied.version, recorded.version) < version:
+        is_older = record is not None and self._is_earlier(record)  # it is being written
+        recorded = applied if is_older else served_by(record)
+        if applied is None or recorded is None:
             return False
-        if view.options.version not in (None, applied.version):
+        if min(applied.id.number, recorded.id.number) < version:
             return False
-        return not applied.is_of_another_history(view.history_now())
+        if view.options.version not in (None, applied.id.number):
+            return False
+        return view.leads_on(applied)
 
     @property
     def engine_id(self) -> str:
@@ -287,22 +290,22 @@ class Follower(Closing):
     def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
         record = view.readable_record()
-        if record is None or self._is_put_back(record):
+        if record is None or self._is_earlier(record):
             return
         with self._translating("report its version"):
-            if VersionId.of(record) != self._applied:
+            if served_by(record) != self._applied:
                 # A core believes no label that may be of a record from before another load.
                 self._engine.call(RankRequest("awake"))
                 record = view.readable_record() or record
             self._adopt_record(record)
 
-    def _is_put_back(self, record: ReceiverRecord) -> bool:
-        """Whether a record is an earlier one of the engine: its store was restored from a copy."""
+    def _is_earlier(self, record: ReceiverRecord) -> bool:
+        """Whether a record is an earlier one of this start of the engine, from a copied store."""
         return self._record is not None and record.updated_at < self._record.updated_at
 
     def _adopt_record(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""
-        applied = VersionId.of(record)
+        applied = served_by(record)
         if applied != self._applied:
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
         self._record = record
@@ -364,20 +367,21 @@ class Follower(Closing):
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
-        goal: VersionId | None = None
+        goal: int | VersionId | None = None
         switch: Switch | None = None
         try:
             view = self._start_and_resume()
             if force:
                 self._forget_weights(view)
             goal = self._find_goal(view, at_least)
+            self._correct_label(goal)
             if goal is not None:
                 wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
-                with self._translating(f"switch to version {goal.version}"):
+                with self._translating(f"switch to version {number_of(goal)}"):
                     switch = self._switch(view, goal, wait_s)
         except Exception as error:
             if stop_event is None or not stop_event.is_set():
-                self._note_failure(error, None if goal is None else goal.version)
+                self._note_failure(error, None if goal is None else number_of(goal))
             raise
         self._is_failing, self._failed_version = False, None
         self._report.following()
@@ -399,7 +403,7 @@ class Follower(Closing):
                 self._engine.do(RankRequest("forget"))
             self._refresh_applied(view)
 
-    def _find_goal(self, view: StoreView, at_least: int | None = None) -> VersionId | None:
+    def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
         goal = view.newer_than(self._applied, at_least)
         newest = None if goal is None else view.manifest_of(goal)
@@ -422,7 +426,7 @@ class Follower(Closing):
     def _wait_ready(
         self,
         view: StoreView,
-        goal: VersionId,
+        goal: int | VersionId,
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> float:
@@ -439,7 +443,7 @@ class Follower(Closing):
         self._report.ranks(records)
         return time.monotonic() - started
 
-    def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
+    def _switch(self, view: StoreView, goal: int | VersionId, wait_s: float) -> Switch:
         started = time.monotonic()
         try:
             self._pause()
@@ -456,7 +460,7 @@ class Follower(Closing):
             raise
         self._label_and_resume()
         switch = Switch(
-            version=record.applied_version or goal.version,
+            version=record.applied_version or number_of(goal),
             stage_s=record.stats.get("stage_s", 0.0),
             wait_s=wait_s,
             pause_s=time.monotonic() - started,
@@ -486,7 +490,7 @@ class Follower(Closing):
         if not engine.has_own_pause and engine.is_paused() is False:
             raise errors.EngineBusyError("another program resumed the engine before it could load")
 
-    def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
+    def _load(self, view: StoreView, goal: int | VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that it took.
 
         Raises:
@@ -495,7 +499,8 @@ class Follower(Closing):
                 this attempt, and it may have anything.
         """
         attempt = secrets.token_hex(8)
-        update = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
+        run = goal.run if isinstance(goal, VersionId) else None
+        update = UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)
         self._is_certain = False  # until the record says what came of the attempt
         started = time.monotonic()
         error: Exception | None = None
@@ -508,7 +513,7 @@ class Follower(Closing):
         record = self._outcome_of(view, attempt, record)
         if record is None:
             raise error or errors.EngineUpdateError(
-                f"{view.engine_id} did not acknowledge version {goal.version} in "
+                f"{view.engine_id} did not acknowledge version {number_of(goal)} in "
                 f"{view.options.store}: do its workers see the same directory, and may they write "
                 "there?"
             )
@@ -561,10 +566,20 @@ class Follower(Closing):
             self._owes_resume = False
 
     def _label(self, label: WeightLabel) -> None:
-        # Two histories have versions of one number.
+        # Two runs have versions of one number.
         if label != self._set_label or self._engine.weight_version() != label.version:
             self._engine.set_weight_version(label)
             self._set_label = label
+
+    def _correct_label(self, goal: int | VersionId | None) -> None:
+        """Set the label of the version that the engine has, whoever has set another one.
+
+        It tells of the run of the version that the engine is to get ready.
+        """
+        if self._applied is None or self._engine.is_idle():
+            return
+        with contextlib.suppress(errors.EngineUnreachableError):  # its event loop stops just now
+            self._label(WeightLabel.of(self._applied, self.applied_metadata, goal))
 
     def _translating(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.runtime import options as checks
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
@@ -88,8 +89,8 @@ class RankModel:
         self._unused.compare(trace, snapshot)
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
-        def changed_since(identity: str) -> Changed | None:
-            changed = snapshot.changed_since(identity)
+        def changed_since(version: VersionId) -> Changed | None:
+            changed = snapshot.changed_since(version)
             if changed is None:
                 return None
             aliases = snapshot.layout.aliases.items()
@@ -101,7 +102,7 @@ class RankModel:
             if self._state.is_asleep or self._state.must_reload:
                 return None
             return self._loader.prepare(
-                tensors, trace, snapshot.identity, changed_since, snapshot.layout.aliases
+                tensors, trace, snapshot.id, changed_since, snapshot.layout.aliases
             )
 
     def wait_unread(self) -> None:
@@ -168,7 +169,7 @@ class RankModel:
     def unread(self, staged: Staged) -> Unread:
         """Return what this rank does not read of a version."""
         trace = self._trace_of(staged.layout)
-        return self._unused.unread(staged.layout, staged.identity, trace)
+        return self._unused.unread(staged.layout, staged.id, trace)
 
     def check_pipeline(self, staged: Staged, unread: Sequence[Unread]) -> None:
         """Refuse a version by what all ranks do not read; on all ranks alike."""

@@ -25,13 +25,15 @@ from dbuffer.errors import (
     VersionError,
     WeightsMismatchError,
 )
+from dbuffer.format.lineage import Lineage, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
+from dbuffer.integrations.engine.store_view import number_of
 from dbuffer.integrations.engine.unused_tensors import NOTHING_UNREAD, Unread
-from dbuffer.integrations.engine.version_id import VersionId, describe_weights
+from dbuffer.integrations.engine.weight_label import describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described
@@ -51,8 +53,8 @@ class _Offer(NamedTuple):
 
     version: int | None
     """Version that it has taken, or else the one that its model has."""
-    identity: str
-    """Identity of the version that it has taken; empty: it has taken none."""
+    taken: str
+    """Id of the version that it has taken; empty: it has taken none."""
     problem: str | None
     unread: Unread
 
@@ -74,7 +76,7 @@ class RankReceiver:
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
-        self._problem: tuple[str | None, int | None] = state.broken, None
+        self._problem: tuple[str | None, VersionId | None] = state.broken, None
         """Why the last load failed, and with which version; None: it succeeded."""
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
@@ -100,10 +102,10 @@ class RankReceiver:
             prepare=self._model.prepare,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
-            new_history=options.new_history,
+            forked=options.forked,
             version=options.version,
             # The version to stay on need not be staged again, and would keep the sender waiting.
-            applied=self._version if self._version == options.version else None,
+            applied=self._id if self._version == options.version else None,
             on_found=self._show_engine,
         )
 
@@ -133,20 +135,20 @@ class RankReceiver:
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
-        self._stager.stage_again(applied=self._version, history=self._history)
+        self._stager.stage_again(applied=self._id)
 
     @property
-    def _applied(self) -> VersionId | None:
+    def _applied(self) -> Lineage | None:
         """Version of this store that the model has."""
         return self._state.version_of(self.options.store)
 
     @property
     def _version(self) -> int | None:
-        return None if self._applied is None else self._applied.version
+        return None if self._id is None else self._id.number
 
     @property
-    def _history(self) -> str | None:
-        return None if self._applied is None else self._applied.history
+    def _id(self) -> VersionId | None:
+        return None if self._applied is None else self._applied.id
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -208,7 +210,7 @@ class RankReceiver:
             raise
         finally:
             self._state.is_updating = False
-            self._stager.release(applied=self._version, history=self._history)
+            self._stager.release(applied=self._id)
 
     @property
     def engine_record(self) -> ReceiverRecord | None:
@@ -228,10 +230,9 @@ class RankReceiver:
         if self._mirror is not None:
             self._mirror.close()
 
-    def _take_whole(self, version: int, history: str | None) -> Staged:
+    def _take_whole(self, version: VersionId) -> Staged:
         self._stager.release()
-        timeout_s = self.options.timeout_s
-        return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
+        return self._stager.take(version, whole=True, timeout_s=self.options.timeout_s)
 
     def _take_on_all_ranks(self, request: UpdateRequest) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
@@ -240,17 +241,17 @@ class RankReceiver:
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
             offers = self._gather_offers(staged, error, begins=round_ == 0)
             versions = {offer.version or 0 for offer in offers}
-            identities = {offer.identity for offer in offers}
+            taken = {offer.taken for offer in offers}
             if len(versions) > 1:
                 must_load, highest = False, max(versions)
-                request = UpdateRequest(version=highest, history=request.history)
+                request = UpdateRequest(version=highest, run=request.run)
                 # Some rank holds the highest, so it stays in the store until all do.
                 if staged is None or staged.version != highest:
                     self._stager.release()
-            elif len(identities) > 1:
-                # A store that was replaced has two of one number. Or others have it already, and
+            elif len(taken) > 1:
+                # Two runs have one of this number. Or others have it already, and
                 # a rank that was half loaded takes it again: then all of them must.
-                must_load = "" in identities
+                must_load = "" in taken
                 self._stager.release()
             else:
                 if staged is not None:
@@ -271,7 +272,7 @@ class RankReceiver:
         """
         mine = _Offer(self._version, "", None, NOTHING_UNREAD)
         if staged is not None:
-            mine = _Offer(staged.version, staged.identity, None, self._model.unread(staged))
+            mine = _Offer(staged.version, str(staged.id), None, self._model.unread(staged))
         elif error is not None:
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
             mine = mine._replace(problem=described(error))
@@ -305,10 +306,10 @@ class RankReceiver:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
                 return None, None
+            is_exact, goal = request.version is not None, request.goal
             staged = self._stager.take(
-                request.version,
-                at_least=request.at_least,
-                history=request.history,
+                goal if is_exact else None,
+                at_least=None if is_exact else goal,
                 timeout_s=self.options.timeout_s,
             )
             if not self._model.is_loadable(staged):
@@ -318,7 +319,7 @@ class RankReceiver:
                     self.ranks.rank,
                     staged.version,
                 )
-                staged = self._take_whole(staged.version, staged.history)
+                staged = self._take_whole(staged.id)
             # Once more: it may have been checked before the version before it was loaded.
             self._model.require_no_mix(staged.layout, staged.version)
         # All ranks must learn of it, whatever it is; else they would wait for this one.
@@ -346,23 +347,26 @@ class RankReceiver:
             time.sleep(TIMING.network_look_s)
 
     def _has_already(self, request: UpdateRequest) -> bool:
-        newest = VersionId.named_by(self._stager.newest())
-        goal = request.version or request.at_least or newest.version
-        if not goal:
+        newest, has = self._stager.newest(), self._applied
+        goal = request.goal or (None if newest is None else newest.id)
+        if goal is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
-        has = self._applied
-        if request.history is not None:
-            newest = newest._replace(history=request.history)
-        if has is None or self.options.is_replaced(has, newest):
+        if has is None:
             return False
-        if has.version < goal:
+        number = number_of(goal)
+        if isinstance(goal, VersionId) and request.run is not None:
+            if not has.reaches(goal):
+                return False
+        elif newest is not None and self.options.has_forked(has, newest.lineage):
             return False
-        if has.version > goal and self.options.version is not None:
+        if has.id.number < number:
+            return False
+        if has.id.number > number and self.options.version is not None:
             return False  # it goes back to the one that it is to stay on
-        if has.version > goal and request.version is not None:
+        if has.id.number > number and request.version is not None:
             raise VersionError(
-                f"version {goal} of {self.options.store} is below version {has.version}, which the "
-                "engine has; versions never go back"
+                f"version {number} of {self.options.store} is below version {has.id.number}, which "
+                "the engine has; versions never go back"
             )
         return self._state.broken is None
 
@@ -377,8 +381,7 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        loaded = VersionId(staged.version, staged.history, staged.identity)
-        self._state.note_loaded(loaded, self.options.store, staged.metadata)
+        self._state.note_loaded(staged.lineage, self.options.store, staged.metadata)
         self._problem = None, None
         self._model.serve_again()
         return {
@@ -401,17 +404,15 @@ class RankReceiver:
             before = self._applied
             goal = "the checkpoint" if before is None else describe_weights(before)
             logger.error("%s; going back to %s", what, goal)
-            failures = self._on_all_ranks(lambda: self._load_again(before))
+            failures = self._on_all_ranks(lambda: self._load_again(before and before.id))
             if not any(failures):
                 self._model.serve_again()
                 what = f"{what}; all ranks went back, and {self._serves_on}"
-                self._problem = what, staged.version
+                self._problem = what, staged.id
                 raise EngineUpdateError(what)
             why = self._describe(f"go back to {goal}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
-        failures = self._on_all_ranks(
-            lambda: self._load_again(VersionId(staged.version, staged.history))
-        )
+        failures = self._on_all_ranks(lambda: self._load_again(staged.id))
         if not any(failures):
             return staged
         again = self._describe(f"load version {staged.version} once more", failures)
@@ -429,7 +430,7 @@ class RankReceiver:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
         if goal is not None:
-            self._model.load(self._take_whole(goal.version, goal.history))
+            self._model.load(self._take_whole(goal))
         else:
             self._state.note_loaded(None, self.options.store, {})
 
@@ -456,7 +457,7 @@ class RankReceiver:
             self._record.write(problem=problem)
 
     def write_records(self) -> None:
-        """Write the records once more: their store may have been put back from a copy."""
+        """Write the records once more: their store may be a copy by now."""
         self._rank_record.write()
         self.acknowledge()
 
@@ -474,10 +475,9 @@ class RankReceiver:
         """Set the fields of the engine's record, to be written later."""
         problem, version = self._problem
         self._record.set_anew(
-            applied_version=self._version,
+            applied=self._id,
+            runs=[] if self._applied is None else list(self._applied.runs),
             metadata={} if self._applied is None else self._state.metadata,
-            applied_identity=None if self._applied is None else self._applied.identity,
-            history=self._history,
             problem=problem,
             problem_version=version,
             state="serving" if self._state.broken is None else "broken",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbuffer.errors import DBufferError
-from dbuffer.format.manifest import Manifest, ReceiverRecord, steps_between
-from dbuffer.integrations.engine.version_id import VersionId
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.manifest import Lag, Manifest, ReceiverRecord, lag_between, step_in
 from dbuffer.runtime.extras import needed_for
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ GAUGES = {
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
 """Gauges by name. A gauge whose value is unknown is absent."""
+
+RUN = "run"
+"""Gauge with the label ``run``: 1 for the run of the version that the engine serves."""
 
 _LAGS = ("lag_versions", "lag_steps", "lag_seconds")
 
@@ -61,12 +64,14 @@ class FollowerReport:
         self._families: dict[str, Any] = {}
         """Metrics by name; none before :meth:`begin`."""
         self._rank_stats: dict[str, dict[str, float]] = {}
+        self._run: str | None = None
+        """Run of the version that the engine has, as it was reported last."""
 
     def begin(self, engine_id: str) -> None:
         """Report on an engine of this name from now on; before that, nothing is reported."""
         self._engine_id = engine_id
         self._families = _registered()
-        for name in self._families.keys() - GAUGES.keys():
+        for name in self._families.keys() - GAUGES.keys() - {RUN}:
             self._metric(name)  # is there from now on; gauges are added with their first value
         self._rank_stats = {}
 
@@ -107,9 +112,9 @@ class FollowerReport:
 
     def lag(
         self,
-        applied: VersionId | None,
+        applied: Lineage | None,
         metadata: Mapping[str, Any],
-        goal: VersionId | None,
+        goal: int | VersionId | None,
         goal_manifest: Manifest | None,
     ) -> None:
         """Report how far the engine is behind the store, whose newest version it has if no goal.
@@ -117,25 +122,25 @@ class FollowerReport:
         Args:
             applied: the engine's version.
             metadata: metadata of that version.
-            goal: the newest version; None: the engine has it.
+            goal: the newest version, or its number; None: the engine has it.
             goal_manifest: its manifest; None: the store does not have it yet, or no longer.
         """
-        version = 0 if applied is None else applied.version
-        newest, history = (version, None) if goal is None else goal[:2]
-        is_of_history = applied is None or not applied.is_of_another_history(history)
-        newest_metadata, age_s = metadata if goal is None else {}, 0.0
+        version = 0 if applied is None else applied.id.number
+        newest = goal.number if isinstance(goal, VersionId) else (goal or version)
+        has_newest = goal is None and step_in(metadata) is not None
+        lag, age_s = Lag(max(0, newest - version), 0 if has_newest else None), 0.0
         if goal_manifest is not None:
-            newest_metadata = goal_manifest.metadata if is_of_history else {}
             age_s = max(0.0, time.time() - goal_manifest.published_at)
+            lag = lag_between(applied, metadata, goal_manifest.lineage, goal_manifest.metadata)
         self._set("version_available", newest)
         self._set("version_applied", version)
-        self._set("lag_versions", max(0, newest - (version if is_of_history else 0)))
+        self._set_run(None if applied is None else applied.id.run)
+        self._set("lag_versions", lag.versions)
         self._set("lag_seconds", age_s)
-        steps = steps_between(metadata, newest_metadata)
-        if steps is None:
+        if lag.steps is None:
             self._forget("lag_steps")
         else:
-            self._set("lag_steps", steps)
+            self._set("lag_steps", lag.steps)
 
     def ranks(self, records: Iterable[ReceiverRecord]) -> None:
         """Add the counts of the ranks' records to this process's metrics."""
@@ -146,6 +151,13 @@ class FollowerReport:
             self._add("evictions", gained.get("evictions", 0))
             if gained.get("staged", 0) > 0:
                 self._observe("stage_seconds", gained["stage_s"] / gained["staged"])
+
+    def _set_run(self, run: str | None) -> None:
+        if RUN in self._families and run != self._run:
+            for each, value in ((self._run, 0), (run, 1)):
+                if each is not None:
+                    self._families[RUN].labels(self._engine_id, each).set(value)
+            self._run = run
 
     def _metric(self, name: str) -> Any:
         return self._families[name].labels(engine=self._engine_id)
@@ -183,9 +195,10 @@ def _registered() -> dict[str, Any]:
         logger.warning("no metrics: %s", str(error))
         return {}
 
-    def gauge(name: str, text: str) -> Any:
+    def gauge(name: str, text: str, *more_labels: str) -> Any:
         # Of several processes that write files for one /metrics, the last one knows.
-        return Gauge(f"dbuffer_{name}", text, ["engine"], multiprocess_mode="mostrecent")
+        labels = ["engine", *more_labels]
+        return Gauge(f"dbuffer_{name}", text, labels, multiprocess_mode="mostrecent")
 
     def counter(name: str, text: str) -> Any:
         return Counter(f"dbuffer_{name}", text, ["engine"])
@@ -195,6 +208,7 @@ def _registered() -> dict[str, Any]:
 
     return {
         **{name: gauge(name, text) for name, text in GAUGES.items()},
+        RUN: gauge(RUN, "1 for the run of the version that the engine serves.", RUN),
         "bytes": counter("bytes", "Bytes of weights applied, per rank."),
         "stage_seconds": seconds("stage_seconds", "Making a version ready, while serving."),
         "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from dbuffer import errors
+from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.engine.version_id import VersionId, describe_weights
+from dbuffer.integrations.engine.weight_label import describe_weights, served_by
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
@@ -48,7 +49,7 @@ class StoreView:
         )
         self._rank_ids = [rank_id(self.engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
-        self._logged_history: str | None = None
+        self._logged_fork: str | None = None
 
     def close(self) -> None:
         self._receiver.close()
@@ -80,14 +81,10 @@ class StoreView:
 
     # Versions
 
-    def history_now(self) -> str | None:
-        """Return the history that the store holds; None: it cannot be read just now."""
-        return _history_in(self._store)
-
-    def _may_still_hold(self, history: str | None) -> bool:
-        """Whether the store, or the one that it mirrors, may still hold this history."""
-        held = {_history_in(store) for store in {self._store, self._origin}} - {None}
-        return history is None or not held or history in held
+    def leads_on(self, version: Lineage) -> bool:
+        """Whether a version leads to what the store holds, or that cannot be read just now."""
+        newest = _newest_in(self._store)
+        return newest is None or relation(version, newest) is not Relation.FORKED
 
     def require_version(self) -> None:
         """Refuse to stay on a version that is gone from the store, unless the engine has it.
@@ -96,12 +93,15 @@ class StoreView:
             VersionError: the store holds later versions, and not this one.
         """
         if self.options.version is not None:
-            self.newer_than(VersionId.of(self.engine_record()))
+            self.newer_than(served_by(self.engine_record()))
 
-    def newer_than(self, served: VersionId | None, at_least: int | None = None) -> VersionId | None:
+    def newer_than(
+        self, served: Lineage | None, at_least: int | None = None
+    ) -> int | VersionId | None:
         """Return the newest version, or ``at_least``, if the engine does not have it.
 
-        For an engine that stays on a version, that one, once it is published.
+        By its number where the store does not have it yet. For an engine that stays on a version,
+        that one, once it is published.
 
         Raises:
             VersionError: that one is gone from the store.
@@ -116,73 +116,70 @@ class StoreView:
         if only is not None:
             return self._stay_on(only, served, at_least)
         if served is None and not self._store.exists():
-            return None if at_least is None else VersionId(at_least, None)
+            return at_least
         # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
-        version = max(newest.version, at_least or 0)
-        has = 0 if served is None or served.is_replaced(newest) else served.version
-        if version <= has:
+        if at_least is not None and (newest is None or newest.id.number < at_least):
+            return at_least
+        if newest is None or (served is not None and served.id == newest.id):
             return None
-        return newest if version == newest.version else VersionId(version, newest.history)
+        return newest.id
 
-    def _stay_on(
-        self, only: int, served: VersionId | None, at_least: int | None
-    ) -> VersionId | None:
+    def _stay_on(self, only: int, served: Lineage | None, at_least: int | None) -> VersionId | None:
         """Return the version to stay on, if it is published and the engine does not have it."""
         if at_least is not None and at_least > only:
             raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
-        if served is not None and served.version == only:
+        if served is not None and served.id.number == only:
             return None
         if served is None and not self._store.exists():
             return None
         newest = self._newest_in(self._store, served)
-        if newest.version < only:
+        if newest is None or newest.id.number < only:
             return None
-        kept.require(self._store, only, newest.history)
-        return VersionId(only, newest.history)
+        return kept.require(self._store, only)
 
-    def _newest_in(self, store: DoubleBuffer, served: VersionId | None) -> VersionId:
-        """Return a store's newest version, 0 if it has none.
+    def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
+        """Return a store's newest version; None: it has none.
 
         Raises:
-            VersionRegressedError: it is below the engine's; or of another history, which is
-                refused.
+            VersionRegressedError: the engine's does not lead to it, and it is not followed.
         """
         if self._store.exists():
             self._store.check()
-        newest = VersionId.named_by(store.newest_pointer())
+        pointer = store.newest_pointer()
+        newest = None if pointer is None else pointer.lineage
         if served is None:
             return newest
-        if self.options.is_replaced(served, newest):
-            self._log_new_history(served, newest)
-        elif newest.version < served.version:
+        if newest is not None and self.options.has_forked(served, newest):
+            self._log_fork(served, newest)
+        elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
-                f"{store.root} went back from version {served.version} to {newest.version}: it was "
-                "emptied or replaced"
+                f"{store.root} went back from version {served.id.number} to "
+                f"{newest.id.number if newest else 'none'}: what is published next is followed"
             )
         return newest
 
-    def _log_new_history(self, served: VersionId, newest: VersionId) -> None:
-        if self._logged_history != newest.history:
-            self._logged_history = newest.history
+    def _log_fork(self, served: Lineage, newest: Lineage) -> None:
+        if self._logged_fork != newest.id.run:
+            self._logged_fork = newest.id.run
             logger.warning(
-                "%s was emptied or replaced, and started over: %s has version %d of the run "
-                "before, and now follows another, whose newest version is %d",
+                "%s holds version %d of run %s, to which version %d of run %s, which %s has, does "
+                "not lead: following what is there now",
                 self.options.store,
+                *reversed(newest.id),
+                *reversed(served.id),
                 self.engine_id,
-                served.version,
-                newest.version,
             )
 
-    def manifest_of(self, goal: VersionId) -> Manifest | None:
+    def manifest_of(self, goal: int | VersionId) -> Manifest | None:
         """Read the manifest of a version; None: it is not, or no longer, in this store."""
-        return self._store.manifest_of(goal.version, goal.history)
+        return self._store.manifest_of(goal) if isinstance(goal, VersionId) else None
 
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event
     ) -> int | None:
-        """Wait until the store holds a version above this one, or another history.
+        """Wait until the store holds a version above this one, or a fork.
 
         :meth:`newer_than` decides whether that is followed. For an engine that stays on a version,
         nothing is newer than that, and everything before it is not worth a look.
@@ -193,20 +190,24 @@ class StoreView:
                 stop_event.wait(timeout_s)
                 return None
             newer_than = only - 1
-        return self._receiver.wait_or_start_over(newer_than, timeout_s, stop_event)
+        return self._receiver.wait_or_follow_fork(newer_than, timeout_s, stop_event)
 
     # Whether the ranks are ready, and the engine has switched
 
-    def has_applied(self, record: ReceiverRecord, goal: VersionId) -> bool:
+    def has_applied(self, record: ReceiverRecord, goal: int | VersionId) -> bool:
         """Whether a record says that the engine has this version, or a later one if any will do."""
-        if self.options.version is not None and record.applied_version != goal.version:
+        if record.lineage is None:
             return False
-        return record.has_applied(*goal)
+        if self.options.version is not None and record.applied_version != number_of(goal):
+            return False
+        if isinstance(goal, VersionId):
+            return record.lineage.reaches(goal)
+        return record.lineage.id.number >= goal
 
     def wait_ready(
         self,
-        goal: VersionId,
-        served: VersionId | None,
+        goal: int | VersionId,
+        served: Lineage | None,
         timeout_s: float,
         stop_event: threading.Event | None,
         *,
@@ -221,7 +222,7 @@ class StoreView:
             EngineUpdateError: some rank says that it cannot, or has left the store.
             EngineUnreachableError: some rank's process has ended; one that is started again does
                 not know that it is to follow.
-            VersionRegressedError: the store was started over meanwhile, so none will ever have it.
+            VersionRegressedError: it does not lead to what the store holds now.
             WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
@@ -232,15 +233,20 @@ class StoreView:
         complete_at = time.monotonic()
         while True:
             records = self._rank_records()
-            behind = [
-                rank
-                for rank, record in records.items()
-                if record is None or not record.has_staged(goal.version, goal.history)
-            ]
+            newest = _newest_in(self._store)  # after the records: what they stage is in it
+            known = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
+            behind = list(records)
+            if newest is not None and isinstance(known, VersionId):
+                behind = [
+                    rank
+                    for rank, record in records.items()
+                    if record is None or not newest.has_since(known, record.staged)
+                ]
             engine = self.engine_record()
             if not behind or (engine is not None and self.has_applied(engine, goal)):
                 return [record for record in records.values() if record is not None]
-            self._require_possible(goal, records, at_start, serves_on)
+            if isinstance(known, VersionId):
+                self._require_possible(known, newest, records, at_start, serves_on)
             gone = sorted(rank for rank in self._seen if records[rank] is None)
             ended = [rank for rank in behind if self._has_ended(records[rank])]
             if not (gone or ended):
@@ -253,7 +259,7 @@ class StoreView:
             now = time.monotonic()
             if now > deadline:
                 raise errors.WaitTimeoutError(
-                    f"version {goal.version} of {self.options.store} was not ready within "
+                    f"version {number_of(goal)} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
             # Each look opens files of each rank, maybe over a network: ever fewer looks, for a wait
@@ -265,13 +271,13 @@ class StoreView:
         return {rank: self._record(rank) for rank in self._rank_ids}
 
     def _lost(
-        self, goal: VersionId, gone: Sequence[str], ended: Sequence[str]
+        self, goal: int | VersionId, gone: Sequence[str], ended: Sequence[str]
     ) -> errors.DBufferError:
         """Make the error about ranks that left the store, or whose processes ended."""
         if ended:
             return errors.EngineUnreachableError(
-                f"{', '.join(ended)} ended before version {goal.version} of {self.options.store} "
-                "was ready: it is to be started again"
+                f"{', '.join(ended)} ended before version {number_of(goal)} of "
+                f"{self.options.store} was ready: it is to be started again"
             )
         return self.other_follower(f"{', '.join(gone)} left {self.options.store}")
 
@@ -288,22 +294,28 @@ class StoreView:
     def _require_possible(
         self,
         goal: VersionId,
+        newest: Lineage | None,
         records: dict[str, ReceiverRecord | None],
         at_start: dict[str, ReceiverRecord | None],
         serves_on: str,
     ) -> None:
         """Raise if some rank cannot have this version, or no rank can have it any more."""
         for rank, record in records.items():
-            if record is not None and _is_hindered(record, goal, at_start[rank]):
+            if record is not None and _is_hindered(record, goal, newest, at_start[rank]):
                 raise errors.EngineUpdateError(
-                    f"{record.receiver} cannot get version {goal.version} ready: {record.problem}; "
+                    f"{record.receiver} cannot get version {goal.number} ready: {record.problem}; "
                     f"{serves_on}"
                 )
-        if not self._may_still_hold(goal.history):
+        if self._has_lost(goal):
             raise errors.VersionRegressedError(
-                f"{self.options.store} was emptied or replaced, and started over, before version "
-                f"{goal.version} of it was ready on all ranks; {serves_on}"
+                f"version {goal.number} of {self.options.store} was lost before it was ready on "
+                f"all ranks: it does not lead to what is there now; {serves_on}"
             )
+
+    def _has_lost(self, version: VersionId) -> bool:
+        """Whether neither the store nor the one that it mirrors holds what a version leads to."""
+        newest = [_newest_in(store) for store in {self._store, self._origin}]
+        return None not in newest and not any(each and each.reaches(version) for each in newest)
 
 
 def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
@@ -311,19 +323,29 @@ def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
     return f"{options.engine_id}{facts.replica}"
 
 
-def _history_in(store: DoubleBuffer) -> str | None:
-    """Return the history that a store holds; None: it has none, or cannot be read just now."""
+def _newest_in(store: DoubleBuffer) -> Lineage | None:
+    """Return a store's newest version; None: it has none, or cannot be read just now."""
     with contextlib.suppress(errors.DBufferError, OSError):
         pointer = store.newest_pointer()
-        return None if pointer is None else pointer.history
+        return None if pointer is None else pointer.lineage
     return None
 
 
-def _is_hindered(record: ReceiverRecord, goal: VersionId, at_start: ReceiverRecord | None) -> bool:
+def number_of(version: int | VersionId) -> int:
+    """Return the number of a version that is known by its id, or by that only."""
+    return version.number if isinstance(version, VersionId) else version
+
+
+def _is_hindered(
+    record: ReceiverRecord,
+    goal: VersionId,
+    newest: Lineage | None,
+    at_start: ReceiverRecord | None,
+) -> bool:
     """Whether a rank says that it cannot have this version, now.
 
     A problem with the store itself that it had at the start of the wait may be over since.
     """
     is_of_the_store = record.problem is not None and record.problem_version is None
     is_old = at_start is not None and at_start.updated_at == record.updated_at
-    return record.has_problem_with(goal.version, goal.history) and not (is_of_the_store and is_old)
+    return record.has_problem_with(goal, newest) and not (is_of_the_store and is_old)

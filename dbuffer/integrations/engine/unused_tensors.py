@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import same_bytes
 from dbuffer.integrations.engine.shape_check import no_places
@@ -51,7 +52,7 @@ class UnusedTensors:
         """Last layout that the ranks of a pipeline agreed on."""
         self._redundant: set[str] = set()
         """Tensors of that layout that no rank reads, and that are tied to one that is read."""
-        self._differing: tuple[str, dict[str, str]] = "", {}
+        self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
         """Identity of the version compared last, and its tensors that differ from their twins."""
 
     def check(self, trace: LoadTrace) -> None:
@@ -70,15 +71,15 @@ class UnusedTensors:
             and not same_bytes(tensors[stored[name]], tensors[stored[twin]])
         }
         if self._is_pipeline:
-            self._differing = snapshot.identity, differing
+            self._differing = snapshot.id, differing
         else:
             self._refuse_or_warn([*differing.values()])
 
-    def unread(self, layout: Layout, identity: str, trace: LoadTrace | None) -> Unread:
+    def unread(self, layout: Layout, version: VersionId, trace: LoadTrace | None) -> Unread:
         """Return what this rank of a pipeline does not read, for the other ranks."""
         if not self._is_pipeline:
             return NOTHING_UNREAD
-        differing = self._differing[1] if self._differing[0] == identity else {}
+        differing = self._differing[1] if self._differing[0] == version else {}
         if layout == self._agreed or trace is None:
             return Unread({}, [], differing)
         unused = {text.partition(" ")[0]: text for text in trace.unused}

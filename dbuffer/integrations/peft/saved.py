@@ -34,7 +34,7 @@ from dbuffer.weights.targets import ADAPTER_KEY
 logger = logging.getLogger(__name__)
 
 _CONFIG = "adapter_config.json"
-_NAME = re.compile(r"v[0-9]+-[0-9a-f]{16}-[0-9]{1,19}")
+_NAME = re.compile(r"v[0-9]{1,19}-[0-9a-f]{16}")
 _SCRATCH = ".saving-"
 _ABANDONED_NS = 3600 * 10**9
 """Age at which what a process has begun to save is taken for that of one that was killed."""
@@ -87,10 +87,10 @@ def save_adapter(
         made = Path(scratch, "adapter")
         with (
             receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot,
-            receiver.reporting(snapshot.version),
+            receiver.reporting(snapshot.id),
         ):
             config = config_of(snapshot.metadata)
-            path = directory / f"v{snapshot.version}-{snapshot.identity}"
+            path = directory / f"v{snapshot.version}-{snapshot.id.run}"
             if not path.is_dir():
                 _write(snapshot, config, made)
         # After the snapshot was left: only then is it known that no writer took its buffer.

@@ -20,7 +20,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.names import NameMap

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TypeAlias
 
+from dbuffer.format.lineage import Relation, relation
 from dbuffer.format.manifest import Manifest
 from dbuffer.format.places import MIRROR_LOCK_FILE
 from dbuffer.runtime import options
@@ -53,12 +54,11 @@ class Addresses:
         if self.are_one:
             return None if local is None else self.expected
         if remote is not None:
-            is_original = local is not None and local.origin is None
-            if is_original and self._history(self.remote) == self._history(self.local):
+            if local is not None and not local.is_copy and not _have_forked(local, remote):
                 return str(self.local), None  # one store, through two mounts
             return self.expected
         # What a mirror has left behind is of some earlier time. One at work has it from somewhere.
-        if local is not None and (local.origin is None or is_locked(self.local / MIRROR_LOCK_FILE)):
+        if local is not None and (not local.is_copy or is_locked(self.local / MIRROR_LOCK_FILE)):
             return str(self.local), None
         return None
 
@@ -100,9 +100,9 @@ class Addresses:
         pointer = store.newest_pointer() if store.exists() else None
         return None if pointer is None else store.manifest(pointer.buffer)
 
-    def _history(self, path: Path) -> str | None:
-        writer = self._view(path).writer()
-        return None if writer is None else writer.history
-
     def _view(self, path: Path) -> DoubleBuffer:
         return DoubleBuffer(path, allow_shared_store=self._allow_shared_store)
+
+
+def _have_forked(local: Manifest, remote: Manifest) -> bool:
+    return relation(local.lineage, remote.lineage) is Relation.FORKED

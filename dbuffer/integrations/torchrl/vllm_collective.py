@@ -27,6 +27,7 @@ from dbuffer.errors import (
     OptionError,
     WaitTimeoutError,
 )
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import host_in_id
 from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.integrations.torchrl.addresses import Addresses
@@ -45,6 +46,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     engine_in,
     require_another_thread,
 )
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store import filesystem
@@ -54,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVER_PREFIX = "torchrl-vllm-"
 """Beginning of the names of all `VLLMWeightReceiver` among a store's receivers."""
-_NOTHING_APPLIED: dict[str, Any] = {"applied_version": None, "metadata": {}}
+_NOTHING_APPLIED: dict[str, Any] = {"applied": None, "runs": [], "metadata": {}}
 """Fields in the record of a receiver whose engine has no version of the store."""
 _READY_CHECK_S = 0.005
 """Interval at which to ask whether an ``LLM``'s ranks have a version ready."""
@@ -302,12 +304,14 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         """Record in the store which version the engine has."""
         receiver = self._follow_newest()
         record = receiver.record
-        history = None if self._applied is None else receiver.history
-        reported = record.current.applied_version, record.current.history, record.current.problem
-        if reported == (self._applied, history, None) and record.path.exists():
+        reported = record.current.applied, record.current.problem
+        if reported == (_named(receiver, self._applied), None) and record.path.exists():
             return
         record.set(is_ephemeral=True)
         if self._applied is not None:
+            # An engine that looked later may have a version of this number of another run: this
+            # raises then, and the next look follows that.
+            receiver.wait_for_version(None, 0.0)
             receiver.acknowledge(self._applied)
             return
         if self._addresses.are_one:
@@ -315,7 +319,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             with contextlib.suppress(DBufferError):
                 for directory in (SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
                     filesystem.make_directory(receiver.store / directory, parents=True)
-        record.write(**_NOTHING_APPLIED, history=None, problem=None, problem_version=None)
+        record.write(**_NOTHING_APPLIED, problem=None, problem_version=None)
 
     def _report_problem(self, error: Exception, version: int | None) -> None:
         """Record in the store why the engine cannot have a version."""
@@ -324,7 +328,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             if self._applied is None:
                 record.set(**_NOTHING_APPLIED)
             record.count(failures=1)
-            record.write_problem(error, version, self._receiver.history)
+            record.write_problem(error, _named(self._receiver, version))
 
     def _switch_in_turn(self, version: int) -> bool:
         """Switch the engine; False: it generates, and is switched when the generation ends."""
@@ -369,3 +373,8 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         """Return the turns at an ``LLM``; None: the engine takes calls from any thread."""
         engine = getattr(engine_in(self._vllm_engine), "llm_engine", None)
         return None if engine is None else EngineTurns.of(engine)
+
+
+def _named(receiver: WeightReceiver, version: int | None) -> VersionId | None:
+    """Return the id of a version that a receiver has seen, by its number."""
+    return None if version is None or receiver.seen is None else receiver.seen.at(version)

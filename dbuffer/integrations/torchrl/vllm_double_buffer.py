@@ -306,7 +306,7 @@ class VLLMDoubleBufferWeightReceiver:
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         with self._open():
-            newest = self._follow_newest().wait_for_version(None, 0.0)
+            newest = self._follow_newest().wait_or_follow_fork(None, 0.0)
             if weights is not None:
                 self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
                 self._applied, self._skipped = None, newest
@@ -438,14 +438,16 @@ class VLLMDoubleBufferWeightReceiver:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             receiver = self._follow_newest()
-            history = receiver.history
+            seen = receiver.seen
             # No longer than this: weights may come to the other address.
             wait_s = min(left_s, self._options.poll_interval_s)
             newer_than = self._applied or self._skipped
-            version = receiver.wait_or_start_over(newer_than, wait_s, self._closed)
+            version = receiver.wait_or_follow_fork(newer_than, wait_s, self._closed)
             self._require_open()
-            if receiver.history != history:
-                # The next experiment: the engine's follower logs it, and switches to it.
+            now = receiver.seen
+            if seen is not None and (now is None or not now.reaches(seen.id)):
+                # Another run's, maybe the next experiment's: the engine's follower logs that, and
+                # switches to it.
                 self._applied = self._skipped = None
             if version is not None or left_s == 0:
                 return version

@@ -124,7 +124,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
 
         Raises:
             WaitTimeoutError: it did not come in time.
-            VersionRegressedError: the store was started over; its versions are another run's.
+            VersionRegressedError: the store went back, or forked, as the version was opened.
             StoreCorruptError: the version is damaged.
         """
         for _ in self._rollout_sync.waiting():
@@ -138,7 +138,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
 
         Raises:
             WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError: the store was started over; its versions are another run's.
+            VersionRegressedError: the store went back, or forked, as the version was opened.
             StoreCorruptError: the version is damaged.
         """
         for _ in self._rollout_sync.waiting():

@@ -162,7 +162,7 @@ class RolloutSync:
         Raises:
             NotReadyError: no sync has begun.
             WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError: the store was started over; its versions are another run's.
+            VersionRegressedError: the store went back, or forked, as the version was opened.
             StoreCorruptError: the version is damaged.
         """
         sync, timeout_s = self._sync, self._timeout_s
@@ -229,7 +229,7 @@ class RolloutSync:
                 return held.manifest.metadata.get(_SYNC) == sync
         except (StoreNotFoundError, VersionRegressedError) as error:
             logger.warning("%s (following it)", str(error))
-            self._receiver.start_over()
+            self._receiver.follow_fork()
             self._looked_at = None
             return False
 

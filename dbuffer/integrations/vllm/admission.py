@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
 from dbuffer.errors import OptionError
-from dbuffer.format.manifest import MAX_INTEGER, is_history
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.format.manifest import MAX_INTEGER, is_run
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.runtime import options as checks
 
 PREFIX = "x-weight-"
@@ -24,7 +24,7 @@ _FIELDS = {
     "X-Weight-Min-Version": "min_version",
     "X-Weight-Exact-Version": "exact_version",
     "X-Weight-Min-Step": "min_step",
-    "X-Weight-History": "history",
+    "X-Weight-Run": "run",
     "X-Weight-Wait-S": "wait_s",
 }
 MAX_WAIT_S = 3600.0
@@ -47,11 +47,13 @@ class Admission:
     """
 
     min_version: int | None = None
+    """Least number of the version."""
     exact_version: int | None = None
     min_step: float | None = None
     """Least number ``step`` of the metadata that the version was published with."""
-    history: str | None = None
-    """History of the version. Default: any."""
+    run: str | None = None
+    """Run of the version, within which numbers and steps are compared. Default: the newest that the
+    engine's follower has seen."""
     wait_s: float = 0.0
     """Seconds that the server waits for such weights before it refuses."""
 
@@ -98,8 +100,12 @@ class Admission:
 
     def refusal(self, label: WeightLabel) -> Refusal | None:
         """Return why an engine with this label is not to serve the request; None: it may."""
-        if self.history not in (None, label.history):
-            return Refusal(f"history {label.history}, and not {self.history}", is_final=False)
+        if self.run is None and self._is_any:
+            return None
+        run = self.run or label.newest_run
+        if run not in (None, label.run):
+            has = "weights of no run" if label.run is None else f"run {label.run}"
+            return Refusal(f"{has}, and not run {run}", is_final=False)
         number, step = label.number, label.step
         if self.exact_version not in (None, number):
             is_past = number is not None and number > self.exact_version
@@ -110,6 +116,11 @@ class Admission:
             has = "no step" if step is None else f"step {step:g}"
             return Refusal(f"{has}, and not yet step {self.min_step:g}", False)
         return None
+
+    @property
+    def _is_any(self) -> bool:
+        """Whether any version and step will do."""
+        return (self.min_version, self.exact_version, self.min_step) == (None, None, None)
 
     def refusal_by(self, labels: Iterable[WeightLabel]) -> Refusal | None:
         """Return why some replica, to which a request may come, is not to serve it."""
@@ -176,8 +187,8 @@ def _wait_s(name: str, text: str) -> float:
     return seconds
 
 
-def _history(name: str, text: str) -> str:
-    if not is_history(text):
+def _run(name: str, text: str) -> str:
+    if not is_run(text):
         checks.refuse(name, text, "16 hexadecimal digits, as responses have them")
     return text
 
@@ -186,7 +197,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "min_version": _version,
     "exact_version": _version,
     "min_step": _number,
-    "history": _history,
+    "run": _run,
     "wait_s": _wait_s,
 }
-_LISTED = "a version, a step or a history"
+_LISTED = "a version, a step or a run"

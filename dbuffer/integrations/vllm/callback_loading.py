@@ -19,8 +19,8 @@ from dbuffer.errors import (
     UnsupportedError,
     VersionError,
 )
+from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.version_id import VersionId
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
@@ -74,10 +74,10 @@ class CallbackLoader:
             )
         self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
-        self._identity: str | None = None
-        """Identity of the version that the weights are; None: they are none."""
-        self._loaded: VersionId | None = None
+        self._loaded: Lineage | None = None
         """Version that was loaded last."""
+        self._base: VersionId | None = None
+        """Version that the weights are; None: they are none."""
 
     def begin(self, options: EngineOptions) -> None:
         """Read this store from now on.
@@ -106,14 +106,15 @@ class CallbackLoader:
 
         Raises:
             UnsupportedError: no store was named.
-            VersionError: there is no such version, it is of another history, or the last one that
-                was loaded is later.
-            VersionRegressedError: the store has a new history, which the options refuse.
+            VersionError: there is no such version, the newest does not follow it, or the last one
+                that was loaded is later.
+            VersionRegressedError: the last one that was loaded does not lead to what the store
+                holds, and the options refuse that.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.
             Exception: what ``load_weights`` raised.
         """
-        with self._opened(request) as snapshot:
+        with self._opened(request) as (snapshot, _):
             for name, tensor in _named(snapshot):
                 load_weights([(name, tensor.clone())])
 
@@ -126,8 +127,8 @@ class CallbackLoader:
             EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
             Exception: see :meth:`load`.
         """
-        with self._opened(request) as snapshot:
-            changed = None if self._identity is None else snapshot.changed_since(self._identity)
+        with self._opened(request) as (snapshot, base):
+            changed = None if base is None else snapshot.changed_since(base)
             for name, tensor in _named(snapshot):
                 origin = snapshot.aliases.get(name, name)
                 if changed is not None and origin not in changed:
@@ -143,10 +144,11 @@ class CallbackLoader:
     def end(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = self._identity = self._loaded = None
+            self._receiver = self._base = self._loaded = None
 
     @contextmanager
-    def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
+    def _opened(self, request: UpdateRequest) -> Iterator[tuple[Snapshot, VersionId | None]]:
+        """Open a version; yield it, and the version that the weights are."""
         if self._receiver is None or self._options is None:
             raise UnsupportedError(NO_STORE_YET)
         request = self._options.admit(request)
@@ -158,40 +160,46 @@ class CallbackLoader:
                 if least
                 else f"nothing was published in {self._options.store} yet"
             )
-        with self._receiver.open(version=request.version) as snapshot:
-            found = VersionId(snapshot.version, snapshot.history)
-            self._require_loadable(found, request.history)
-            if self._loaded is not None and self._loaded.history != found.history:
-                logger.warning("%s has a new history, which is followed", self._options.store)
-            try:
-                yield snapshot
-            except BaseException:
-                self._identity = None  # the weights are no version
-                raise
-            identity = snapshot.identity
-        self._identity, self._loaded = identity, found
+        is_exact = request.version is not None
+        with self._receiver.open(version=request.goal if is_exact else None) as snapshot:
+            self._require_loadable(snapshot.lineage, request.goal, self._options)
+            base, self._base = self._base, None  # until this is loaded, they are no version
+            yield snapshot, base
+            loaded = snapshot.lineage
+        self._base, self._loaded = loaded.id, loaded
 
     def _wait(self, receiver: WeightReceiver, least: int, wait_s: float) -> int | None:
         after = least - 1 if least else None
         assert self._options is not None  # noqa: S101 - it has begun
-        if self._options.new_history == "refuse":
+        if self._options.forked == "refuse":
             return receiver.wait_for_version(after, wait_s)
-        version = receiver.wait_or_start_over(after, wait_s)
-        # The newest version of a new history may be an earlier one.
+        version = receiver.wait_or_follow_fork(after, wait_s)
+        # After a fork, the newest version may have a lower number.
         return None if version is None else receiver.wait_for_version(after, wait_s)
 
-    def _require_loadable(self, version: VersionId, history: str | None) -> None:
-        if history not in (None, version.history):
-            raise VersionError(f"the store has history {version.history}, and not {history}")
-        loaded = self._loaded
-        if (
-            loaded is not None
-            and loaded.history == version.history
-            and version.version < loaded.version
-        ):
+    def _require_loadable(
+        self, found: Lineage, goal: int | VersionId | None, options: EngineOptions
+    ) -> None:
+        if isinstance(goal, VersionId) and not found.reaches(goal):
             raise VersionError(
-                f"version {loaded.version} is loaded, and versions never go back: version "
-                f"{version.version} is not loaded"
+                f"{options.store} holds version {found.id.number} of run {found.id.run}, to which "
+                f"version {goal.number} of run {goal.run} does not lead"
+            )
+        loaded = self._loaded
+        if loaded is None:
+            return
+        if relation(loaded, found) is Relation.AHEAD:
+            raise VersionError(
+                f"version {loaded.id.number} is loaded, and versions never go back: version "
+                f"{found.id.number} is not loaded"
+            )
+        if options.has_forked(loaded, found):
+            logger.warning(
+                "%s holds version %d of run %s, to which version %d of run %s, which is loaded, "
+                "does not lead: loading what is there now",
+                options.store,
+                *reversed(found.id),
+                *reversed(loaded.id),
             )
 
 

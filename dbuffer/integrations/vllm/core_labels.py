@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, WeightLabel
+from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.runtime.trouble import log_once
@@ -33,6 +34,8 @@ ADMITTED = "dbuffer_label"
 """Attribute of an output of vLLM: encoded label of the weights of its first token."""
 
 _ENCODED = "dbuffer_encoded_label"
+_ATTACHED = "dbuffer_attached_label"
+"""Attribute of a core: the encoded label without the newest run."""
 _IS_VOID = "dbuffer_labels_are_void"
 """Attribute of a core: whether what a follower knows of its weights may be of before a load."""
 
@@ -58,17 +61,22 @@ def label_cores(core: Any, process: Any) -> None:
 
     def set_weight_version(core: Any, weight_version: str) -> None:
         label = WeightLabel.decode(weight_version)
-        if label.history is not None and getattr(core, _IS_VOID, False):
+        if label.run is not None and getattr(core, _IS_VOID, False):
             label, weight_version = WeightLabel(), UNKNOWN_VERSION
         set_version(core, label.version)
         setattr(core, _ENCODED, weight_version)
+        if label.newest_run is not None:
+            # A run that the engine only gets ready changes nothing for what is being answered.
+            label = replace(label, newest_run=None)
+            weight_version = label.encode()
+        setattr(core, _ATTACHED, weight_version)
         _end_unmet(core, label)
 
     def get_label(core: Any) -> str:
         return str(getattr(core, _ENCODED, core.get_weight_version()))
 
     def attach_label(core: Any, outputs: dict[int, Any]) -> None:
-        encoded = get_label(core)
+        encoded = getattr(core, _ATTACHED, core.get_weight_version())
         for output in outputs.values():
             output.weight_version = encoded
 
@@ -105,7 +113,7 @@ def tell_labels(request_state: Any) -> None:
         for span in output.weight_versions or ():
             label = WeightLabel.decode(span.version)
             span.version = label.version
-            span.history, span.metadata = label.history, label.metadata
+            span.run, span.metadata = label.run, label.metadata
         return output
 
     setattr(make_labeled_output, ADMITTED, True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with
@@ -169,7 +169,10 @@ class Outlook:
 
 
 def observe(engine: Any, outlook: Outlook) -> None:
-    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs."""
+    """Let an ``AsyncLLM`` tell the exchange of each request about its outputs.
+
+    It takes its weight version from no request.
+    """
     generate, encode = engine.generate, engine.encode
 
     def generate_observed(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,6 +206,16 @@ def observe(engine: Any, outlook: Outlook) -> None:
         return encode(*args, **kwargs)
 
     engine.generate, engine.encode = generate_observed, encode_observed
+    set_version = getattr(engine, "update_weight_version", None)
+    if set_version is None:  # in vLLM 0.23
+        return
+
+    async def set_version_observed(new_version: str) -> None:
+        if (exchange := CURRENT.get()) is not None:
+            raise exchange.refuse("this server follows a store, and its follower sets the version")
+        await set_version(new_version)
+
+    engine.update_weight_version = set_version_observed
 
 
 @functools.cache
@@ -244,7 +257,7 @@ async def _with_spans(exchange: Exchange, call: Call, outputs: AsyncGenerator[An
 
 
 def _as_json(span: Any) -> dict[str, Any]:
-    label = WeightLabel(span.version, span.history, span.metadata)
+    label = WeightLabel(span.version, span.run, span.metadata)
     return {**label.as_json(), "start": span.start, "end": span.end}
 
 

@@ -27,7 +27,7 @@ from dbuffer.integrations.engine.messages import (
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement

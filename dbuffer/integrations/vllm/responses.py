@@ -1,11 +1,12 @@
 """Requests and responses of a vLLM server that follows: admission by version, and versions told.
 
 * A response to which the engine contributed has the headers ``X-Weight-Version``,
-  ``X-Weight-History`` and ``X-Weight-Metadata``: of the weights of its first token.
+  ``X-Weight-Run`` and ``X-Weight-Metadata``: of the weights of its first token.
 * With ``X-Weight-Versions: true`` in the request, each choice has ``weight_versions`` too: spans of
   its tokens, under the names that vLLM and SGLang give them. In a stream, in the choice's last
   chunk.
 * With an :class:`Admission` in its headers, a request is answered by such weights, or by 409.
+* ``POST /update_weight_version`` is refused by 400: the follower alone tells the weights.
 * ``GET /ready`` answers 200 if a request with such a query would be admitted, else 503.
 
 Responses without choices (:data:`WITHOUT_CHOICES`) have the headers, and no spans. They cannot tell
@@ -24,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import (
     SPANS_HEADER,
     Admission,
@@ -260,7 +261,7 @@ def _headers_of(label: WeightLabel | None) -> dict[str, str]:
     metadata = json.dumps(label.metadata) if label.metadata else ""
     values = {
         "x-weight-version": label.version,
-        "x-weight-history": label.history,
+        "x-weight-run": label.run,
         "x-weight-metadata": metadata if len(metadata) <= _MAX_HEADER_CHARS else None,
     }
     return {name: value for name, value in values.items() if value}

@@ -28,7 +28,7 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.protocol import PAUSE_MODES, Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.core_labels import as_core_takes
 from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD, RELEASE, holds_cores, refusal_in

@@ -67,10 +67,10 @@ def follow_versions(
         receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
         shared.explain_wait(store)
         policy: Literal["follow", "raise"] = (
-            "follow" if follow_options.new_history == "follow" else "raise"
+            "follow" if follow_options.forked == "follow" else "raise"
         )
         loop = FollowLoop(
-            receiver, "following", logger, new_history=policy, final=(errors.WaitTimeoutError,)
+            receiver, "following", logger, forked=policy, final=(errors.WaitTimeoutError,)
         )
         while count is None or count > 0:
             held = contextlib.ExitStack()
@@ -79,7 +79,7 @@ def follow_versions(
                 receiver, loop, held, newer_than, timeout_s, acknowledge=acknowledge
             )
             try:
-                # If the store is emptied meanwhile, the next wait applies `new_history`.
+                # If another run comes meanwhile, the next wait applies `forked`.
                 with contextlib.suppress(errors.VersionRegressedError), held:
                     _report(snapshot, as_json=follow_options.as_json)
                     on_version(snapshot)
@@ -114,7 +114,7 @@ def _hold_next(
             snapshot = held.enter_context(receiver.open(newer_than, acknowledge=acknowledge))
             loop.used()
             return snapshot
-        if loop.has_started_over:
+        if loop.has_forked:
             newer_than = None
         if loop.error is not None and time.monotonic() >= deadline:
             raise loop.error
@@ -124,7 +124,8 @@ def _report(snapshot: Snapshot, *, as_json: bool) -> None:
     """Print a version's number, size and metadata."""
     num_tensors = len(snapshot.specs)
     num_bytes = sum(spec.num_bytes for spec in snapshot.specs)
-    counts = {"version": snapshot.version, "num_tensors": num_tensors, "num_bytes": num_bytes}
+    version = {"version": snapshot.version, "run": snapshot.id.run}
+    counts = {**version, "num_tensors": num_tensors, "num_bytes": num_bytes}
     if as_json:
         shared.print_json({**counts, "metadata": snapshot.metadata})
         return

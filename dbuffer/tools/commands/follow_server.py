@@ -99,7 +99,7 @@ def follow_server(
         allow_shared_store=follow_options.allow_shared_store,
         partial=partial,
         unused_tensors=unused_tensors,
-        new_history=follow_options.new_history,
+        forked=follow_options.forked,
     )
     server = _server(engine, url, rename, api_key)
     follower = Follower(server, engine_options, pause=pause)

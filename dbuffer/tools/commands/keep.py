@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 import dbuffer
 from dbuffer.errors import OptionError
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.hold import hold_version
@@ -16,10 +18,12 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.terminal import status_line
 
 
-def parse_version(text: str) -> int:
-    """Parse a version's number; a path in its place is named."""
+def parse_version(text: str) -> int | VersionId:
+    """Parse a version's number, or its id; a path in its place is named."""
     if text.isdecimal():
         return int(text)
+    with contextlib.suppress(ValueError):
+        return VersionId.parse(text)
     swapped = " (are STORE and VERSION swapped?)" if Path(text).is_dir() else ""
     raise typer.BadParameter(f"{text!r} is not a version number{swapped}")
 
@@ -27,9 +31,15 @@ def parse_version(text: str) -> int:
 VersionArgument = Annotated[
     int,
     typer.Argument(
-        help="One that `dbuffer status` lists.", metavar="VERSION", parser=parse_version
+        help="One that `dbuffer log` lists: its number, or RUN-NUMBER.",
+        metavar="VERSION",
+        parser=parse_version,
     ),
 ]
+
+
+def _as_json(version: int | VersionId) -> int | str:
+    return version if isinstance(version, int) else str(version)
 
 
 def pin(
@@ -44,7 +54,7 @@ def pin(
     """
     kept.pin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is pinned"
-    shared.report({"version": version, "is_pinned": True}, text, as_json=as_json)
+    shared.report({"version": _as_json(version), "is_pinned": True}, text, as_json=as_json)
 
 
 def unpin(
@@ -56,7 +66,7 @@ def unpin(
     """Unpin a version: the next publish drops it, unless the sender's `keep=` covers it."""
     kept.unpin(shared.view_of(store, allow_shared_store=allow_shared_store), version)
     text = f"version {version} of {store} is not pinned any more"
-    shared.report({"version": version, "is_pinned": False}, text, as_json=as_json)
+    shared.report({"version": _as_json(version), "is_pinned": False}, text, as_json=as_json)
 
 
 def rollback(
@@ -73,11 +83,11 @@ def rollback(
     """
     view = shared.view_of(store, allow_shared_store=allow_shared_store)
     # Refuse a version that cannot be read before the sender takes the store over.
-    held = hold_version(view, version, history=None)
+    held = hold_version(view, version)
     if held is None:
         raise kept.missing(view, version)
     with held:
-        if held.manifest.origin is not None:
+        if held.manifest.is_copy:
             raise OptionError(f"{store} is a mirror's copy: roll back where it is published")
         has_checksums = held.manifest.checksums_xxh3 is not None
     status_line.show(f"publishing version {version} of {store} again")

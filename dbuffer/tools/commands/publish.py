@@ -76,6 +76,9 @@ def publish(
         bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
     ] = False,
     rename: shared.RenameOption = None,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run, as `dbuffer log` shows it.", metavar="NAME")
+    ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -104,6 +107,7 @@ def publish(
         durable=durable,
         dtype=cast_to,
         rename=names,
+        run=run,
         allow_shared_store=allow_shared_store,
     )
     with sender:

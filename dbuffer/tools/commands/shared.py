@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dbuffer.errors import DBufferError, OptionError, StoreNotFoundError
-from dbuffer.receive.follow_loop import NewHistory
+from dbuffer.receive.follow_loop import Forked
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
@@ -148,11 +148,11 @@ class FollowOptions:
             "--verify", help="Check every tensor's checksum; the default on a network mount."
         ),
     ] = False
-    new_history: Annotated[
-        NewHistory,
+    forked: Annotated[
+        Forked,
         typer.Option(
-            help="If the store was emptied or replaced by another run: follow the new versions, "
-            "with a warning, or refuse them and stop."
+            help="If another run has published in place of the versions seen so far: follow it, "
+            "with a warning, or refuse it and stop."
         ),
     ] = "follow"
     as_json: JsonLinesOption = False
@@ -182,10 +182,18 @@ def print_json(value: Any) -> None:
     print_line(json.dumps(value, default=str))
 
 
+def _fields_of(done: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, with a version's run and number for its id."""
+    fields = dataclasses.asdict(done)
+    version = fields.pop("id", None)
+    named = {} if version is None else {"version": version.number, "run": version.run}
+    return named | fields
+
+
 def report(result: Any, text: str, *, as_json: bool) -> None:
     """Print a result: a dictionary, or the fields of a dataclass, as JSON; or a text."""
     if as_json:
-        print_json(result if isinstance(result, dict) else dataclasses.asdict(result))
+        print_json(result if isinstance(result, dict) else _fields_of(result))
     else:
         print_line(text)
 

@@ -86,7 +86,7 @@ def _probe_get(place: Scratch) -> Outcome:
     pointer = newest_pointer(place.bucket)
     if pointer is None:
         return "good", "nothing was published yet", "readers wait for the first version"
-    result = f"version {pointer.version} of history {pointer.history}"
+    result = f"version {pointer.version} of run {pointer.id.run}"
     return "good", result, "readers get the pointer like this"
 
 

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
+from dbuffer.format.lineage import MAX_RUNS, Run, VersionId
+from dbuffer.format.lineage import RUN as RUN_PATTERN
 from dbuffer.format.manifest import (
     FORMAT,
     MAX_INTEGER,
@@ -23,13 +25,15 @@ from dbuffer.format.manifest import (
 )
 
 RUN = "0123456789abcdef"
-POINTER = Pointer(version=7, identity=f"{RUN}-14", buffer="A", generation=14, run=RUN, history=RUN)
+VERSION = VersionId(RUN, 7)
+RUNS = [Run(RUN, "exp-7", "host", 12, 1.5, 3), Run("f" * 16, None, "other", 13, 1.0, None)]
+POINTER = Pointer(id=VERSION, runs=RUNS, buffer="A", generation=14, writer=RUN)
 MANIFEST = Manifest(
     state="complete",
-    version=7,
+    id=VERSION,
+    runs=RUNS,
     generation=14,
-    run=RUN,
-    history=RUN,
+    writer=RUN,
     file=f"weights-{RUN}-13.td",
     file_bytes=1000,
     num_tensors=2,
@@ -42,14 +46,15 @@ MANIFEST = Manifest(
     published_at=1.7e9,
     metadata={"step": 7},
 )
-WRITER = WriterRecord(epoch=1, run=RUN, host="host", pid=12, started_at=1.5, history=RUN)
+WRITER = WriterRecord(epoch=1, token=RUN, host="host", pid=12, started_at=1.5)
 RECEIVER = ReceiverRecord(
     receiver="r-1",
     token=RUN,
     host="host",
     pid=12,
-    applied_version=None,
-    held_version=3,
+    applied=VERSION,
+    runs=RUNS,
+    held=VersionId(RUN, 8),
     updated_at=1.5,
 )
 RECORDS = (POINTER, MANIFEST, WRITER, RECEIVER)
@@ -71,6 +76,12 @@ OF_TYPE = {
     dict: st.dictionaries(texts, documents, max_size=4),
     type(None): st.none(),
 }
+numbers = st.integers(1, MAX_INTEGER)
+run_ids = st.from_regex(RUN_PATTERN, fullmatch=True)
+version_ids = st.builds(VersionId, run_ids, numbers)
+OF_TYPE[VersionId] = version_ids
+pids = st.integers(0, MAX_INTEGER)
+runs = st.builds(Run, run_ids, st.none() | texts, texts, pids, times, st.none() | numbers)
 
 
 def records(kind, *names, **given):
@@ -87,14 +98,25 @@ def records(kind, *names, **given):
     return st.builds(kind, **fields, **given)
 
 
+@st.composite
+def records_of_version(draw, kind, *names, version="id", **given):
+    """Records that name a version in this field, and the runs that lead to it."""
+    others = draw(st.lists(runs, max_size=4))
+    run, number = draw(runs), draw(numbers)
+    lineage = {version: VersionId(run.id, number), "runs": [run, *others]}
+    fields = {name: st.just(value) for name, value in lineage.items()}
+    return draw(records(kind, *names, **fields, **given))
+
+
 stats = st.dictionaries(texts, st.integers(0, MAX_INTEGER) | times, max_size=4)
+of_receiver = {"state": st.sampled_from([None, "serving", "broken"]), "stats": stats}
 any_record = st.one_of(
-    records(Pointer, buffer=st.sampled_from("AB")),
+    records_of_version(Pointer, buffer=st.sampled_from("AB")),
     records(WriterRecord),
-    records(ReceiverRecord, state=st.sampled_from([None, "serving", "broken"]), stats=stats),
-    records(
-        *(Manifest, "version", "generation", "run", "history", "file", "is_final", "origin"),
-        *("published_at", "metadata"),
+    records(ReceiverRecord, applied=st.none(), runs=st.just([]), **of_receiver),
+    records_of_version(ReceiverRecord, version="applied", **of_receiver),
+    records_of_version(
+        *(Manifest, "generation", "writer", "file", "is_final", "published_at", "metadata"),
         state=st.just("writing"),
     ),
 )
@@ -194,6 +216,23 @@ FILES = (
     f"weights-{RUN}-{10**19}.td",
 )
 
+FIRST = ["0123456789abcdef", "exp-7", "host", 12, 1.5, 3]
+WRONG_RUNS = (
+    *([], [RUNS[1]], [FIRST] * (MAX_RUNS + 1), [FIRST[:5]], [[*FIRST, 1]], [RUN], [None]),
+    *(
+        [[*FIRST[:at], value, *FIRST[at + 1 :]]]
+        for at, value in (
+            *((0, "0" * 15), (0, "../secret"), (1, 7), (2, None), (3, "12"), (3, True), (3, -1)),
+            *((4, None), (4, "1.5"), (5, 3.5), (5, "3"), (5, True), (5, -1), (5, 0), (5, 2**63)),
+        )
+    ),
+    [FIRST, FIRST[:5]],
+)
+WRONG_IDS = (
+    *("", RUN, "7", f"{RUN}-", f"-{RUN}-7", f"{RUN}-7\n", f"{RUN.upper()}-7", f"{RUN}-x"),
+    *(f"{RUN}-0", f"{RUN}-{2**63}", f"{RUN}-{10**19}", f"{RUN}--1", f"../{RUN}-7"),
+)
+
 
 @pytest.mark.parametrize(
     ("record", "values", "message"),
@@ -203,6 +242,22 @@ FILES = (
             (POINTER, {"buffer": name}, "buffer")
             for name in ("", "C", "a", "AB", "../A", "A/", "A\n")
         ),
+        *(
+            (record, {field: runs_}, "runs do not lead to")
+            for record, field in ((POINTER, "runs"), (MANIFEST, "runs"), (RECEIVER, "runs"))
+            for runs_ in WRONG_RUNS
+        ),
+        *(
+            (record, {field: id_}, field)
+            for record, field in (
+                (RECEIVER, "held"),
+                (RECEIVER, "unreadable"),
+                (MANIFEST, "anchor"),
+            )
+            for id_ in WRONG_IDS
+        ),
+        *((record, {"id": id_}, "id") for record in (POINTER, MANIFEST) for id_ in WRONG_IDS),
+        *((RECEIVER, {"applied": id_}, "applied") for id_ in WRONG_IDS),
         *((RECEIVER, {"stats": {"a": value}}, "stats") for value in ("1", None, True, [1], {})),
         # A complete manifest is of one piece.
         (MANIFEST, {"layout_xxh3": None}, "manifest"),
@@ -220,6 +275,21 @@ def test_values_that_do_not_fit_are_refused(record, values, message):
         decode(type(record), changed(record, **values))
     with pytest.raises(StoreCorruptError):
         dataclasses.replace(record, **values)
+
+
+def test_a_version_that_no_run_leads_to_is_refused():
+    for record in (POINTER, MANIFEST):
+        with pytest.raises(StoreCorruptError, match="runs do not lead to"):
+            decode(type(record), changed(record, id=f"{'e' * 16}-7"))
+    with pytest.raises(StoreCorruptError, match="runs do not lead to"):
+        decode(ReceiverRecord, changed(RECEIVER, applied=f"{'e' * 16}-7"))
+
+
+def test_the_text_of_an_id_is_read_as_it_was_written():
+    assert VersionId.parse(str(VERSION)) == VERSION == VersionId.parse(f"{RUN}-7")
+    for text in WRONG_IDS:
+        with pytest.raises(ValueError, match="RUN-NUMBER"):
+            VersionId.parse(text)
 
 
 def test_names_of_receivers():

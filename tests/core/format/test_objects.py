@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.format.lineage import Run, VersionId
 from dbuffer.format.manifest import Manifest, decode, encode, fields_of
 from dbuffer.format.objects import (
     BucketPointer,
@@ -18,35 +19,37 @@ from dbuffer.format.objects import (
     is_of_version,
     part_object,
     receivers_object,
+    version_in,
+    version_object,
+    weights_object,
 )
 
 RUN, XXH3 = "0123456789abcdef", "fedcba9876543210"
-BASE, IDENTITY = f"{RUN}-3", f"{RUN}-6"
+BASE, ID = VersionId("a" * 16, 1), VersionId(RUN, 2)
+RUNS = [Run(RUN, "exp-7", "host", 7, 1.5, 1), Run(BASE.run, None, "host", 6, 0.5, None)]
 WRITER = "f" * 16
 
 VERSION = BucketVersion(
     manifest=fields_of(
         Manifest(
             state="complete",
-            version=2,
+            id=ID,
+            runs=RUNS,
             generation=6,
-            run=RUN,
-            file=f"weights-{BASE}.td",
-            history=RUN,
+            writer=WRITER,
+            file=f"weights-{WRITER}-3.td",
             file_bytes=300,
             layout_offset=256,
             layout_bytes=20,
             layout_xxh3=XXH3,
             is_final=True,
-            origin=IDENTITY,
             anchor=BASE,
-            chain=[BASE, IDENTITY],
+            chain=[BASE, ID],
         )
     ),
     part_bytes=128,
-    anchor_version=1,
     weights=[XXH3] * 3,
-    deltas={IDENTITY: [100, [XXH3]]},
+    deltas={str(ID): [100, [XXH3]]},
 )
 
 
@@ -58,24 +61,30 @@ def changed(**fields: Any) -> bytes:
 def test_records_are_read_as_they_were_written():
     for record in (VERSION, BucketPointer.to(VERSION, WRITER)):
         assert decode(type(record), encode(record)) == record
-    assert VERSION.described.identity == IDENTITY
-    assert (VERSION.weights_parts.num_bytes, VERSION.delta_parts(IDENTITY).num_bytes) == (300, 100)
+    assert (VERSION.id, VERSION.anchor, VERSION.described.id) == (ID, BASE, ID)
+    assert (VERSION.weights_parts.num_bytes, VERSION.delta_parts(ID).num_bytes) == (300, 100)
 
 
 def test_names_of_all_objects_are_known():
     names = VERSION.objects
     assert len(names) == 5
     assert all(map(is_of_version, names))
+    assert VERSION.name in names
+    assert version_in(VERSION.name) == ID
+    assert version_in(version_object(VersionId(RUN, 10), XXH3)) == VersionId(RUN, 10)
+    assert VERSION.name < version_object(VersionId("0" * 16, 10), XXH3), "sorted by number"
     assert is_of_receivers(receivers_object("mirror-node"))
     for name in (
         "CURRENT",
         "mine",
-        f"{RUN}/weights/{BASE}/x",
-        f"{RUN}/versions/2-{IDENTITY}-{XXH3}.json",
+        f"{weights_object(BASE)}/x",
+        f"versions/2-{RUN}-{XXH3}.json",
+        f"versions/{2:019}-{RUN}.json",
     ):
         assert not is_of_version(name)
+        assert version_in(name) is None
     assert not is_of_receivers("receivers/a/b.json")
-    assert not is_of_version("x/" + part_object(f"{RUN}/weights/{BASE}", 0, XXH3))
+    assert not is_of_version("x/" + part_object(weights_object(BASE), 0, XXH3))
 
 
 @pytest.mark.parametrize(
@@ -86,15 +95,16 @@ def test_names_of_all_objects_are_known():
         {"weights": [XXH3, XXH3, 7]},
         {"part_bytes": 0},
         {"deltas": {}},
-        {"deltas": {IDENTITY: [100, [XXH3, XXH3]]}},
-        {"deltas": {IDENTITY: [0, []]}},
-        {"deltas": {IDENTITY: "x"}},
+        {"deltas": {str(ID): [100, [XXH3, XXH3]]}},
+        {"deltas": {str(ID): [0, []]}},
+        {"deltas": {str(ID): "x"}},
         {"deltas": {"../secret": [100, [XXH3]]}},
         {"manifest": {}},
         {"manifest": VERSION.manifest | {"state": "writing"}},
-        {"manifest": VERSION.manifest | {"origin": None}},
-        {"manifest": VERSION.manifest | {"chain": [IDENTITY, BASE]}},
-        {"anchor_version": -1},
+        {"deltas": {str(BASE): [100, [XXH3]]}},
+        {"manifest": VERSION.manifest | {"id": str(BASE)}},
+        {"manifest": VERSION.manifest | {"runs": []}},
+        {"manifest": VERSION.manifest | {"chain": [str(ID), str(BASE)]}},
         {"more": 1},
     ],
 )
@@ -105,11 +115,10 @@ def test_a_damaged_version_is_refused(fields):
 
 def test_a_pointer_that_was_changed_is_refused():
     pointer = BucketPointer.to(VERSION, WRITER)
-    values = dataclasses.asdict(pointer)
+    values = {field.name: getattr(pointer, field.name) for field in dataclasses.fields(pointer)}
     for other in (
-        {"version": 3},
-        {"identity": BASE},
-        {"history": WRITER},
+        {"id": VersionId(RUN, 3)},
+        {"runs": RUNS[:1]},
         {"writer": RUN},
         {"version_xxh3": RUN},
     ):

@@ -25,7 +25,7 @@ from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from tests.support import deltas
 from tests.support.deltas import (
     BASE,
-    IDENTITY,
+    ID,
     Guarded,
     layout_of,
     make_step,
@@ -79,8 +79,8 @@ def assert_right(step, copier, *, times=1):
 
 
 def encode(layout, changes, copier):
-    identities = {"base": BASE, "identity": IDENTITY, "version": 1, "layout_xxh3": "0" * 16}
-    return encode_delta(Diff(layout, changes, 10), copier, checksums=None, **identities)
+    fields = {"base": BASE, "version": ID, "layout_xxh3": "0" * 16}
+    return encode_delta(Diff(layout, changes, 10), copier, checksums=None, **fields)
 
 
 def random_step(seed, dtypes, sizes, shares, copier, **options):
@@ -188,7 +188,7 @@ def test_bits_are_compared(copier):
 def test_the_header_says_what_it_is_for(copier):
     step = random_step(3, ["bfloat16"] * 3, [1000] * 3, [0.1] * 3, copier)
     header, record = step.header, step.header.record
-    assert (record.base, record.identity, record.version) == (BASE, IDENTITY, 8)
+    assert (record.base, record.id) == (BASE, ID)
     whole = step.encoded.header + b"".join(step.encoded.chunks)
     assert header.num_bytes == step.encoded.num_bytes == len(whole)
     places = header.places

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +20,15 @@ from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.format.delta import DeltaHeader
-from dbuffer.format.manifest import encode, fields_of
-from dbuffer.format.objects import POINTER_OBJECT, BucketPointer, BucketVersion, is_of_version
+from dbuffer.format.lineage import VersionId
+from dbuffer.format.objects import (
+    POINTER_OBJECT,
+    BucketVersion,
+    delta_object,
+    is_of_version,
+    version_in,
+    weights_object,
+)
 from dbuffer.integrations import metrics
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.io import chain_reader
@@ -116,7 +124,7 @@ def assert_copied(local: Path, pattern: Pattern, version: int) -> None:
 
 def manifest_of(store: Path) -> Any:
     buffers = DoubleBuffer(store)
-    return buffers.manifest_of(buffers.pointer().version, buffers.pointer().history)
+    return buffers.manifest_of(buffers.pointer().id)
 
 
 def record_of(bucket: Bucket) -> BucketVersion:
@@ -145,12 +153,12 @@ def test_a_version_is_the_same_at_the_far_end(remote, local, bucket, mount, chec
         for version in (1, 2, 3, 7):
             way.carry(version, LONG, metadata={"step": 10 * version})
             there, here = manifest_of(remote), manifest_of(local)
-            for field in ("version", "metadata", "num_bytes", "published_at", "history"):
+            for field in ("version", "metadata", "num_bytes", "published_at", "id", "runs"):
                 assert getattr(there, field) == getattr(here, field)
-            assert there.identity == here.identity == here.origin
+            assert here.is_copy
             assert (here.checksums_xxh3 is not None) is checksum
         assert way.failures == [0, 0]
-    anchors = {name.split("/")[2] for name in bucket.list("") if "/weights/" in name}
+    anchors = {name.split("/")[1] for name in bucket.list("") if ".weights/" in name}
     assert len(anchors) == (1 if delta else 4)
 
 
@@ -162,7 +170,7 @@ def test_an_anchor_is_the_weights_file_in_parts(remote, local, bucket):
         up.wait_until_current(TIMEOUT_S)
     record, manifest = record_of(bucket), manifest_of(remote)
     [weights_file] = (remote / DoubleBuffer(remote).pointer().buffer).glob(manifest.file)
-    parts = {name: each for name, each in bucket.list("").items() if "/weights/" in name}
+    parts = {name: each for name, each in bucket.list("").items() if ".weights/" in name}
     assert len(parts) == len(record.weights) > 1
     contents = [bucket.get(name, parts[name].num_bytes) for name in sorted(parts)]
     assert b"".join(contents) == weights_file.read_bytes()
@@ -188,7 +196,7 @@ def test_only_the_deltas_go_through_the_bucket(remote, local, proxy, bucket_url)
                 for each in last:
                     flip_bit(each, 8 * 100)
         assert way.failures == [0, 0]
-        got = Counter(request.path for request in gets(proxy) if "/deltas/" in request.path)
+        got = Counter(request.path for request in gets(proxy) if ".delta/" in request.path)
     num_bytes = sum(each.received_bytes + each.sent_bytes for each in requests)
     assert num_bytes < 3 * sent.delta_bytes + 30_000 < LONG_BYTES / 4
     assert sorted(got.values()) == [1, 1, 1, 1, 2]
@@ -204,10 +212,10 @@ def test_a_delta_is_fetched_while_the_one_before_is_applied(
     applied: list[int] = []
 
     def apply(header: DeltaHeader, *others: Any) -> None:
-        if header.record.version == 3:
-            path = f"/deltas/{chain_in(remote)[-1]}/"
+        if header.record.id.number == 3:
+            path = f"/{delta_object(chain_in(remote)[-1])}/"
             until("the next is requested", lambda: any(path in r.path for r in gets(proxy)))
-        applied.append(header.record.version)
+        applied.append(header.record.id.number)
         apply_delta(header, *others)
 
     with Way(remote, bucket_url, local, delta=True) as way:
@@ -219,7 +227,7 @@ def test_a_delta_is_fetched_while_the_one_before_is_applied(
     assert applied == [3, 4]
 
 
-def chain_in(store: Path) -> list[str]:
+def chain_in(store: Path) -> list[VersionId]:
     return manifest_of(store).chain
 
 
@@ -248,7 +256,7 @@ def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch)
     with Way(remote, bucket.url, local, delta=True) as way:
         for version in range(1, 9):
             way.carry(version, LONG)
-            anchors.append(record_of(bucket).anchor_version)
+            anchors.append(record_of(bucket).anchor.number)
     assert anchors == [1, 1, 1, 4, 4, 4, 7, 7]
 
 
@@ -278,7 +286,7 @@ def test_a_version_that_goes_while_it_is_read_is_replaced_by_a_newer_one(
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url) as up:
         send(sender, up, 1)
         proxy.inject(
-            held, nth=2, when=lambda each: each.method == "GET" and "/weights/" in each.path
+            held, nth=2, when=lambda each: each.method == "GET" and ".weights/" in each.path
         )
         with mirror(bucket_url, local) as down:
             held.wait()
@@ -292,22 +300,23 @@ def test_a_reader_that_cannot_read_deltas_gets_an_anchor(remote, local, bucket):
     """Of several mirrors each that is stuck says so in its record, which is relayed."""
 
     def is_known() -> bool:
-        return any(each.unreadable_version == 2 for each in DoubleBuffer(remote).receivers())
+        unreadable = [each.unreadable for each in DoubleBuffer(remote).receivers()]
+        return any(each is not None and each.number == 2 for each in unreadable)
 
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         with mirror(remote, bucket.url) as up:
             send(sender, up, 1, 2)
-            [delta] = [name for name in bucket.list("") if "/deltas/" in name]
+            [delta] = [name for name in bucket.list("") if ".delta/" in name]
             bucket.put(delta, b"damaged")
             with mirror(bucket.url, local):
                 until("the sender's store knows", is_known)
                 sender.send(LONG.weights(3))
                 assert_copied(local, LONG, 3)
-    assert record_of(bucket).anchor_version == 3
+    assert record_of(bucket).anchor.number == 3
 
 
-def test_a_store_that_is_started_over_is_followed(shm_path, local, bucket):
-    """By one mirror that runs meanwhile: another store is refused by one that starts."""
+def test_another_store_in_place_of_the_first_is_followed(shm_path, local, bucket):
+    """Also by a mirror that starts."""
     remote, other = shm_path / "remote", shm_path / "other"
     with Way(remote, bucket.url, local) as way:
         for version in (1, 2):
@@ -317,38 +326,118 @@ def test_a_store_that_is_started_over_is_followed(shm_path, local, bucket):
         with dbuffer.WeightSender(remote, checksum=True) as sender:
             sender.send(OTHER.weights(1))
             assert_copied(local, OTHER, 1)
-    with dbuffer.WeightSender(other) as sender:
-        sender.send(SMALL.weights(1))
-    with pytest.raises(dbuffer.OptionError, match=r"holds version 1 of another store.* swap"):
-        mirror(other, bucket.url)
+        way.up.close()
+        with dbuffer.WeightSender(other, checksum=True) as sender, mirror(other, bucket.url):
+            sender.send(SMALL.weights(9), version=9)
+            assert_copied(local, SMALL, 9)
 
 
-def test_a_store_that_was_put_back_does_not_move_the_pointer_back(remote, bucket):
-    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
-        send(sender, up, 1)
-    pointer = newest_pointer(bucket)
-    ahead = BucketPointer.to(record_of(bucket), pointer.writer)
-    fields = fields_of(ahead) | {"version": ahead.version + 5}
-    bucket.put(POINTER_OBJECT, encode(BucketPointer._sealed(**fields)))
-    with mirror(remote, bucket.url) as up:
-        until("it has ended", lambda: up._error is not None)
-        assert isinstance(up._error, dbuffer.OptionError)
-    assert newest_pointer(bucket).version == 6
+def copy_slowly(connection: Connection, source: str, local: Path) -> None:
+    """Mirror; wait in the middle of the first copy of another run."""
+
+    def progress(done: int, total: int) -> None:
+        if one.version is None and one.stats["copied"]:
+            connection.send("copying")
+            connection.recv()
+
+    with Mirror(source, local, poll_interval_s=POLL_S, num_threads=1, progress=progress) as one:
+        one.run()
 
 
-def test_a_version_that_was_lost_is_not_taken_for_another_one_of_its_number(remote, bucket):
-    """As in a power cut: the trainer publishes the number once more, with other weights."""
-    with dbuffer.WeightSender(remote) as sender, mirror(remote, bucket.url) as up:
-        send(sender, up, 1)
-        shutil.copytree(remote, remote.with_name("flushed"))
-        send(sender, up, 2)
-    shutil.rmtree(remote)
-    remote.with_name("flushed").rename(remote)
-    shutil.rmtree(remote / "receivers")
-    with dbuffer.WeightSender(remote) as sender:
-        assert sender.send(SMALL.weights(3)).version == 2
-        with mirror(remote, bucket.url) as up, pytest.raises(dbuffer.OptionError):
+@pytest.mark.parametrize("then", ["killed", "alive"])
+def test_a_mirror_that_starts_serves_nothing_of_the_last_run(remote, local, bucket_url, then):
+    """While another copies the first version of a run, and after it was killed in that."""
+    with mirror(remote, bucket_url) as up, Child(copy_slowly, bucket_url, local) as copying:
+        with dbuffer.WeightSender(remote, checksum=True) as sender:
+            send(sender, up, *range(1, 6), pattern=SMALL)
+        until("it is copied", lambda: newest(local) == 5)
+        shutil.rmtree(remote)
+        with dbuffer.WeightSender(remote, checksum=True) as sender:
+            send(sender, up, 1, pattern=OTHER)
+        assert copying.receive() == "copying"
+        if then == "killed":
+            copying.kill()
+        else:
+            threading.Timer(0.5, copying.send).start()
+        with mirror(bucket_url, local):
+            with dbuffer.WeightReceiver(local) as reader, reader.open(timeout_s=TIMEOUT_S) as first:
+                assert OTHER.version_of(dict(first.tensors)) == 1
+            copying.kill()
+
+
+def test_another_store_while_the_first_version_of_one_is_put(remote, proxy, bucket_url):
+    """A third store takes the place of the second one before that is in the bucket."""
+
+    def is_put(request: Request) -> bool:
+        return request.method == "PUT" and "/000000-" in request.path
+
+    with mirror(remote, bucket_url) as up:
+        with dbuffer.WeightSender(remote) as sender:
+            send(sender, up, 1, pattern=SMALL)
+        held = Hold()
+        proxy.inject(held, when=is_put)
+        shutil.rmtree(remote)
+        with dbuffer.WeightSender(remote) as sender:
+            sender.send(SMALL.weights(2))
+            held.wait()
+        num_failures = up.stats["failures"]
+        shutil.rmtree(remote)
+        proxy.inject(FAULTS["503"], times=1 << 30)
+        held.release()
+        with dbuffer.WeightSender(remote) as sender:
+            sender.send(SMALL.weights(3))
+            until("the put has failed", lambda: up.stats["failures"] > num_failures)
+            proxy.heal()
             up.wait_until_current(TIMEOUT_S)
+        assert up.error is None
+
+
+@pytest.mark.timing(stand_by_s=0.05)
+def test_a_mirror_that_stands_by_waits_for_a_server_that_is_away(remote, local, proxy, bucket_url):
+    with (
+        dbuffer.WeightSender(remote, checksum=True) as sender,
+        mirror(remote, bucket_url) as up,
+        Child(mirror_for_ever, bucket_url, local) as first,
+    ):
+        send(sender, up, 1, pattern=SMALL)
+        first.receive()
+        assert_copied(local, SMALL, 1)
+        with mirror(bucket_url, local) as second:
+            assert not second.is_elected
+            proxy.inject(FAULTS["503"], times=1 << 30)
+            first.kill()
+            num_before = sum(second.requests.values())
+            until("it has looked", lambda: sum(second.requests.values()) > num_before + 5)
+            proxy.heal()
+            sender.send(SMALL.weights(2))
+            assert_copied(local, SMALL, 2)
+            assert second.is_elected
+
+
+@pytest.mark.parametrize("does_publish", [False, True], ids=["goes back", "forks"])
+def test_a_backup_in_place_of_the_store(remote, local, bucket, does_publish, caplog):
+    """Of a version that was lost, none of the same number is taken for it."""
+    with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
+        send(sender, up, 1)
+        backup = shutil.copytree(remote, remote.with_name("backup"))
+        send(sender, up, 2)
+    lost = newest_pointer(bucket)
+    shutil.rmtree(remote)
+    backup.rename(remote)
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(dbuffer.WeightSender(remote, checksum=True))
+        if does_publish:
+            assert sender.send(OTHER.weights(2)).version == 2
+        up = stack.enter_context(mirror(remote, bucket.url))
+        if not does_publish:
+            until("it is told", lambda: "went back" in caplog.text)
+            up.wait_until_current(TIMEOUT_S)
+            assert newest_pointer(bucket).id == lost.id, "what the source has lost stays"
+            assert sender.send(OTHER.weights(2)).version == 2
+        up.wait_until_current(TIMEOUT_S)
+        assert newest_pointer(bucket).id == DoubleBuffer(remote).pointer().id != lost.id
+    with mirror(bucket.url, local):
+        assert_copied(local, OTHER, 2)
 
 
 # Writers
@@ -412,12 +501,12 @@ def test_a_server_that_is_away_is_waited_for(remote, local, proxy, bucket_url, c
 def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, timing):
     """Neither below the prefix nor beside it."""
     timing.bucket_grace_s = 0.0
-    history = "0" * 16
+    run = "0" * 16
     others = [
         "mine",
         "versions/0000000000000000001-0000000000000000-1.json",
-        f"{history}/weights/{history}-1/000000-{history}",
-        f"{history}/versions/0000000000000000001-{history}-1-{history}.json",
+        f"{run}/weights/{run}-1/000000-{run}",
+        f"versions/1-{run}-{run}.json",
         "receivers/other.json",
         "receivers/notes",
     ]
@@ -428,16 +517,16 @@ def test_old_objects_of_the_mirror_are_deleted_and_no_others(remote, bucket, tim
         each.put("CURRENT", b"mine")
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket.url) as up:
         send(sender, up, 1, pattern=SMALL)
-        history = newest_pointer(bucket).history
-        others += [f"{history}/notes.txt", f"{history}/weights/mine"]
+        version = newest_pointer(bucket).id
+        others += ["versions/notes.txt", f"{weights_object(version)}/mine"]
         for name in others[-2:]:
             bucket.put(name, b"mine")
         send(sender, up, *range(2, 6), pattern=SMALL)
     names = bucket.list("")
     assert names.keys() >= set(others)
     ours = [name for name in names.keys() - set(others) if is_of_version(name)]
-    for kind in ("versions", "weights"):
-        assert len([name for name in ours if f"/{kind}/" in name]) == KEEP_ANCHORS
+    for kind in (".json", ".weights/"):
+        assert len([name for name in ours if kind in name]) == KEEP_ANCHORS
     for each in beside:
         assert each.list("").keys() == {"CURRENT"}
         each.close()
@@ -451,11 +540,11 @@ def test_versions_of_an_anchor_are_kept_with_their_deltas(remote, bucket, timing
             with mirror(remote, bucket.url) as up:
                 send(sender, up, version, pattern=SPARSE)
                 if version == KEEP_VERSIONS + 2:
-                    kept = [name for name in bucket.list("") if "/versions/" in name]
+                    kept = [name for name in bucket.list("") if version_in(name)]
                     assert len(kept) == version
                     timing.bucket_grace_s = 0.0
     names = [name for name in bucket.list("") if is_of_version(name)]
-    assert len([name for name in names if "/versions/" in name]) == KEEP_VERSIONS
+    assert len([name for name in names if version_in(name)]) == KEEP_VERSIONS
     assert set(names) >= record_of(bucket).objects
 
 
@@ -640,8 +729,8 @@ def test_a_mirror_that_is_started_again_deletes_what_was_not_needed_for_long(
         for version in versions:
             with mirror(remote, bucket.url) as up:
                 send(sender, up, version, pattern=SMALL)
-        names = [name for name in bucket.list("") if "/weights/" in name]
-        return sorted({int(name.split("/")[2].split("-")[1]) for name in names})
+        names = [name.split("/")[1] for name in bucket.list("") if ".weights/" in name]
+        return sorted({VersionId.parse(name.removesuffix(".weights")).number for name in names})
 
     with dbuffer.WeightSender(remote, checksum=True) as sender:
         one, two, three, four = put(1, 2, 3, 4)

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 
 import dbuffer
 from dbuffer.format import layout
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, _id_of, start_mirror
@@ -41,7 +42,7 @@ from tests.support.children import Child, Command
 from tests.support.commands import call
 from tests.support.damage import flip_bit
 from tests.support.moments import COPIES, Step, at_call, at_step, die, stop
-from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest
+from tests.support.patterns import OTHER, SMALL, SPARSE, Pattern, bits, newest, received
 from tests.support.ports import free_port
 from tests.support.soak import is_soak, numbers, patience_s
 from tests.support.stores import (
@@ -102,6 +103,11 @@ def ask(child: Child, name: str) -> Any:
     return child.receive()
 
 
+def staged_version(remote: Path) -> int | None:
+    staged = mirror_record(remote).staged
+    return None if staged is None else staged.number
+
+
 def mirror_record(remote: Path) -> ReceiverRecord:
     [record] = [r for r in DoubleBuffer(remote).receivers() if r.receiver.startswith("mirror-")]
     return record
@@ -133,21 +139,24 @@ def another(shm_path: Path) -> Path:
 # What is copied
 
 
-def test_a_copy_that_gets_a_sender_is_another_history(capsys, remote, local):
+def test_a_copy_that_gets_a_sender_has_forked(capsys, remote, local):
     """Its numbers are the original's, which goes on with them for other weights."""
     with dbuffer.WeightSender(remote) as sender, quick(remote, local).start() as mirror:
         for version in (1, 2):
             sender.send(SMALL.weights(version))
             mirror.wait_until_current(TIMEOUT_S)
-    code, _, err = call(capsys, "rollback", local, 1)
-    assert code == 2
-    assert "roll back where it is published" in err
-    with dbuffer.WeightSender(local) as sender:
-        assert sender.send(SMALL.weights(3)).version == 3
-    with dbuffer.WeightSender(local) as sender:  # and goes on with that
-        sender.send(SMALL.weights(4))
-    [ours] = {DoubleBuffer(local).manifest(buffer).history for buffer in "AB"}
-    assert ours != DoubleBuffer(remote).pointer().history
+        mirror.close()
+        code, _, err = call(capsys, "rollback", local, 1)
+        assert code == 2
+        assert "roll back where it is published" in err
+        for version in (3, 4):  # each sender goes on with what there is
+            with dbuffer.WeightSender(local) as another:
+                assert another.send(SMALL.weights(version)).version == version
+        sender.send(SMALL.weights(3))
+    there, here = (DoubleBuffer(store).pointer().lineage for store in (remote, local))
+    assert len(here.runs) == 3
+    assert there.at(2) == here.at(2)
+    assert relation(here, there) is Relation.FORKED
 
 
 @pytest.mark.parametrize("checksum", [True, False], ids=["checksums", "no checksums"])
@@ -161,9 +170,17 @@ def test_a_version_is_the_same_in_the_mirror(remote, local, checksum):
     there, here = [
         store.manifest(pointer.buffer) for store, pointer in zip(stores, pointers, strict=True)
     ]
-    for field in ("version", "metadata", "num_tensors", "num_bytes", "published_at", "file_bytes"):
+    for field in (
+        "id",
+        "runs",
+        "metadata",
+        "num_tensors",
+        "num_bytes",
+        "published_at",
+        "file_bytes",
+    ):
         assert getattr(there, field) == getattr(here, field)
-    assert there.identity == here.identity == here.origin
+    assert here.is_copy
     assert (here.checksums_xxh3 is not None) is checksum
     files = [
         s.root / p.buffer / m.file for s, p, m in zip(stores, pointers, (there, here), strict=True)
@@ -171,7 +188,7 @@ def test_a_version_is_the_same_in_the_mirror(remote, local, checksum):
     assert files[0].read_bytes() == files[1].read_bytes()
     if checksum:
         ours, theirs = read_whole(local), read_whole(remote)
-        assert (ours.identity, ours.metadata) == (theirs.identity, theirs.metadata)
+        assert (ours.id, ours.metadata) == (theirs.id, theirs.metadata)
 
 
 def test_layouts_may_change(remote, local, mount):
@@ -209,14 +226,13 @@ def test_awkward_tensors_arrive_bit_by_bit(remote, local):
 
 def is_current(remote: Path, local: Path) -> bool:
     """Whether both stores have the same newest version, or none."""
-    return newest_identity(remote) == newest_identity(local)
+    return newest_id(remote) == newest_id(local)
 
 
-def newest_identity(store: Path) -> str | None:
+def newest_id(store: Path) -> VersionId | None:
     buffers = DoubleBuffer(store)
     pointer = buffers.newest_pointer() if buffers.exists() else None
-    manifest = None if pointer is None else buffers.manifest(pointer.buffer)
-    return None if manifest is None else manifest.identity
+    return None if pointer is None else pointer.id
 
 
 class Gate:
@@ -297,10 +313,10 @@ def test_progress_stats_and_metrics(remote, local):
         assert one.stats["copied_bytes"] == LONG_BYTES
         assert one.stats["copy_s"] > 0
         assert one.stats["failures"] == 0
-        until("it is in the record", lambda: mirror_record(remote).staged_version == 5)
+        until("it is in the record", lambda: staged_version(remote) == 5)
         record = mirror_record(remote)
         assert record.stats == one.stats
-        assert (record.held_version, record.applied_version) == (None, None)
+        assert (record.held, record.applied) == (None, None)
         expected = {
             "elected": 1,
             "version": 5,
@@ -343,7 +359,7 @@ def changing(
         yield sender
 
 
-def chain_in(store: Path) -> list[str]:
+def chain_in(store: Path) -> list[VersionId]:
     double = DoubleBuffer(store)
     return double.manifest(double.pointer().buffer).chain
 
@@ -420,7 +436,7 @@ def test_a_damaged_remote_delta(remote, local, changing, damage, mount):
         else:
             until("it is noted", lambda: mirror_record(remote).problem)
             assert path.name in mirror_record(remote).problem
-            assert mirror_record(remote).unreadable_version == 4
+            assert mirror_record(remote).unreadable.number == 4
             with pytest.raises(dbuffer.WaitTimeoutError, match=path.name):
                 one.wait_until_current(0.0)
             assert newest(local, verify=True) == 2
@@ -549,7 +565,7 @@ def test_trouble_with_the_remote_store_passes(shm_path, local, trouble):
     publish(remote, 5)
     with quick(remote, local).start() as one:
         arrives(one, local, 5)
-        until("the record is there", lambda: mirror_record(remote).staged_version == 5)
+        until("the record is there", lambda: staged_version(remote) == 5)
         if trouble == "away":
             remote.parent.rename(away)
             until("it fails", lambda: one.stats["failures"] >= 1)
@@ -563,7 +579,7 @@ def test_trouble_with_the_remote_store_passes(shm_path, local, trouble):
             (remote / "CURRENT").unlink()
             if trouble == "damaged":
                 (remote / "CURRENT").write_bytes(b"{}")
-            problem = "format None" if trouble == "damaged" else "from version 5 to 0"
+            problem = "format None" if trouble == "damaged" else "emptied: it held version 5"
             until("it is told", lambda: problem in (mirror_record(remote).problem or ""))
             (remote / "CURRENT").write_bytes(pointer)
         assert newest(local) == 5
@@ -574,7 +590,7 @@ def test_trouble_with_the_remote_store_passes(shm_path, local, trouble):
 
 @pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
 def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, caplog):
-    """Readers of the local store see what those of the remote one see: another history."""
+    """Readers of the local store see what those of the remote one see: a fork."""
     publish(remote, 5)
     target = SMALL.empty()
     with quick(remote, local).start() as one, dbuffer.WeightReceiver(local) as receiver:
@@ -587,7 +603,7 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
             with pytest.raises(dbuffer.VersionRegressedError):
                 receiver.load_into(target)
             assert SMALL.version_of(target) == 5
-            receiver.start_over()
+            receiver.follow_fork()
             assert receiver.load_into(target) == version
             assert SMALL.version_of(target) == 3
             sender.wait_applied(version, receivers=[receiver.receiver_id], timeout_s=TIMEOUT_S)
@@ -595,27 +611,36 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
             one.wait_until_current(TIMEOUT_S)
             assert receiver.load_into(target) == version + 1
         assert_tidy(local)
-    said = [record for record in caplog.records if "(mirroring it)" in record.message]
+    said = [record for record in caplog.records if "(mirroring that)" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
 
 
-@pytest.mark.parametrize("again", [(), (2, 3)], ids=["is behind", "has as many versions"])
-def test_a_remote_store_that_was_put_back_ends_the_mirror(remote, local, again):
-    """From a backup: versions that the readers have had would come again, with other weights."""
+@pytest.mark.parametrize("again", [(), (2, 3)], ids=["goes back", "forks"])
+@pytest.mark.parametrize("mirror_is", ["running", "started"])
+@pytest.mark.timing(retry_min_s=0.02, retry_short_max_s=0.1)
+def test_a_backup_in_place_of_the_remote_store_is_followed(remote, local, again, mirror_is, caplog):
+    """Of a version that was lost, none of the same number is taken for it."""
     publish(remote, 1)
     backup = shutil.copytree(remote, remote.with_name("backup"))
-    publish(backup, *again)  # before the mirror can tell the sender of what was lost
     publish(remote, 2, 3)
-    with quick(remote, local).start() as running:
-        running.wait_until_current(TIMEOUT_S)
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(quick(remote, local).start())
+        arrives(one, local, 3)
+        if mirror_is == "started":
+            one.close()
+        lost = DoubleBuffer(local).pointer()
         shutil.rmtree(remote)
         backup.rename(remote)
-        if again:
-            with pytest.raises(dbuffer.OptionError):
-                running.wait_until_current(TIMEOUT_S)
-    message = refused(remote, local, Mirror.run)
-    assert str(remote) in message
-    assert message.endswith("? Name another target")  # it has what the source lost
+        for step in again:
+            publish(remote, step, pattern=OTHER)
+        if mirror_is == "started":
+            one = stack.enter_context(quick(remote, local).start())
+        if not again:  # what the source has lost stays, and that is told
+            until("it is told", lambda: "went back" in caplog.text)
+            assert DoubleBuffer(local).pointer() == lost
+            publish(remote, 2, pattern=OTHER)
+        until("it is copied", lambda: is_current(remote, local))
+    assert newest(local, OTHER, verify=True) == newest(remote, OTHER)
 
 
 @pytest.mark.parametrize("what", ["directory", "contents"])
@@ -805,36 +830,90 @@ def read_and_stay(connection: Connection, store: Path, name: str) -> None:
         connection.recv()
 
 
-@pytest.mark.parametrize("source_is", ["another store", "away", "begun anew"])
-def test_a_stale_mirror_is_refused_with_the_command_that_removes_it(
-    remote, local, another, source_is
-):
-    """Unless a version in it is pinned. Its readers are named, and acknowledge nothing else."""
+@pytest.mark.parametrize("source", ["away", "empty"])
+def test_a_copy_of_nothing_is_refused_with_the_command_that_removes_it(remote, local, source):
+    """Unless a version in it is pinned."""
     publish(remote, 50)
     mirror_once(remote, local)
-    source = remote if source_is == "begun anew" else another
-    if source_is != "another store":
-        shutil.rmtree(remote)
-    if source_is != "away":
-        publish(source, 50)
+    shutil.rmtree(remote)
+    if source == "empty":
+        remote.mkdir(mode=0o700)
     kept.pin(DoubleBuffer(local), 50)
-    message = refused(source, local)
+    message = refused(remote, local)
     assert "name another target" in message
     assert "rm -r" not in message
     kept.unpin(DoubleBuffer(local), 50)
-    if source_is == "another store":
-        with Child(read_and_stay, local, "user") as user, dbuffer.WeightSender(source) as sender:
-            assert user.receive() == 50
-            version = sender.send(SMALL.weights(51)).version
-            assert re.search(r"\buser\b", refused(source, local))
-            with pytest.raises((dbuffer.WaitTimeoutError, dbuffer.ReceiverFailedError)):
-                sender.wait_applied(version, receivers=["user"], timeout_s=0.2)
-    [command] = re.findall(r"\((rm .*)\)", refused(source, local))
+    [command] = re.findall(r"\((rm .*)\)", refused(remote, local))
     subprocess.run(shlex.split(command), check=True)
-    with quick(source, local).start() as one:
-        publish(source, 60)
+    with quick(remote, local).start() as one:
+        publish(remote, 60)
         arrives(one, local, 60)
     assert_tidy(local)
+
+
+def slow(done: int, total: int) -> None:
+    """Progress of a copy that takes its time."""
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("source_is", ["another store", "begun anew"])
+def test_a_copy_of_another_run_is_withdrawn_before_a_mirror_has_started(
+    remote, local, another, source_is
+):
+    """Its readers acknowledge nothing of what comes in its place."""
+    publish(remote, 50)
+    mirror_once(remote, local)
+    if source_is == "begun anew":
+        remove_store(remote)
+        another = remote
+    with (
+        Child(read_and_stay, local, "user") as user,
+        dbuffer.WeightSender(another, checksum=True) as sender,
+    ):
+        assert user.receive() == 50
+        published = sender.send(SMALL.weights(51), version=7)
+        with quick(another, local, progress=slow).start() as one:
+            with dbuffer.WeightReceiver(local) as reader, reader.open(timeout_s=TIMEOUT_S) as first:
+                assert (first.version, first.id.run) == (7, published.id.run)
+            one.wait_until_current(TIMEOUT_S)
+            with pytest.raises(dbuffer.WaitTimeoutError):
+                sender.wait_applied(7, receivers=["user"], timeout_s=0.2)
+    assert SMALL.version_of(received(local)) == 51
+
+
+def copy_slowly(connection: Connection, remote: Path, local: Path) -> None:
+    """Mirror; after the first version, wait in the middle of a copy."""
+
+    def progress(done: int, total: int) -> None:
+        if one.version is None and one.stats["copied"]:
+            connection.send("copying")
+            connection.recv()
+
+    with quick(remote, local, num_threads=1, progress=progress) as one:
+        one.run()
+
+
+@pytest.mark.parametrize("then", ["killed", "alive"])
+def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, then):
+    """While the first copy of a run is on its way, and after a kill in it."""
+    publish(remote, *range(1, 6))
+    with Child(copy_slowly, remote, local) as copying:
+        until("it is copied", lambda: newest(local) == 5)
+        remove_store(remote)
+        publish(remote, *range(1, 8), pattern=OTHER)
+        assert copying.receive() == "copying"
+        assert newest(local) == 5
+        if then == "killed":
+            copying.kill()
+        else:
+            waiter = threading.Timer(0.5, copying.send)
+            waiter.start()
+        with quick(remote, local, progress=slow).start() as one:
+            with dbuffer.WeightReceiver(local) as reader, reader.open(timeout_s=TIMEOUT_S) as first:
+                assert OTHER.version_of(dict(first.tensors)) == 7
+            arrives(one, local, 7, OTHER)
+        if then == "alive":
+            waiter.join()
 
 
 @pytest.mark.timing(prepared_s=0.3)

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dbuffer
+from dbuffer.format.lineage import Lineage, Run, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
@@ -47,6 +49,12 @@ def relay(stores: tuple[DoubleBuffer, DoubleBuffer]) -> Iterator[Acknowledgement
 
 def record_of(store: Path, name: str = "rank") -> ReceiverRecord | None:
     return DoubleBuffer(store).receiver(name)
+
+
+def applied(number: int) -> dict[str, Any]:
+    """Return the fields of a record whose receiver has applied a version."""
+    run = Run("0" * 16, None, "host", 1, 0.0, None)
+    return {"applied": VersionId(run.id, number), "runs": [run]}
 
 
 def relayed(store: Path) -> ReceiverRecord:
@@ -98,29 +106,29 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path):
             with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=["near", "far", "nobody"], timeout_s=0)
             views = map(DoubleBuffer, stores)
-            assert len({view.manifest(view.pointer().buffer).identity for view in views}) == 1
+            assert len({view.pointer().id for view in views}) == 1
         readers["near"].kill()
         sender.send(SMALL.weights(4))
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"near .*\b3\b"):
             sender.wait_applied(4, receivers=["near"], timeout_s=TIMEOUT_S)
 
 
-def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
+def acknowledge_and_end(connection: Connection, store: Path, first: Lineage) -> None:
     record = RecordFile(store, "rank")
-    record.write(applied_version=1, history=history)
+    record.write(applied=first.id, runs=first.runs)
     connection.send("come")
-    connection.recv()
-    record.write(applied_version=2, history=history)
+    second = connection.recv()
+    record.write(applied=second.id, runs=second.runs)
     os._exit(0)  # dbuffer's own end would wait for nobody either
 
 
 @pytest.mark.timing(last_word_s=0.2)
 def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
     """However late the mirror is with it: the sender waits for it, and not only for a while."""
-    history = DoubleBuffer(remote).pointer().history
+    first = DoubleBuffer(remote).pointer().lineage
     with (
         dbuffer.WeightSender(remote) as sender,
-        Child(acknowledge_and_end, local, history) as reader,
+        Child(acknowledge_and_end, local, first) as reader,
     ):
         assert reader.receive() == "come"
         assert (relayed(remote).is_relayed, relayed(remote).has_ended) == (True, False)
@@ -134,9 +142,9 @@ def test_the_last_word_of_a_reader_comes_before_its_end(relay, remote, local):
 
         relay._reader.receivers = read_and_wait
         assert gate.is_there.wait(TIMEOUT_S)  # and what it has read says version 1
-        reader.send()
-        assert reader.wait() == 0
         sender.send(SMALL.weights(2))
+        reader.send(DoubleBuffer(remote).pointer().lineage)
+        assert reader.wait() == 0
         with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMING.last_word_s + 0.5)
         gate.may_go_on.set()
@@ -151,14 +159,14 @@ def test_what_concerns_the_sender_is_relayed(relay, remote, local):
     """A version that is held in the mirror keeps no file of the remote store."""
     (local / RECEIVERS_DIRECTORY / "broken.json").write_text("{")  # holds up no other
     record = RecordFile(local, "rank")
-    record.write(applied_version=1, held_version=1, stats={"loads": 1.0}, part_of="engine")
+    record.write(**applied(1), held=applied(1)["applied"], stats={"loads": 1.0}, part_of="engine")
     there = relayed(remote)
-    assert (there.held_version, there.stats) == (None, {})
+    assert (there.held, there.stats) == (None, {})
     assert (there.applied_version, there.part_of) == (1, "engine")
     assert (there.host, there.pid) == (record.current.host, record.current.pid)
     with dbuffer.WeightSender(remote) as sender:
-        sender.send(SMALL.weights(2))
-        record.write(part_of=None, problem="out of memory", problem_version=2)
+        second = sender.send(SMALL.weights(2)).id
+        record.write(part_of=None, problem="out of memory", problem_version=second)
         until("its problem is relayed", lambda: record_of(remote).problem)
         with pytest.raises(dbuffer.ReceiverFailedError, match="out of memory"):
             sender.wait_applied(2, receivers=["rank"], timeout_s=TIMEOUT_S)
@@ -169,22 +177,22 @@ def test_what_concerns_the_sender_is_relayed(relay, remote, local):
 def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     """Over a network, a record that is replaced costs every reader of it a look."""
     record = RecordFile(local, "rank")
-    record.write(applied_version=1)
+    record.write(**applied(1))
     path = DoubleBuffer(remote).record_path("rank", record.current.token)
     until("it is relayed", path.exists)
     before = path.stat().st_ino, path.stat().st_mtime_ns
-    for held in (1, None, 1, None):
-        record.write(held_version=held, stats={"loads": float(held or 0)})
+    for loads, held in enumerate((record.current.applied, None) * 2):
+        record.write(held=held, stats={"loads": float(loads)})
         time.sleep(2 * TIMING.relay_s)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
-    record.write(applied_version=2)
+    record.write(**applied(2))
     until("it is relayed", lambda: record_of(remote).applied_version == 2)
 
 
 @pytest.mark.timing(bucket_expect_s=0.2)
 def test_versions_that_come_fast_do_not_put_off_the_next_look(stores, remote, local):
     relay = AcknowledgementRelay(stores[0], StoreRecords(stores[1]), interval_s=60.0)
-    RecordFile(local, "rank").write(applied_version=1)
+    RecordFile(local, "rank").write(**applied(1))
 
     def is_relayed() -> bool:
         relay.expect()
@@ -197,7 +205,7 @@ def test_versions_that_come_fast_do_not_put_off_the_next_look(stores, remote, lo
 def test_the_last_word_is_relayed_when_it_is_closed(relay, remote, local):
     record = RecordFile(local, "rank")
     for version in range(1, 20):
-        record.write(applied_version=version)
+        record.write(**applied(version))
     relay.close()
     assert record_of(remote).applied_version == 19
     assert not [thread for thread in threading.enumerate() if "relay" in thread.name]
@@ -207,7 +215,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     receivers = remote / RECEIVERS_DIRECTORY
     receivers.rename(remote / "away")
     record = RecordFile(local, "rank")
-    record.write(applied_version=1)
+    record.write(**applied(1))
     time.sleep(3 * TIMING.relay_s)
     (remote / "away").rename(receivers)
     relayed(remote)
@@ -216,7 +224,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     record.remove()
     until("it has gone", lambda: record_of(remote) is None)
     (receivers / record.path.name).mkdir()
-    record.write(applied_version=2)
+    record.write(**applied(2))
     until("it is told", lambda: str(remote) in caplog.text)
     time.sleep(3 * TIMING.relay_s)
     [line] = [message for message in caplog.messages if str(remote) in message]

@@ -457,7 +457,7 @@ def test_a_store_is_verified(store, mount, sender):
     double = DoubleBuffer(store)
     assert [(check.version, check.problems) for check in verify_store(double)] == [(4, []), (3, [])]
     if mount == "network":
-        path = store / "deltas" / f"{manifest_of(store).identity}.delta"
+        path = store / "deltas" / f"{manifest_of(store).id}.delta"
         flip_bit(path, 8 * path.stat().st_size - 20)
         newest_check, other = verify_store(double)
         assert path.name in str(newest_check.problems)
@@ -742,7 +742,7 @@ def test_after_damage_the_next_version_is_whole(store, sender, file, damage):
                 opened(receiver)
             if file == "delta":
                 record = DoubleBuffer(store).receiver(receiver.receiver_id)
-                assert record.unreadable_version == 5
+                assert record.unreadable.number == 5
         publish(sender, 6)
         assert manifest_of(store).anchor is None
         for version in (6, 7, 8):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import sys
 import threading
 import weakref
@@ -26,6 +25,7 @@ from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
+from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, in_a_fork
 from tests.support.patterns import assert_same, received
 from tests.support.programs import run_program
@@ -63,8 +63,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishGate]:
 
 
 def newest(store: Path) -> int | None:
-    pointer = store / "CURRENT"
-    return json.loads(pointer.read_bytes())["version"] if pointer.exists() else None
+    pointer = DoubleBuffer(store).pointer()
+    return None if pointer is None else pointer.version
 
 
 def test_it_returns_before_the_version_is_published(gate, sender, store):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import resource
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,7 @@ from tensordict import TensorDict
 
 import dbuffer
 from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.format.lineage import VersionId
 from dbuffer.store import acknowledgements
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -118,8 +120,84 @@ def test_metadata_that_json_cannot_hold_is_refused(sender, store):
     ):
         with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send(WEIGHTS, metadata=metadata)
-    assert newest(store)[1]["version"] == 1
+    assert DoubleBuffer(store).pointer().version == 1
     assert sender.send(WEIGHTS).version == 2
+
+
+# Runs, and the trainer's steps in them
+
+
+def test_each_sender_begins_a_run_and_versions_say_which_led_to_them(store):
+    for name in ("exp-7", None, "réglé 8"):
+        with dbuffer.WeightSender(store, run=name) as sender:
+            sender.send(WEIGHTS)
+            sender.send(WEIGHTS)
+    runs = DoubleBuffer(store).pointer().runs
+    assert [(run.name, run.upon) for run in runs] == [("réglé 8", 4), (None, 2), ("exp-7", None)]
+    assert len({run.id for run in runs}) == 3
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "two\nlines", 7, b"exp"])
+def test_a_name_of_a_run_that_cannot_be_shown_is_refused(store, name):
+    with pytest.raises(dbuffer.OptionError, match="run"):
+        dbuffer.WeightSender(store, run=name)
+    assert not store.exists()
+
+
+STEP_BACK = "step goes back from"
+
+
+def told_steps_back(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if STEP_BACK in line]
+
+
+def test_a_step_that_goes_back_is_told_once(store, caplog):
+    """Also to a trainer that was started again, from an older checkpoint."""
+    with dbuffer.WeightSender(store) as sender:
+        for step in (99, 99, 100.5, None, "101", True, 100):
+            sender.send(WEIGHTS, metadata={} if step is None else {"step": step})
+        assert sender.stats["steps_back"] == 1
+        [line] = told_steps_back(caplog)
+        assert line == f"{store}: the trainer's {STEP_BACK} 100.5 to 100 with version 7"
+    caplog.clear()
+    with dbuffer.WeightSender(store) as again:
+        for step in (80, 81, 120):
+            again.send(WEIGHTS, metadata={"step": step})
+        assert again.stats["steps_back"] == 1
+        [line] = told_steps_back(caplog)
+        assert "from 100 to 80 with version 8" in line
+    with dbuffer.WeightSender(store) as last:
+        last.send(WEIGHTS, metadata={"step": 121})
+        assert last.stats["steps_back"] == 0
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_step_that_goes_back_is_refused_before_anything_is_touched(store, delta, caplog):
+    options = {"delta": delta, "keep": 2, "steps": "monotonic"}
+    with dbuffer.WeightSender(store, **options) as sender:
+        sender.send(WEIGHTS, metadata={"step": 10})
+        sender.send(WEIGHTS, metadata={"step": 11})
+    with dbuffer.WeightSender(store, **options) as again:
+        before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+        def refuse(send: Callable[..., Any], *arguments: Any, **more: Any) -> None:
+            with pytest.raises(dbuffer.VersionError, match=r"step 10.* is below step 11"):
+                send(*arguments, **more)
+
+        if delta:
+            refuse(again.send_patches, [], metadata={"step": 10})
+        refuse(again.send, WEIGHTS, metadata={"step": 10})
+        refuse(again.send, WEIGHTS, metadata={"step": 10.5}, wait=False)
+        assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == before
+        refuse(again.republish, 1)
+        assert again.republish(1, metadata={"step": 11}).version == 3
+        assert again.send(WEIGHTS).version == 4, "it has no step"
+        refuse(again.send, WEIGHTS, metadata={"step": 10})
+        assert again.send(WEIGHTS, metadata={"step": 12}, wait=False).wait().version == 5
+        assert again.stats["steps_back"] == 0
+    assert not told_steps_back(caplog)
+    with pytest.raises(dbuffer.OptionError, match="steps"):
+        dbuffer.WeightSender(store, steps="up")
 
 
 # What others may rely on who look into a store without dbuffer
@@ -386,7 +464,8 @@ def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(
     sender.send(WEIGHTS)
     with dbuffer.WeightReceiver(store, receiver_id="one") as one:
         # Without a version the store itself is the problem, so every version is.
-        for version, problem in ((1, "tensor 'a' is odd"), (None, "the store was removed")):
+        first = DoubleBuffer(store).pointer().id
+        for version, problem in ((first, "tensor 'a' is odd"), (None, "the store was removed")):
             one.record.write(problem=problem, problem_version=version)
             message = f"one .* version 1: {problem}"
             with pytest.raises(dbuffer.ReceiverFailedError, match=message):
@@ -410,7 +489,7 @@ def test_waiting_ends_at_once_when_a_named_receiver_cannot_apply_it(
             assert has_looked.wait(TIMEOUT_S)
             one.load_into({name: tensor.clone() for name, tensor in WEIGHTS.items()})
             waiting.result()
-        one.record.write(problem="tensor 'a' is odd", problem_version=1)
+        one.record.write(problem="tensor 'a' is odd", problem_version=first)
         sender.send(WEIGHTS)
         # What was wrong with one version says nothing of the next.
         with pytest.raises(dbuffer.WaitTimeoutError):
@@ -468,12 +547,13 @@ def test_lags_of_records(sender, store):
     other.write()
     assert sender.receiver_lags() == {}, "before the first version"
     sender.send(WEIGHTS)
-    history = DoubleBuffer(store).pointer().history
-    engine.write(applied_version=1, history=history, metadata={"step": 5})
-    rank.write(applied_version=1, history=history, part_of="engine")
-    other.write(applied_version=9, history="0" * 16, metadata={"step": 4})
+    first = DoubleBuffer(store).pointer()
+    engine.write(applied=first.id, runs=first.runs, metadata={"step": 5})
+    rank.write(applied=first.id, runs=first.runs, part_of="engine")
+    lost = first.runs[0]._replace(id="0" * 16)
+    other.write(applied=VersionId(lost.id, 9), runs=[lost], metadata={"step": 4})
     sender.send(WEIGHTS, metadata={"step": 7.5})
-    # Ranks of an engine are one receiver, and a version of another history counts as none.
+    # Ranks of an engine are one receiver, and a version of a run that was lost counts as none.
     assert sender.receiver_lags() == {"engine": (1, 2.5), "other": (2, None)}
     sender.send(WEIGHTS, metadata={"step": "8"})
     assert sender.receiver_lags() == {"engine": (2, None), "other": (3, None)}

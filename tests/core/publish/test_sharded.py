@@ -331,7 +331,7 @@ def test_gaps_between_parts_go_into_a_bucket_as_zeros(world, store, bucket_url, 
     with dbuffer.Mirror(store, bucket_url).start() as mirror:
         mirror.wait_until_current(TIMEOUT_S)
     with Bucket(bucket_url) as bucket:
-        [part] = [name for name in bucket.list("") if "/weights/" in name]
+        [part] = [name for name in bucket.list("") if ".weights/" in name]
         tensors = bytes(bucket.get_range(part, 0, 8 * ALIGNMENT_BYTES))
     assert tensors == 8 * bytes([1, 1, 1]).ljust(ALIGNMENT_BYTES, b"\0")
 
@@ -616,6 +616,25 @@ def test_one_rank_alone_can_neither_publish_nor_load_what_all_hold(world, store)
     for no_load, no_send in world.run(send_and_load_alone, store):
         assert "sharded" in no_load
         assert "dbuffer.ShardedWeightSender" in no_send
+
+
+def send_steps(rank: int, store: Path, steps: str, run: str) -> list[float]:
+    """Send a version for each step; return how often the step went back."""
+    with ShardedWeightSender(store, run=run, steps=steps) as sender:
+        for step in (10, 12, 11):
+            # Rank 0's counts.
+            sender.send({"a": torch.ones(3)}, metadata={"step": step if rank == 0 else 0})
+        return sender.stats["steps_back"]
+
+
+def test_a_step_that_goes_back_is_told_or_refused_on_all_ranks(world, store):
+    steps_back = world.run(send_steps, store, "any", "exp-7")
+    assert steps_back == [1] + [0] * (len(world.ranks) - 1)
+    assert [run.name for run in DoubleBuffer(store).pointer().runs] == ["exp-7"]
+    for outcome in world.outcomes(send_steps, store, "monotonic", "exp-8"):
+        assert outcome.kind == "VersionError"
+        assert "step 10 is below step 11" in outcome.message
+    assert DoubleBuffer(store).pointer().version == 3
 
 
 # Ranks that die

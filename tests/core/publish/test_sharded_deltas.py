@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.transfer import part_path
 from dbuffer.publish import delta_chain
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
@@ -195,9 +196,9 @@ def fail_to_read(*_: Any) -> None:
     raise dbuffer.StoreAccessError(SMOKE)
 
 
-def hold_the_one_before(buffers: DoubleBuffer, version: int, history: str | None) -> Held | None:
+def hold_the_one_before(buffers: DoubleBuffer, version: VersionId) -> Held | None:
     """As who is late to see what was published, or early to see what comes after it."""
-    idle = next(buffer for buffer in "AB" if buffers.manifest(buffer).version < version)
+    idle = next(buffer for buffer in "AB" if buffers.manifest(buffer).version < version.number)
     return hold_buffer(buffers, idle)
 
 

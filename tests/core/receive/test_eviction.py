@@ -75,7 +75,7 @@ def test_the_store_goes_in_the_block(store, sender, receiver, is_begun_anew):
     assert SMALL.version_of(snapshot.tensors) == 1
     with pytest.raises(dbuffer.VersionRegressedError) as caught:
         leave.close()
-    assert (caught.value.history is not None) == is_begun_anew
+    assert caught.value.is_forked == is_begun_anew
 
 
 @pytest.mark.parametrize("checksum", [False, True])

@@ -68,7 +68,8 @@ def require_no_attempt(loop: FollowLoop, newer_than: int | None) -> None:
 
 def problem_in(store: Path) -> tuple[str | None, int | None]:
     record = DoubleBuffer(store).receiver("follower")
-    return record.problem, record.problem_version
+    version = record.problem_version
+    return record.problem, version and version.number
 
 
 @pytest.mark.timing(retry_min_s=0.05)
@@ -135,11 +136,11 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(store,
 
 
 @pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
-def test_a_new_history_is_followed_or_refused(store, receiver, version):
+def test_a_fork_is_followed_or_refused(store, receiver, version):
     publish(store, 5)
-    follows = FollowLoop(receiver, "testing", logger, new_history="follow")
+    follows = FollowLoop(receiver, "testing", logger, forked="follow")
     with dbuffer.WeightReceiver(store) as another:
-        refuses = FollowLoop(another, "testing", logger, new_history="refuse")
+        refuses = FollowLoop(another, "testing", logger, forked="refuse")
         for loop in (follows, refuses):
             assert wait(loop, None) == 5
         remove_store(store)
@@ -147,20 +148,20 @@ def test_a_new_history_is_followed_or_refused(store, receiver, version):
         for _ in range(2):
             with refuses.attempt():
                 refuses.wait(5)
-            assert not refuses.has_started_over
+            assert not refuses.has_forked
             assert isinstance(refuses.failure.error, dbuffer.VersionRegressedError)
-    ends = FollowLoop(receiver, "testing", logger, new_history="raise")
+    ends = FollowLoop(receiver, "testing", logger, forked="raise")
     with pytest.raises(dbuffer.VersionRegressedError), ends.attempt():
         ends.wait(5)
     with follows.attempt():
         follows.wait(5)
-    assert follows.has_started_over
+    assert follows.has_forked
     assert wait(follows, None) == version
 
 
 def test_a_snapshot_that_was_evicted_is_no_failure(loop):
     fail(loop, dbuffer.SnapshotEvictedError("a writer took it"))
-    assert (loop.error, loop.failure, loop.has_started_over) == (None, None, False)
+    assert (loop.error, loop.failure, loop.has_forked) == (None, None, False)
 
 
 def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(receiver, caplog):

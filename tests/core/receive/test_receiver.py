@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import torch
 
 import dbuffer
 from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import ReceiverRecord, decode
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status
@@ -67,9 +67,9 @@ def is_applied(sender, version, receivers: Any = 1) -> bool:
     return True
 
 
-def record_of(store: Path, name: str = "me") -> dict:
+def record_of(store: Path, name: str = "me") -> ReceiverRecord:
     [path] = (store / "receivers").glob(f"{name}.*.json")
-    return json.loads(path.read_bytes())
+    return decode(ReceiverRecord, path.read_bytes())
 
 
 READS = (
@@ -291,20 +291,20 @@ class TestAcknowledging:
                 assert receiver.load_into(target) is None
             sender.send(weights_of(1))
             with receiver.open():
-                assert record_of(store)["held_version"] == 1
-                assert record_of(store)["applied_version"] is None
+                assert record_of(store).held.number == 1
+                assert record_of(store).applied_version is None
                 assert not is_applied(sender, 1)
             assert is_applied(sender, 1)
-            assert record_of(store)["held_version"] is None
-            assert record_of(store)["pid"] == os.getpid()
+            assert record_of(store).held is None
+            assert record_of(store).pid == os.getpid()
             assert receiver.load_into(target) == 1, "what a snapshot showed is loaded all the same"
             assert receiver.load_into(target) is None
             for value in (2, 3):
                 sender.send(weights_of(value))
             with pytest.raises(KeyError), receiver.open():
                 raise KeyError
-            assert record_of(store)["applied_version"] == 1
-            assert record_of(store)["held_version"] is None
+            assert record_of(store).applied_version == 1
+            assert record_of(store).held is None
             with receiver.open(acknowledge=False):
                 pass
             assert not is_applied(sender, 3)
@@ -317,7 +317,7 @@ class TestAcknowledging:
     def test_with_the_metadata_of_the_version(self, sender, receiver, store):
         def applied() -> tuple[int | None, dict[str, Any]]:
             record = record_of(store)
-            return record["applied_version"], record["metadata"]
+            return record.applied_version, record.metadata
 
         sender.send(weights_of(1), metadata={"step": 10})
         with receiver.open() as snapshot:
@@ -333,7 +333,7 @@ class TestAcknowledging:
         sender.send(weights_of(3))
         receiver.load_into(weights_of(0))
         assert applied() == (3, {})
-        receiver.start_over()
+        receiver.follow_fork()
         receiver.record.write()
         assert applied() == (None, {})
         # Of long metadata, the step alone; and that only if it is short.
@@ -353,7 +353,7 @@ class TestAcknowledging:
         expected = {1: {"step": 10}, 3: {}, 4: {"step": 40}, 5: {"step": 50}}
         for version, metadata in expected.items():
             receiver.acknowledge(version)
-            assert record_of(store)["metadata"] == metadata
+            assert record_of(store).metadata == metadata
 
     def test_a_name_must_be_plain_and_default_names_differ(self, store):
         plain = ("", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "é", "x" * 129, "a\0b")
@@ -445,7 +445,7 @@ class TestReporting:
             with receiver.open():
                 pass
             assert is_applied(sender, 2, "me")
-            assert record_of(store)["problem"] is None
+            assert record_of(store).problem is None
 
     def test_a_problem_with_the_store_is_reported_until_it_is_over(self, sender, receiver, store):
         sender.send(weights_of(1))
@@ -454,10 +454,10 @@ class TestReporting:
         (store / "CURRENT").write_bytes(b"{")
         with pytest.raises(dbuffer.StoreCorruptError):
             receiver.load_into(weights_of(0))
-        assert "StoreCorruptError" in record_of(store)["problem"]
+        assert "StoreCorruptError" in record_of(store).problem
         (store / "CURRENT").write_bytes(pointer)
         assert receiver.load_into(weights_of(0)) is None
-        assert record_of(store)["problem"] is None
+        assert record_of(store).problem is None
 
     def test_what_is_no_failure_is_not_reported(self, sender, receiver, store):
         sender.send(weights_of(1))
@@ -468,7 +468,7 @@ class TestReporting:
         with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open():
             sender.send(weights_of(2))
             sender.send(weights_of(3))
-        assert record_of(store)["problem"] is None
+        assert record_of(store).problem is None
 
 
 class TestFollowing:
@@ -615,16 +615,16 @@ class TestStore:
         with dbuffer.WeightSender(store) as again:
             again.send(weights_of(2), version=version)
             target = weights_of(1)
-            message = rf"version 10, .* version {version}"
+            message = rf"version 10 of run .* version {version} of run"
             require_refused(receiver, dbuffer.VersionRegressedError, message)
             assert not is_applied(again, version)
-            assert receiver.wait_or_start_over(20, timeout_s=0) == version
+            assert receiver.wait_or_follow_fork(20, timeout_s=0) == version
             assert receiver.load_into(target) == version
             assert values_in(target) == {2.0}
             assert is_applied(again, version)
             (store / "CURRENT").unlink()
-            with pytest.raises(dbuffer.VersionRegressedError, match="to 0"):
-                receiver.wait_or_start_over(None, timeout_s=0)  # there is no new history
+            with pytest.raises(dbuffer.VersionRegressedError, match="was emptied"):
+                receiver.wait_or_follow_fork(None, timeout_s=0)  # there is no other run
 
     def test_that_a_sender_took_over_goes_on(self, sender, receiver, store):
         """A trainer that is started again is no new run of versions; nor one without its record."""
@@ -672,7 +672,7 @@ class TestLife:
         followed.close()
         with pytest.raises(dbuffer.ClosedError):
             receiver.acknowledge(1)
-        assert record_of(store)["has_ended"]
+        assert record_of(store).has_ended
         with pytest.raises(dbuffer.ReceiverFailedError):
             sender.wait_applied(1, receivers="me", timeout_s=60)
 
@@ -680,7 +680,7 @@ class TestLife:
         sender.send(weights_of(1))
         with Child(fork_while_writing, store) as child:
             assert child.receive() == 0
-        assert record_of(store)["applied_version"] == 1
+        assert record_of(store).applied_version == 1
 
 
 def fork_while_writing(connection: Connection, store: Path) -> None:

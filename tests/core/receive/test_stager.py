@@ -26,6 +26,7 @@ import torch
 
 import dbuffer
 from dbuffer.format.layout import Layout
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.stager import Staged, Stager, StagingMemory
@@ -79,9 +80,19 @@ def record_in(store: Path) -> ReceiverRecord:
     return DoubleBuffer(store).receiver("rank")
 
 
+def number(version: VersionId | None) -> int | None:
+    return None if version is None else version.number
+
+
+def release(stager: Stager, version: int) -> None:
+    """Release what was taken, as applied: the version of this number that the store has had."""
+    newest = stager.newest() or stager._receiver._seen
+    stager.release(applied=newest.lineage.at(version))
+
+
 def wait_until_staged(store: Path, version: int) -> None:
     """Wait for what anybody can see: the record in the store."""
-    until(f"{version} is staged", lambda: record_in(store).staged_version == version)
+    until(f"{version} is staged", lambda: number(record_in(store).staged) == version)
 
 
 def wait_for_problem(store: Path) -> ReceiverRecord:
@@ -163,7 +174,7 @@ def test_take_waits_for_the_newest_and_for_one_that_is_not_published(store, send
         for version in range(1, 30):
             publish(sender, version)
             assert_whole(follower.take(timeout_s=IN_TIME_S), version)
-            follower.release(applied=version)
+            release(follower, version)
         for version, by in ((30, "version"), (31, "at_least")):
             with meanwhile(publish, sender, version):
                 assert_whole(follower.take(**{by: version}, timeout_s=IN_TIME_S), version)
@@ -185,7 +196,7 @@ def test_nothing_published_is_a_time_out_in_time(store, is_made):
             publish(sender, 1)
             until("it is staged", lambda: follower.stats["staged"])
             assert_whole(follower.take(timeout_s=0), 1)
-        until("its record says so", lambda: record_in(store).staged_version == 1)
+        until("its record says so", lambda: number(record_in(store).staged) == 1)
 
 
 class Gate:
@@ -266,12 +277,12 @@ def test_what_is_taken_stays_until_it_is_given_back(store, sender, copy):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 2)
             follower.release()
         follower.take(timeout_s=IN_TIME_S)
-        follower.release(applied=2)
+        release(follower, 2)
         time.sleep(NOT_IN_VAIN_S)
         assert follower.stats["staged"] == 2, "applied, it is staged again on request alone"
         for request in ({"version": 2}, {}):
             assert_whole(follower.take(**request, timeout_s=IN_TIME_S), 2)
-            follower.release(applied=2)
+            release(follower, 2)
 
 
 def test_what_is_taken_while_a_newer_version_is_found_is_kept(store, sender):
@@ -284,7 +295,7 @@ def test_what_is_taken_while_a_newer_version_is_found_is_kept(store, sender):
         gate.open.set()
         time.sleep(NOT_IN_VAIN_S)
         assert follower.take(1, timeout_s=0) is taken
-        follower.release(applied=1)
+        release(follower, 1)
         wait_until_staged(store, 2)
 
 
@@ -297,10 +308,10 @@ def test_what_was_given_back_as_applied_holds_nothing(store, copy):
         publish(sender, 1)
         wait_until_staged(store, 1)
         follower.take(timeout_s=0)
-        assert record_in(store).held_version == (None if copy else 1)
-        follower.release(applied=1)
-        until("it is let go", lambda: record_in(store).staged_version is None)
-        assert record_in(store).held_version is None
+        assert number(record_in(store).held) == (None if copy else 1)
+        release(follower, 1)
+        until("it is let go", lambda: record_in(store).staged is None)
+        assert record_in(store).held is None
         file = file_of(store, 1)
         for version in (2, 3):
             assert sender.send(SMALL.weights(version)).duration_s < SOON_S
@@ -322,7 +333,7 @@ def test_what_is_taken_stays_whole_while_a_sender_publishes_on(store, copy):
         for version in range(2, 22):
             publish(sender, version)
             assert_whole(taken, 1)
-        follower.release(applied=1)
+        release(follower, 1)
         # Copied, it held nobody up; mapped, it was evicted, and keeps its file's bytes.
         evictions = 0 if copy else 1
         wait_until_staged(store, 21)
@@ -366,9 +377,9 @@ def test_damage_is_told_until_it_is_mended_or_a_newer_version_comes(store, sende
         publish_damaged(sender, version, damage)
         record = wait_for_problem(store)
         assert re.fullmatch(f"StoreCorruptError: .*{reason}.*", record.problem)
-        assert record.problem_version == version
-        assert record.staged_version is None
-        until("it is let go between tries", lambda: record_in(store).held_version is None)
+        assert number(record.problem_version) == version
+        assert record.staged is None
+        until("it is let go between tries", lambda: record_in(store).held is None)
         with pytest.raises(dbuffer.StoreCorruptError, match=reason):
             follower.take(timeout_s=IN_TIME_S)
         assert follower.stats["failures"] >= 2 * version
@@ -409,7 +420,7 @@ def test_what_a_check_raises_reaches_who_takes(store, sender):
             with pytest.raises(ValueError, match=r"no layers\.4\.weight") as caught:
                 follower.take(**request, timeout_s=IN_TIME_S)
             assert caught.value is refusal
-        follower.release(applied=1)  # of which nothing is staged
+        release(follower, 1)  # of which nothing is staged
         publish(sender, 2)
         wait_until_staged(store, 2)
         assert record_in(store).problem is None
@@ -422,7 +433,7 @@ def test_a_check_is_asked_once_a_layout(store, sender):
             sender.send(pattern.weights(version))
             taken = follower.take(timeout_s=IN_TIME_S)
             assert checked[-1] == taken.layout
-            follower.release(applied=version)
+            release(follower, version)
     assert [len(layout.specs) for layout in checked] == [8, 5, 8]
 
 
@@ -446,7 +457,7 @@ def test_the_previous_version_is_refused_if_it_is_being_overwritten_or_damaged(s
             with pytest.raises(dbuffer.VersionError):
                 follower.take(1, timeout_s=IN_TIME_S)
         assert_whole(follower.take(1, timeout_s=IN_TIME_S), 1)
-        follower.release(applied=1)
+        release(follower, 1)
         flip(previous)
         with pytest.raises(dbuffer.StoreCorruptError, match=r"layers\.0\.weight"):
             follower.take(1, timeout_s=IN_TIME_S)
@@ -458,7 +469,7 @@ def test_a_manifest_damaged_while_its_version_is_taken_harms_nobody(store, sende
         follower.take(timeout_s=IN_TIME_S)
         time.sleep(NOT_IN_VAIN_S)  # until its thread waits for it to come back
         file_of(store, 1).with_name("manifest.json").write_bytes(b"{")
-        follower.release(applied=1)
+        release(follower, 1)
         publish(sender, 2)
         wait_until_staged(store, 2)
 
@@ -469,7 +480,7 @@ def test_a_store_that_is_removed_is_told(store, sender):
     with staging(store) as follower:
         wait_until_staged(store, 2)
         follower.take(timeout_s=0)
-        follower.release(applied=2)
+        release(follower, 2)
         store.rename(store.with_name("gone"))  # in one step: it writes its record in there
         with pytest.raises(dbuffer.StoreNotFoundError, match=re.escape(str(store))):
             follower.take(timeout_s=IN_TIME_S)
@@ -478,9 +489,11 @@ def test_a_store_that_is_removed_is_told(store, sender):
             # Until then an attempt that began before may still end as those before did.
             until(
                 "it is staged or failed",
-                lambda: "of another run" in str(DoubleBuffer(store).receiver("rank")),
+                lambda: "of run" in str(record_in(store).problem),
             )
-            with pytest.raises(dbuffer.VersionRegressedError, match=r"version 2, .* version 1,"):
+            with pytest.raises(
+                dbuffer.VersionRegressedError, match=r"version 2 of .* version 1 of"
+            ):
                 follower.take(timeout_s=IN_TIME_S)
             again.send(SMALL.weights(7), version=7)
             with pytest.raises(dbuffer.VersionRegressedError):
@@ -494,7 +507,7 @@ def test_a_store_that_is_removed_is_told(store, sender):
 )
 def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy, version, caplog):
     publish(sender, 1, 2)
-    with staging(store, new_history="follow", copy=copy) as follower:
+    with staging(store, forked="follow", copy=copy) as follower:
         wait_until_staged(store, 2)
         old = follower.take(timeout_s=0)
         assert_whole(old, 2)
@@ -502,19 +515,102 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy,
         remove_store(store)
         with dbuffer.WeightSender(store) as again:
             again.send(SMALL.weights(9), version=version)
-            follower.release(applied=2, history=old.history)
+            follower.release(applied=old.id)
             new = follower.take(timeout_s=IN_TIME_S)
             assert (new.version, SMALL.version_of(new.tensors)) == (version, 9)
-            assert new.history != old.history
-            until("it is staged or failed", lambda: record_in(store).history == new.history)
+            assert new.id.run != old.id.run
+            until("it is staged or failed", lambda: record_in(store).staged == new.id)
             # What was applied before says nothing of it: it stays ready.
-            follower.release(applied=2, history=old.history)
+            follower.release(applied=old.id)
             assert follower.take(version, timeout_s=0) is new
-            with pytest.raises(dbuffer.VersionRegressedError):
-                follower.take(2, history=old.history, timeout_s=IN_TIME_S)
             follower.release()
-    said = [record for record in caplog.records if "of another run" in record.message]
+            with pytest.raises(dbuffer.VersionRegressedError):
+                follower.take(old.id, timeout_s=IN_TIME_S)
+    said = [record for record in caplog.records if "does not lead to" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3], ids=["lower", "equal", "higher"])
+def test_a_fork_is_staged_unasked_after_a_version_that_was_taken_before(store, sender, version):
+    """The version is released as applied before the stager has seen what the other run has."""
+    publish(sender, 1, 2)
+    with staging(store, forked="follow") as follower:
+        old = follower.take(2, timeout_s=IN_TIME_S)
+        sender.close()
+        settle, has_followed = Stager._settle, threading.Event()
+
+        def release_before_it_looks_again(stager: Stager, request: Any) -> None:
+            settle(stager, request)
+            if stager._loop.has_forked:
+                stager.release(applied=old.id)
+                has_followed.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stager, "_settle", release_before_it_looks_again)
+            remove_store(store)
+            with dbuffer.WeightSender(store) as again:
+                again.send(SMALL.weights(9), version=version)
+            follower.release()
+            assert has_followed.wait(IN_TIME_S)
+        until("it is staged", lambda: (r := record_in(store)) and r.staged not in (None, old.id))
+        assert SMALL.version_of(follower.take(timeout_s=0).tensors) == 9
+
+
+@pytest.mark.parametrize("is_forked", [False, True], ids=["goes-on", "forks"])
+def test_what_was_applied_by_a_stager_before_is_staged_again_only_if_the_store_forked(
+    store, sender, is_forked
+):
+    publish(sender, 1, 2)
+    applied = DoubleBuffer(store).pointer().id
+    sender.close()
+    if is_forked:
+        remove_store(store)
+        with dbuffer.WeightSender(store) as again:
+            again.send(SMALL.weights(1))
+    with staging(store, applied=applied) as follower:
+        if is_forked:
+            wait_until_staged(store, 1)
+        else:
+            time.sleep(NOT_IN_VAIN_S)
+            assert follower.stats["staged"] == 0
+
+
+def test_a_number_is_never_met_by_a_run_that_the_store_lost(store, sender):
+    """The stager has the lost run's version 8, and has not looked at the store since."""
+    publish(sender, 1, 2, 8)
+    with staging(store, forked="follow", poll_interval_s=1000.0) as follower:
+        wait_until_staged(store, 8)
+        lost = follower.take(timeout_s=0)
+        sender.close()
+        follower._receiver._watcher.close()
+        remove_store(store)
+        with dbuffer.WeightSender(store) as again:
+            again.send(SMALL.weights(9), version=5)
+            for request in ({"version": 8}, {"at_least": 7}):
+                with pytest.raises(dbuffer.WaitTimeoutError):
+                    follower.take(**request, timeout_s=0)
+            follower.release()
+            again.send(SMALL.weights(10), version=8)
+            assert SMALL.version_of(follower.take(8, timeout_s=IN_TIME_S).tensors) == 10
+            follower.release()
+            with pytest.raises(dbuffer.VersionRegressedError):
+                follower.take(lost.id, timeout_s=IN_TIME_S)
+
+
+def test_a_version_of_a_run_that_another_began_before_is_refused_at_once(store, sender, tmp_path):
+    publish(sender, 1)
+    shutil.copytree(store, tmp_path / "before")
+    publish(sender, 2)
+    lost = DoubleBuffer(store).pointer().id
+    sender.close()
+    remove_store(store)
+    shutil.move(tmp_path / "before", store)
+    with dbuffer.WeightSender(store) as again:
+        publish(again, 3)
+    with staging(store) as follower:
+        with pytest.raises(dbuffer.VersionRegressedError, match="does not lead"):
+            follower.take(at_least=lost, timeout_s=IN_TIME_S)
+        assert_whole(follower.take(at_least=lost._replace(number=1), timeout_s=IN_TIME_S), 3)
 
 
 @pytest.fixture
@@ -534,7 +630,7 @@ def test_a_record_that_cannot_be_written_keeps_nothing_mapped(store, caplog):
         follower.take(timeout_s=IN_TIME_S)
         until("it is told", lambda: "cannot acknowledge" in caplog.text)
         remove_store(store)
-        follower.release(applied=1)
+        release(follower, 1)
         until("it is unmapped", lambda: not mappings_of(store))
 
 
@@ -548,7 +644,7 @@ def test_what_is_taken_outlives_its_store_and_is_unmapped_when_it_is_given_back(
         remove_store(store)
         assert_whole(taken, 1)
         del taken
-        follower.release(applied=1)
+        release(follower, 1)
         until("it is unmapped", lambda: not mappings_of(store))
 
 
@@ -573,17 +669,17 @@ def test_while_the_pointer_is_away_what_is_staged_stays_and_is_not_the_newest(st
         with pytest.raises(dbuffer.VersionRegressedError):
             follower.take(3, timeout_s=IN_TIME_S)
         record = wait_for_problem(store)
-        assert (record.problem_version, record.staged_version) == (None, 2)
+        assert (record.problem_version, number(record.staged)) == (None, 2)
         # Nothing new is published afterwards: what was staged before is still all there is.
         (store / "tmp" / "CURRENT").rename(store / "CURRENT")
         until("the problem is over", lambda: record_in(store).problem is None)
-        assert record_in(store).staged_version == 2
+        assert number(record_in(store).staged) == 2
         assert_whole(follower.take(timeout_s=0), 2)
         follower.release()
         follower.take(1, timeout_s=IN_TIME_S)
         (store / "CURRENT").unlink()
         follower.release()
-        with pytest.raises(dbuffer.VersionRegressedError, match=r"2 .*0"):
+        with pytest.raises(dbuffer.VersionRegressedError, match="was emptied: it held version 2"):
             follower.take(timeout_s=IN_TIME_S)
 
 
@@ -595,7 +691,7 @@ def test_a_problem_is_that_of_the_version_which_was_opened(store, sender, caplog
         publish(sender, 2)
         publish_damaged(sender, 3)
         gate.open.set()
-        assert wait_for_problem(store).problem_version == 3
+        assert number(wait_for_problem(store).problem_version) == 3
         with pytest.raises(dbuffer.VersionError, match="version 1 "):
             follower.take(1, timeout_s=IN_TIME_S)
     told = [entry.getMessage() for entry in caplog.records if "damaged" in entry.message]
@@ -617,7 +713,7 @@ def test_who_takes_what_was_just_mended_hears_nothing_of_the_try_before(store, s
 def test_pinned_memory_without_a_gpu_is_a_problem_and_no_crash(store, sender):
     publish(sender, 1)
     with staging(store, pin_memory=True) as follower:
-        assert wait_for_problem(store).problem_version == 1
+        assert number(wait_for_problem(store).problem_version) == 1
         with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda|nvidia"):
             follower.take(timeout_s=IN_TIME_S)
 
@@ -735,7 +831,7 @@ def test_files_stay_mapped_and_what_a_loader_writes_into_them_is_gone(store, sen
             else:
                 for tensor in staged.tensors.values():
                     tensor.fill_(77)
-            follower.release(applied=version)
+            release(follower, version)
     assert seen[0] != seen[1]
 
 
@@ -748,7 +844,7 @@ def test_a_file_that_is_not_written_again_is_unmapped_before_the_next_version_co
         with staging(store) as follower:
             follower.take(timeout_s=IN_TIME_S)
             assert len(mappings_of(file)) > before
-            follower.release(applied=1)
+            release(follower, 1)
             until("it is unmapped", lambda: len(mappings_of(file)) == before)
 
 
@@ -790,10 +886,10 @@ def fork_with_stager(connection: Connection, store: Path) -> None:
         os.close(theirs)
         assert os.read(ready, 1) == b"."
         assert list((store / "receivers").glob("rank.*.json"))
-        follower.release(applied=1)
+        release(follower, 1)
         publish(sender, 2)
         connection.send(follower.take(at_least=2, timeout_s=IN_TIME_S).version)
-        follower.release(applied=2)
+        release(follower, 2)
         connection.send(sender.send(SMALL.weights(3)).duration_s)
         os.kill(pid, 9)
         os.waitpid(pid, 0)
@@ -839,7 +935,7 @@ def stage_large(connection: Connection, store: Path, copy: bool, num_versions: i
                 staged = follower.take(at_least=version, timeout_s=IN_TIME_S)
                 assert all(int(tensor.amax()) == 0 for tensor in staged.tensors.values())
                 del staged
-                follower.release(applied=version)
+                release(follower, version)
         connection.send(max(grown))
 
 
@@ -889,13 +985,13 @@ def test_only_the_version_is_staged_and_only_once(store, copy):
             publish(sender, 4)
             stager.release()
             assert_whole(stager.take(4, timeout_s=SOON_S), 4)
-            stager.release(applied=4)
+            release(stager, 4)
             wait_until_staged(store, 1)
             assert_whole(stager.take(at_least=1, timeout_s=SOON_S), 1)
-            stager.release(applied=1)
+            release(stager, 1)
             publish(sender, 5, 6)
             time.sleep(NOT_IN_VAIN_S)
-            assert record_in(store).staged_version is None
+            assert record_in(store).staged is None
             assert stager.stats["staged"] == 3
             stager.stage_again()
             with pytest.raises(dbuffer.VersionError, match=r"version 1 .* holds 3, 4, 5, 6$"):
@@ -909,21 +1005,24 @@ def test_version_is_not_staged_before_it_is_published_nor_if_it_was_applied(stor
         assert stager.stats["staged"] == 0
         publish(sender, 3, 4)
         assert_whole(stager.take(timeout_s=SOON_S), 3)
-    with staging(store, version=3, applied=3) as stager:
+    applied = DoubleBuffer(store).pointer().lineage.at(3)
+    with staging(store, version=3, applied=applied) as stager:
         time.sleep(NOT_IN_VAIN_S)
         assert stager.stats["staged"] == 0
 
 
-def test_version_of_a_store_that_was_started_over_is_staged(store):
+def test_version_of_another_run_is_staged(store):
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1, 2)
-    with staging(store, version=2, new_history="follow") as stager:
+    with staging(store, version=2, forked="follow") as stager:
         wait_until_staged(store, 2)
-        history = record_in(store).history
+        before = record_in(store).staged
         remove_store(store)
         with dbuffer.WeightSender(store) as sender:
             publish(sender, 1, 2)
-            until("it is staged", lambda: (r := record_in(store)) and r.history != history)
+            until(
+                "it is staged", lambda: (r := record_in(store)) and r.staged not in (None, before)
+            )
             assert_whole(stager.take(timeout_s=SOON_S), 2)
 
 

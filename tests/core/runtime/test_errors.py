@@ -35,9 +35,9 @@ def test_each_error_is_a_standard_one_too_and_pickles_with_its_message(name):
         assert again.args == error.args
 
 
-def test_the_history_that_a_receiver_came_upon_pickles_too():
-    again = pickle.loads(pickle.dumps(errors.VersionRegressedError("gone back", "a" * 16)))
-    assert (str(again), again.history) == ("gone back", "a" * 16)
+def test_a_fork_that_a_receiver_came_upon_pickles_too():
+    again = pickle.loads(pickle.dumps(errors.VersionRegressedError("forked", is_forked=True)))
+    assert (str(again), again.is_forked) == ("forked", True)
 
 
 def test_a_raised_error_pickles_too(tmp_path):

@@ -117,7 +117,7 @@ def test_stale_temporaries_are_removed_and_other_files_stay(tmp_path):
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1), follow_symlinks=False)
     (tmp_path / f".young{end}").touch()
-    filesystem.remove_stale_temporaries(tmp_path)
+    filesystem.remove_stale_temporaries(tmp_path, time.time())
     stay = {*others, *(f".{name}{end}" for name in ("folder", "link", "young"))}
     assert {path.name for path in tmp_path.iterdir()} == stay
 

@@ -34,7 +34,7 @@ from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
 from tests.support.namespaces import Boxed
 from tests.support.patterns import SMALL, newest, publish
-from tests.support.stores import weights_files
+from tests.support.stores import applied, weights_files
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timing(last_word_s=0.2)
@@ -60,8 +60,10 @@ def hold_and_stay(connection: Connection, store: Path) -> None:
             connection.recv()
 
 
-def history_of(store: Path) -> str | None:
-    return DoubleBuffer(store).pointer().history
+def applied_newest(store: Path) -> dict[str, Any]:
+    """Return the fields of a record that tell that the newest version is applied."""
+    pointer = DoubleBuffer(store).pointer()
+    return {"applied": pointer.id, "runs": pointer.runs}
 
 
 TOKEN = "0123456789abcdef"
@@ -149,7 +151,7 @@ def test_a_number_that_another_process_has_by_now_is_dead():
 
 def put(store: Path, **changes: Any) -> None:
     fields: dict[str, Any] = dict(owner_fields())
-    fields |= {"receiver": NAME, "token": TOKEN, "applied_version": None, "held_version": None}
+    fields |= {"receiver": NAME, "token": TOKEN}
     record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
     DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
 
@@ -275,9 +277,9 @@ def test_an_id_that_begins_with_another_is_another_id(store):
     names = (NAME, f"{NAME}.rank-0", f"{NAME}.{TOKEN}")
     records = [RecordFile(store, name) for name in names]
     for version, record in enumerate(records):
-        record.write(applied_version=version)
+        record.write(**applied(version + 1))
     for version, name in enumerate(names):
-        assert [r.applied_version for r in DoubleBuffer(store).records_of(name)] == [version]
+        assert [r.applied_version for r in DoubleBuffer(store).records_of(name)] == [version + 1]
 
 
 def test_a_container_that_was_restarted_takes_its_record_away_at_once(store, mount, sender):
@@ -318,7 +320,7 @@ def test_an_interrupted_write_leaves_nothing_that_is_waited_for(store, mount, is
         try:
             # One in a finalizer is not raised; only a lock that is not closed matters.
             at_call(number, interrupt, LOOKS if mount == "local" else LOOKS - {"close"})
-            record.write(applied_version=number)
+            record.write(**applied(number))
             break
         except KeyboardInterrupt as error:
             interrupts.append(error)  # and with it what its frames have in hand
@@ -327,7 +329,7 @@ def test_an_interrupted_write_leaves_nothing_that_is_waited_for(store, mount, is
         if is_made_anew:
             record.close()
             record = RecordFile(store, NAME)
-        record.write(applied_version=number)
+        record.write(**applied(number))
         assert applied_by(store) == [number]
     assert len(interrupts) > 2
 
@@ -387,7 +389,7 @@ def test_listing_reads_what_has_changed(store, sender, monkeypatch):
             sender.wait_applied(1, receivers=1, timeout_s=timeout_s)
         assert len(reads) <= num_reads
         reads.clear()
-    put(store, receiver="r-77", applied_version=1, history=history_of(store))
+    put(store, receiver="r-77", **applied_newest(store))
     sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
     assert set(reads) == {f"r-77.{TOKEN}.json"}
 
@@ -397,7 +399,7 @@ def test_what_changes_twice_within_a_tick_is_seen(store, monkeypatch):
     monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
     view = DoubleBuffer(store)
     for version in range(100, 400):  # in place: the same inode, the same length
-        put(store, applied_version=version, updated_at=1.0)
+        put(store, **applied(version), updated_at=1.0)
         assert [record.applied_version for record in view.receivers()] == [version]
 
 
@@ -427,9 +429,29 @@ def test_dead_receivers_with_generated_names_go_while_the_sender_lives(store, se
         assert names() == {living.receiver_id, "named"}
 
 
+def test_records_go_by_the_times_of_their_files(store, sender, timing):
+    """Clocks of their receivers' hosts may be wrong by any time."""
+    timing.forget_every_s = 0.0
+    ended = {"has_ended": True, "is_ephemeral": True}
+    put(store, receiver="behind", updated_at=1.0, **ended)
+    put(store, receiver="ahead", updated_at=time.time() + 1e6, **ended)
+    put(store, receiver="twice", token="a" * 16, updated_at=time.time() + 1e6, has_ended=True)
+    put(store, receiver="twice", updated_at=1.0, has_ended=True)
+    then = time.time() - timing.forget_ephemeral_after_s - 60
+    for name in ("ahead", f"twice.{'a' * 16}"):
+        [path] = (store / RECEIVERS_DIRECTORY).glob(f"{name}*")
+        os.utime(path, (then, then))
+    publish(sender, 2)
+    records = DoubleBuffer(store).receivers()
+    assert {(record.receiver, record.token) for record in records} == {
+        ("behind", TOKEN),
+        ("twice", TOKEN),
+    }
+
+
 def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(store, sender, caplog):
     for name, mode in (("theirs", 0o666), ("ours", 0o600)):
-        put(store, receiver=name, applied_version=1, history=history_of(store))
+        put(store, receiver=name, **applied_newest(store))
         path_of(store, name).chmod(mode)
     sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
     with pytest.raises(dbuffer.WaitTimeoutError):

@@ -71,7 +71,7 @@ def mapped_and_opened(store: Path) -> tuple[bool, dict[str, int]]:
 def held_by_mine(store: Path) -> int | None:
     """Read which version the receiver of these tests says that it reads."""
     record = DoubleBuffer(store).receiver("mine")
-    return None if record is None else record.held_version
+    return None if record is None or record.held is None else record.held.number
 
 
 def path_of(descriptor: int) -> str:
@@ -362,8 +362,7 @@ def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_it
         """Try to hold version 1 before that call of the publish of 3, if it makes so many."""
 
         def take_hold() -> None:
-            history = sender._writer.record.history
-            held.append(hold_version(receiver._store, 1, history, receiver._announce))
+            held.append(hold_version(receiver._store, 1, receiver._announce))
 
         with (
             dbuffer.WeightSender(store, num_threads=1) as sender,
@@ -377,7 +376,7 @@ def test_who_takes_hold_of_the_older_version_at_any_moment_of_a_publish_keeps_it
             if len(held) == number and (older := held[-1]) is not None:
                 assert older.path.exists(), "it was announced before the writer looked"
                 older.release()
-                receiver.record.write(held_version=None)
+                receiver.record.write(held=None)
                 publish(sender, 6)
                 assert not older.path.exists()
 
@@ -531,8 +530,10 @@ def test_a_call_that_fails_publishes_nothing_and_its_file_is_not_trusted_again(
     left = version_files(store) - before
     if is_weights(hits[0]):
         assert not left, "half a version, or one of which nobody knows, is removed"
-    publish(sender, version + 1)
-    assert load(receiver) == version + 1
+    # A number is not used again once the pointer was to be put: readers may know it.
+    following = 4 if name == "fsync" and nth >= 6 else 3
+    publish(sender, following)
+    assert load(receiver) == following
     path, _ = weights_file(store, DoubleBuffer(store).pointer().buffer)
     assert path not in before | left, "no file is written twice, least of all that one"
 

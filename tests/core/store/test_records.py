@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from tests.support.children import Child
 from tests.support.patterns import SMALL
-from tests.support.stores import fill, small_disk
+from tests.support.stores import RUN, applied, fill, small_disk
 from tests.support.waiting import until
 
 NOBODY = 65534
+FOURTH = VersionId(RUN, 4)
 
 
 @pytest.fixture
@@ -39,16 +41,16 @@ def read(store: Path, receiver_id: str = "one") -> ReceiverRecord | None:
 def test_what_is_set_is_in_the_store_when_it_is_written(made):
     record = RecordFile(made, "one")
     record.remove()
-    record.set(applied_version=3, stats={"staged": 3})
-    record.set(problem="größe\n\x00", problem_version=4, part_of="engine")
+    record.set(**applied(3), stats={"staged": 3})
+    record.set(problem="größe\n\x00", problem_version=FOURTH, part_of="engine")
     assert read(made) is None
     before = time.time()
     record.write()
     first = read(made)
     assert first == record.current
     assert (first.receiver, first.pid) == ("one", os.getpid())
-    assert (first.applied_version, first.held_version, first.staged_version) == (3, None, None)
-    assert (first.problem, first.problem_version) == ("größe\n\x00", 4)
+    assert (first.applied_version, first.held, first.staged) == (3, None, None)
+    assert (first.problem, first.problem_version) == ("größe\n\x00", FOURTH)
     assert (first.part_of, first.stats) == ("engine", {"staged": 3})
     record.write()
     assert before <= first.updated_at < read(made).updated_at <= time.time()
@@ -73,7 +75,7 @@ def test_a_later_record_has_a_later_time_also_where_the_clock_is_put_back(made, 
 
 def test_a_store_that_is_not_there_yet_gets_the_record_later(store, caplog):
     record = RecordFile(store, "one")
-    record.write(applied_version=1)
+    record.write(**applied(1))
     record.remove()
     assert not store.exists()
     assert str(store) not in caplog.text
@@ -99,7 +101,7 @@ def use_store_without_permissions(connection: Connection, store: Path) -> None:
     for mode in (0o500, 0o700, 0o500):
         directory.chmod(mode)
         for version in (1, 2, 3):
-            record.write(applied_version=version)
+            record.write(**applied(version))
     directory.chmod(0o700)
     connection.send((messages, DoubleBuffer(store).receiver("one").applied_version))
     store.chmod(0)  # it cannot even be entered
@@ -138,10 +140,11 @@ def test_a_store_that_cannot_be_written_is_told_once_by_name_and_harms_nobody(ow
 
 def test_threads_that_set_and_write_lose_nothing(made):
     record = RecordFile(made, "one")
-    fields = ("applied_version", "held_version", "staged_version", "problem_version")
+    fields = ("held", "staged", "problem_version", "unreadable")
 
     def count_up(field: str) -> None:
-        for value in range(1, 201):
+        for number in range(1, 201):
+            value = VersionId(RUN, number)
             record.set(**{field: value})
             record.write()
             assert getattr(record.current, field) == value, "another thread has undone it"
@@ -150,7 +153,7 @@ def test_threads_that_set_and_write_lose_nothing(made):
     with ThreadPoolExecutor(len(fields)) as pool:
         for done in [pool.submit(count_up, field) for field in fields]:
             done.result(timeout=60)
-    assert [getattr(record.current, field) for field in fields] == [200] * 4
+    assert [getattr(record.current, field) for field in fields] == [VersionId(RUN, 200)] * 4
     assert read(made) == record.current
     assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
 
@@ -160,9 +163,9 @@ def test_what_could_not_be_written_is_written_when_it_can_be(tmp_path, mount):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         dbuffer.WeightSender(disk / "store").close()
         record = RecordFile(disk / "store", "one")
-        record.write(applied_version=1)
+        record.write(**applied(1))
         filler = fill(disk)
-        record.write(applied_version=2)
+        record.write(**applied(2))
         assert read(disk / "store").applied_version == 1
         filler.unlink()
         until("it is written", lambda: read(disk / "store") == record.current)
@@ -175,5 +178,6 @@ def test_a_receiver_with_a_mirrors_form_of_id_is_no_mirror(store, sender):
         with receiver.open():
             pass
         [record] = DoubleBuffer(store).receivers()
-    staged = replace(record, staged_version=2)
-    assert (staged.applied_version, staged.copied_version) == (1, None)
+    staged = replace(record, staged=VersionId(record.applied.run, 2))
+    assert (staged.applied_version, staged.copied) == (1, None)
+    assert replace(staged, applied=None).copied == staged.staged

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import owner_fields
 from tests.support.children import Child
 from tests.support.moments import die
@@ -41,9 +43,8 @@ def put_record(store: Path, held: int | None, receiver: str = "far", **owner: An
     """Put the record of a receiver, of another host by default, that reads a version."""
     record = ReceiverRecord(
         receiver=receiver,
-        held_version=held,
+        held=None if held is None else VersionId(DoubleBuffer(store).pointer().id.run, held),
         token="0" * 16,
-        applied_version=None,
         updated_at=0.0,
         **{"host": "another-host", "pid": 1} | owner,
     )

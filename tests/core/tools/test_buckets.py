@@ -99,8 +99,8 @@ def record_of(bucket: Bucket) -> BucketVersion:
 
 
 def parts_of(bucket: Bucket, kind: str) -> list[str]:
-    """Names of the parts of the newest version's weights, or deltas."""
-    return [name for name in record_of(bucket).part_sizes if f"/{kind}/" in name]
+    """Names of the parts of the newest version: of its weights, or of its deltas."""
+    return [name for name in record_of(bucket).part_sizes if f".{kind}/" in name]
 
 
 def damage(bucket: Bucket, name: str) -> None:
@@ -139,7 +139,7 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     assert (lag["receiver"], lag["lag_versions"], lag["lag_steps"]) == ("engine-1", 2, 20)
     assert lag["is_alive"] is True
     assert (seen["store"], seen["version"], seen["problems"]) == (bucket_url, 5, [])
-    assert (seen["identity"], seen["history"]) == (pointer.identity, pointer.history)
+    assert seen["run"] == pointer.id.run
     assert seen["writer"]["mirror"] == pointer.writer
     assert 0 <= seen["writer"]["put_age_s"] < 600
     [version] = seen["buffers"]
@@ -159,7 +159,7 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     assert there["num_objects"] == anchor["num_parts"] + 3 + 4 + 1 + 1
     assert (there["num_others"], there["num_other_bytes"]) == (1, 14)
     lines = out.splitlines()
-    assert lines[0].startswith(f"{bucket_url} (bucket): version 5; {pointer.identity} of history")
+    assert lines[0].startswith(f"{bucket_url} (bucket): version 5; of run {pointer.id.run}, put ")
     assert f"by mirror {pointer.writer}" in lines[0]
     assert "consists of\tfiles\tsize\tparts" in lines
     assert any(line.startswith("anchor, version 1\t1\t") for line in lines)
@@ -189,7 +189,7 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
 
 def test_status_names_what_is_wrong(capsys, bucket, url):
     record, missing = record_of(bucket), parts_of(bucket, "weights")[1]
-    cut = parts_of(bucket, "deltas")[0]
+    cut = parts_of(bucket, "delta")[0]
     bucket.put("receivers/mine.json", b"{}")
     seen = status_of(capsys, url)
     assert seen["receivers"] == []
@@ -258,7 +258,7 @@ def test_a_bucket_that_is_whole(capsys, remote, bucket_url, checksum):
 
 
 def test_verify_fetches_each_part_once(proxy, bucket, url):
-    parts = parts_of(bucket, "weights") + parts_of(bucket, "deltas")
+    parts = parts_of(bucket, "weights") + parts_of(bucket, "delta")
     seen: list[tuple[int, int]] = []
     before = len(proxy.requests)
     with Bucket(url) as through_proxy:
@@ -267,7 +267,7 @@ def test_verify_fetches_each_part_once(proxy, bucket, url):
     whole = [
         each.path
         for each in proxy.requests[before:]
-        if each.sent_bytes == PART_BYTES or "/deltas/" in each.path
+        if each.sent_bytes == PART_BYTES or ".delta/" in each.path
     ]
     assert len(whole) == len(set(whole)), "each once"
     assert len(parts) - len(whole) <= 1, "the last part of the weights is smaller"
@@ -278,7 +278,7 @@ def test_verify_fetches_each_part_once(proxy, bucket, url):
 
 def test_verify_names_each_damaged_and_missing_part(capsys, bucket, url):
     first, second, *_ = parts_of(bucket, "weights")
-    delta = parts_of(bucket, "deltas")[1]
+    delta = parts_of(bucket, "delta")[1]
     damage(bucket, first)
     bucket.delete([second])
     bucket.put(delta, b"cut")

@@ -545,13 +545,13 @@ def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, 
         sender.wait_applied(4, receivers=["r-1"], timeout_s=0)
 
 
-@pytest.mark.parametrize("new_history", ["follow", "refuse"])
+@pytest.mark.parametrize("forked", ["follow", "refuse"])
 @pytest.mark.parametrize("command", ["true", "wait"], ids=["before", "while a command runs"])
-def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_history, command):
+def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, forked, command):
     """The next experiment in the same place, whose number is the one that was seen last."""
     go = tmp_path / "go"
     command = until_there(go) if command == "wait" else command
-    options = ["--json", "--count", "2", "--new-history", new_history]
+    options = ["--json", "--count", "2", "--forked", forked]
     with Command(tmp_path, "exec", store, command, *options) as follower:
         assert json.loads(follower.line(0))["version"] == 2
         shutil.rmtree(store)
@@ -559,12 +559,12 @@ def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_h
             sender.send(checkpoint, version=2)
             go.touch()
             code, out, err = follower.communicate(60)
-        if new_history == "follow":
+        if forked == "follow":
             assert code == 0
             assert json.loads(out.splitlines()[1])["version"] == 2
         else:
             assert (code, out.count("\n")) == (1, 1)
-        assert err.count("is of another run") == 1
+        assert err.count("which does not lead to") == 1
 
 
 def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path, checkpoint):
@@ -651,7 +651,11 @@ def odd_store(tmp_path: Path) -> Path:
         receiver.load_into(list)
         record = receiver.record.path
         told = json.loads(record.read_text())
-        told |= {"host": ODD[:30], "problem": f"{ODD}\nand more", "problem_version": 1}
+        told |= {
+            "host": ODD[:30],
+            "problem": f"{ODD}\nand more",
+            "problem_version": told["applied"],
+        }
         record.write_text(json.dumps(told))
         yield store
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import dbuffer
+from dbuffer.format.lineage import VersionId
 from dbuffer.tools.cli import COMMANDS, command_named
 from tests.support.terminals import ROWS, Terminal
 
@@ -91,7 +92,7 @@ def receivers_of(store: Path):
         ]
         for receiver in receivers[:-1]:
             receiver.load_into(lambda _: None)
-        receivers[-1].record.write_problem(MemoryError("on rank 3"), 2, None)
+        receivers[-1].record.write_problem(MemoryError("on rank 3"), VersionId("0" * 16, 2))
         ended = dbuffer.WeightReceiver(store, receiver_id="ended")
         ended.load_into(lambda _: None)
         ended.close()
@@ -172,7 +173,7 @@ def test_nothing_raw_reaches_a_terminal(store):
         receiver.load_into(lambda _: None)
         record = receiver.record.path
         told = json.loads(record.read_text()) | {"host": "\x1b]0;h\x07", "problem": "\x9b2J\nx"}
-        record.write_text(json.dumps(told | {"problem_version": 1}))
+        record.write_text(json.dumps(told | {"problem_version": told["applied"]}))
         for arguments in (("status", odd), ("ls", odd), ("verify", odd), ("ls", f"{odd}/none")):
             with Terminal(*arguments) as terminal:
                 terminal.wait_for_end()

@@ -344,8 +344,8 @@ class StandIn:
         )
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
-        self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)
-        self._stager.release(applied=at_least)
+        staged = self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)
+        self._stager.release(applied=staged.id)
 
     def stop_workers(self) -> None:
         self._stager.close()

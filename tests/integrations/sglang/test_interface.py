@@ -23,7 +23,7 @@ import dbuffer
 from dbuffer import NameMap
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import from_tensors, to_tensors
 from tests.support import ROOT

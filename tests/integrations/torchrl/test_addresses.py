@@ -63,6 +63,16 @@ def both_names_of_one_store(remote: Path, local: Path) -> None:
     shutil.copytree(remote, local)
 
 
+def both_names_of_a_resumed_store(remote: Path, local: Path) -> None:
+    both_names_of_one_store(remote, local)
+    publish(remote)  # a next run, which one mount shows later than the other
+
+
+def copy_that_another_run_went_on_with(remote: Path, local: Path) -> None:
+    both_names_of_a_resumed_store(remote, local)
+    publish(local)
+
+
 def store_and_its_mirror(remote: Path, local: Path) -> None:
     publish(remote)
     mirror(remote, local)
@@ -86,6 +96,8 @@ def two_other_stores(remote: Path, local: Path) -> None:
         (trainers_store, "remote, mirrored"),
         (trainers_store_under_the_other_name, "local"),
         (both_names_of_one_store, "local"),
+        (both_names_of_a_resumed_store, "local"),
+        (copy_that_another_run_went_on_with, "remote, mirrored"),
         (store_and_its_mirror, "remote, mirrored"),
         (left_over_mirror, None),
         # The mirror refuses it, by name; nothing is read from either.

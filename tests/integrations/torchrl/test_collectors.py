@@ -169,7 +169,7 @@ def test_workers_read_a_local_copy(address, shm_path, policy, collector_class):
         assert states(collector) == [3.0, 7.0]
         remote, copy = DoubleBuffer(address / "policy"), DoubleBuffer(local / "policy")
         assert copy.pointer().version == remote.pointer().version
-        assert copy.manifest(copy.pointer().buffer).origin is not None
+        assert copy.manifest(copy.pointer().buffer).is_copy
         readers = {record.receiver for record in remote.receivers()}
         assert readers >= {"worker-0", "worker-1"}
         assert len([name for name in readers if name.startswith("mirror-")]) == 1

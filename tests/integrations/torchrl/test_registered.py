@@ -22,6 +22,7 @@ import torch
 
 import dbuffer
 from dbuffer.errors import EngineBusyError
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
@@ -121,7 +122,7 @@ def test_receivers_that_were_there_first_are_waited_for(store, sender):
             update(sender)
             assert applied(store) == [version, version]
             double = DoubleBuffer(store)
-            published = double.manifest_of(version, double.pointer().history).metadata
+            published = double.manifest_of(double.pointer().id).metadata
             assert published
             assert [record.metadata for record in records(store)] == [published] * 2
         one.send()
@@ -397,3 +398,38 @@ def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(recei
         assert engine.serves == (7, "unknown")
         sender.send(SMALL.weights(2))
         until("version 2 is applied", lambda: applied(store) == [2], WAIT_S)
+
+
+def test_version_of_another_run_is_acknowledged_as_its_own(receiver_of, tmp_path, monkeypatch):
+    """The store is replaced after the receiver has seen version 2, and before the engine does."""
+    engine, store = LightEngine(), tmp_path / "light"
+    runs, acknowledged, sync = [], [], Follower.sync
+    acknowledge = dbuffer.WeightReceiver.acknowledge
+
+    def send(first: int) -> None:
+        with dbuffer.WeightSender(store) as sender:
+            for version in (1, 2)[first - 1 :]:
+                runs.append(sender.send(SMALL.weights(version)).id.run)
+
+    def sync_later(follower: Follower, *, at_least: int, **more: Any) -> Any:
+        if at_least == 2 and not replaced:
+            replaced.append(at_least)
+            remove_store(store)
+            send(1)
+        return sync(follower, at_least=at_least, **more)
+
+    def note(receiver: dbuffer.WeightReceiver, version: int) -> None:
+        acknowledge(receiver, version)
+        acknowledged.append(receiver.record.current.applied)
+
+    replaced: list[int] = []
+    monkeypatch.setattr(Follower, "sync", sync_later)
+    monkeypatch.setattr(dbuffer.WeightReceiver, "acknowledge", note)
+    receiver_of(engine)
+    with dbuffer.WeightSender(store) as sender:
+        runs.append(sender.send(SMALL.weights(1)).id.run)
+        until("version 1 is applied", lambda: applied(store) == [1], WAIT_S)
+    send(2)
+    until("the last is applied", lambda: VersionId(runs[-1], 2) in acknowledged, WAIT_S)
+    assert engine.serves == (2, "2")
+    assert acknowledged == [VersionId(runs[0], 1), VersionId(runs[-1], 2)]

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION, VersionId, WeightLabel
+from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, given_once, weight_headers
 from dbuffer.integrations.vllm.core_labels import label_cores
 
-HISTORY = "0123456789abcdef"
-SERVED = WeightLabel("7", HISTORY, {"step": 70})
+RUN = "0123456789abcdef"
+SERVED = WeightLabel("7", RUN, {"step": 70})
+NEXT_RUN = "fedcba9876543210"
+GETS_NEXT_RUN = WeightLabel("7", RUN, {"step": 70}, NEXT_RUN)
 
 
 def refusal(headers: dict[str, str], label: WeightLabel = SERVED) -> object:
@@ -35,8 +38,8 @@ def test_request_without_these_headers_takes_anything():
         {"X-Weight-Exact-Version": "7"},
         {"X-Weight-Min-Step": "70"},
         {"X-Weight-Min-Step": "-3.5"},
-        {"X-Weight-History": HISTORY},
-        {"X-Weight-History": HISTORY, "X-Weight-Exact-Version": "7", "X-Weight-Wait-S": "3"},
+        {"X-Weight-Run": RUN},
+        {"X-Weight-Run": RUN, "X-Weight-Exact-Version": "7", "X-Weight-Wait-S": "3"},
     ],
 )
 def test_weights_that_meet_all_of_it_are_taken(headers):
@@ -50,9 +53,9 @@ def test_weights_that_meet_all_of_it_are_taken(headers):
         ({"X-Weight-Exact-Version": "8"}, False),
         ({"X-Weight-Exact-Version": "6"}, True),
         ({"X-Weight-Min-Step": "70.5"}, False),
-        ({"X-Weight-History": "f" * 16}, False),
-        # Of another history, numbers say nothing.
-        ({"X-Weight-History": "f" * 16, "X-Weight-Exact-Version": "6"}, False),
+        ({"X-Weight-Run": "f" * 16}, False),
+        # Of another run, numbers say nothing.
+        ({"X-Weight-Run": "f" * 16, "X-Weight-Exact-Version": "6"}, False),
     ],
 )
 def test_weights_that_miss_any_of_it_are_refused(headers, is_final):
@@ -67,7 +70,7 @@ def test_weights_that_miss_any_of_it_are_refused(headers, is_final):
         {"X-Weight-Min-Version": "1"},
         {"X-Weight-Exact-Version": "7"},
         {"X-Weight-Min-Step": "0"},
-        {"X-Weight-History": HISTORY},
+        {"X-Weight-Run": RUN},
     ],
 )
 def test_weights_of_no_version_meet_nothing(headers, label):
@@ -77,7 +80,23 @@ def test_weights_of_no_version_meet_nothing(headers, label):
 
 @pytest.mark.parametrize("step", ["70", None, True, [70]])
 def test_step_that_is_no_number_meets_nothing(step):
-    assert refusal({"X-Weight-Min-Step": "1"}, WeightLabel("7", HISTORY, {"step": step}))
+    assert refusal({"X-Weight-Min-Step": "1"}, WeightLabel("7", RUN, {"step": step}))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Weight-Min-Version": "7"},
+        {"X-Weight-Exact-Version": "7"},
+        {"X-Weight-Min-Step": "70"},
+    ],
+)
+def test_numbers_without_a_run_are_of_the_run_that_the_engine_gets_ready(headers):
+    found = refusal(headers, GETS_NEXT_RUN)
+    assert (RUN in found[0], NEXT_RUN in found[0], found[1]) == (True, True, False)
+    assert refusal(headers | {"X-Weight-Run": RUN}, GETS_NEXT_RUN) is None
+    assert refusal(headers | {"X-Weight-Run": NEXT_RUN}, GETS_NEXT_RUN) is not None
+    assert Admission().refusal(GETS_NEXT_RUN) is None
 
 
 def test_replica_that_is_past_decides_for_all():
@@ -122,8 +141,9 @@ def test_header_or_parameter_that_is_given_twice_is_refused_by_name(values):
         WeightLabel(),
         WeightLabel("default"),
         SERVED,
+        GETS_NEXT_RUN,
         WeightLabel("3", None, {"note": "ü\n"}),
-        WeightLabel.of(VersionId(5, HISTORY), {}),
+        WeightLabel.of(Lineage(VersionId(RUN, 5), ()), {}),
     ],
 )
 def test_label_is_read_as_it_was_written(label):
@@ -152,6 +172,9 @@ class Core:
 
     def get_weight_version(self) -> str:
         return self.version
+
+    def _attach_weight_version(self, outputs: dict[int, Any]) -> None:
+        raise NotImplementedError
 
     def add_request(self, request: Any, _: int = 0) -> None:
         self.scheduler.requests[request.request_id] = request
@@ -190,13 +213,28 @@ def test_core_ends_a_request_whose_requirement_it_cannot_read(core, values):
 
 
 def test_each_requirement_holds_for_requests_that_are_queued(core):
-    kinds = {"min_version": 7, "exact_version": 7, "min_step": 70.0, "history": HISTORY}
+    kinds = {"min_version": 7, "exact_version": 7, "min_step": 70.0, "run": RUN}
     for name, value in kinds.items():
         core.ask(name, Admission(**{name: value}).as_json())
     assert core.ended() == set()
-    core.set_weight_version(WeightLabel("8", HISTORY, {"step": 20}).encode())
+    core.set_weight_version(WeightLabel("8", RUN, {"step": 20}).encode())
     assert core.ended() == {"exact_version", "min_step"}
     core.set_weight_version(WeightLabel("9", "f" * 16, {}).encode())
-    assert core.ended() == {"history"}
+    assert core.ended() == {"run"}
     core.set_weight_version(UNKNOWN_VERSION)
     assert core.ended() == {"min_version"}
+
+
+def test_run_that_the_engine_gets_ready_is_for_requests_that_come(core):
+    """What was admitted before goes on; vLLM begins no span for a label that says the same."""
+    output = SimpleNamespace()
+    core.ask("before", Admission(min_version=7).as_json())
+    core.set_weight_version(GETS_NEXT_RUN.encode())
+    assert core.ended() == set()
+    core.ask("after", Admission(min_version=7).as_json())
+    core.ask("of its run", Admission(min_version=7, run=RUN).as_json())
+    assert core.ended() == {"after"}
+    core._attach_weight_version({0: output})
+    assert WeightLabel.decode(output.weight_version) == SERVED
+    core.set_weight_version(WeightLabel("8", NEXT_RUN).encode())
+    assert core.ended() == {"of its run"}

@@ -50,7 +50,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "num_threads": [0, -1, 1.0, "4", True, False, math.nan, [4]],
     "allow_shared_store": [0, 1, 0.0, 1.0, None, "false", "", []],
     "partial": [0, 1, None, "true", "", []],
-    "new_history": ["", "Follow", "ask", None, True, 1, ["follow"]],
+    "forked": ["", "Follow", "ask", None, True, 1, ["follow"]],
     "unused_tensors": ["", "Refuse", "ignore", None, True, 1, ["warn"]],
     "plan": [0, 1, None, "true", "", []],
     "images": [0, 1, None, "true", "", []],
@@ -71,7 +71,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "partial": [True, False],
     "plan": [True, False],
     "images": [True, False],
-    "new_history": ["follow", "refuse"],
+    "forked": ["follow", "refuse"],
     "unused_tensors": ["refuse", "warn"],
     "instance_id": [None, "1795324001626655474"],
 }
@@ -79,7 +79,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
 WRONG_REQUESTS: dict[str, list[Any]] = {
     "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1, math.nan],
     "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1],
-    "history": ["", "a", "A" * 16, 1, True, ["0" * 16]],
+    "run": ["", "a", "A" * 16, 1, True, ["0" * 16]],
     "update_kind": ["", "Dense", "sparse", None, True, 1, ["dense"], {}],
     "attempt": ["", "a", "A" * 16, "0" * 15, "0" * 17, "0" * 16 + "\n", 1, True, ["0" * 16]],
 }
@@ -498,19 +498,20 @@ def test_loader_without_a_worker_reads_the_options_that_it_takes(shm_path):
     loader.load(UpdateRequest(at_least=2), loaded.extend)
     assert len(loaded) == len(SMALL.names)
     for request, words in (
-        (UpdateRequest(history="f" * 16), "history"),
+        (UpdateRequest(version=2, run="f" * 16), "is not in"),
+        (UpdateRequest(at_least=2, run="f" * 16), "does not lead"),
         (UpdateRequest(version=1), "never go back"),
     ):
         with pytest.raises(VersionError, match=words):
             loader.load(request, loaded.extend)
-    for new_history in ("follow", "refuse"):
+    for forked in ("follow", "refuse"):
         shutil.rmtree(store)
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
-        if new_history == "follow":
+        if forked == "follow":
             loader.load(UpdateRequest(), loaded.extend)
             assert len(loaded) == 2 * len(SMALL.names)
-            loader.begin(EngineOptions(store=store, timeout_s=1, new_history="refuse"))
+            loader.begin(EngineOptions(store=store, timeout_s=1, forked="refuse"))
             loader.load(UpdateRequest(), loaded.extend)
         else:
             with pytest.raises(VersionRegressedError):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.integrations.engine.version_id import WeightLabel
+from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm import exchanges
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.core_labels import ADMITTED, STOP_REASON
@@ -22,8 +22,8 @@ from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook
 from dbuffer.integrations.vllm.responses import WITHOUT_CHOICES, serve
 from dbuffer.runtime.timing import TIMING
 
-HISTORY = "0123456789abcdef"
-SERVED = WeightLabel("7", HISTORY, {"step": 70})
+RUN = "0123456789abcdef"
+SERVED = WeightLabel("7", RUN, {"step": 70})
 SPANS = [{"version": "7", "start": 0, "end": 3}]
 START = {"type": "http.response.start", "status": 200}
 JSON = (b"content-type", b"application/json")
@@ -118,9 +118,27 @@ def ask(
 def test_headers_tell_the_weights_of_the_first_token():
     _, headers, body = ask(answering([JSON], b"{}", note=has_generated))
     assert headers["x-weight-version"] == "7"
-    assert headers["x-weight-history"] == HISTORY
+    assert headers["x-weight-run"] == RUN
     assert json.loads(headers["x-weight-metadata"]) == {"step": 70}
     assert body == b"{}"
+
+
+def test_nobody_but_the_follower_sets_the_version():
+    versions: list[str] = []
+
+    async def take(version: str) -> None:
+        versions.append(version)
+
+    engine = SimpleNamespace(generate=None, encode=None, update_weight_version=take)
+    observe(engine, outlook_on(Core(SERVED)))
+
+    async def app(*_: object) -> None:
+        await engine.update_weight_version("of a client")
+
+    status, _, body = ask(app, scope=POST | {"path": "/update_weight_version"})
+    assert (status, b"its follower sets the version" in body) == (400, True)
+    asyncio.run(engine.update_weight_version("of the follower"))
+    assert versions == ["of the follower"]
 
 
 def test_response_without_an_output_is_passed_on_as_it_is():
@@ -131,7 +149,7 @@ def test_response_without_an_output_is_passed_on_as_it_is():
 
 def test_metadata_that_no_header_holds_is_left_out():
     def note(exchange: Exchange) -> None:
-        exchange.admitted = WeightLabel("7", HISTORY, {"note": "x" * 5000})
+        exchange.admitted = WeightLabel("7", RUN, {"note": "x" * 5000})
 
     _, headers, _ = ask(answering([JSON], b"{}", note=note))
     assert headers["x-weight-version"] == "7"

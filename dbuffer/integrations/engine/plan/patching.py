@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dbuffer.format.delta import Integers
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.io.changes import INTEGERS
 from dbuffer.io.copier import Copier
@@ -87,8 +88,8 @@ class Patch(NamedTuple):
 class Patches(NamedTuple):
     """The part of a switch that is left where the model holds the version before, say."""
 
-    base: str
-    """Identity of the version that the model must hold."""
+    base: VersionId
+    """Version that the model must hold."""
     by_parameter: Mapping[str, Sequence[Patch]]
     copies: Mapping[str, Sequence[Copy]]
     """Copies of what has changed and is not patched, by the parameter's name."""

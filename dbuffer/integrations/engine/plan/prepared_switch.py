@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from dbuffer.format.layout import align
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
 from dbuffer.integrations.engine.plan.images import Image
 from dbuffer.integrations.engine.plan.load_trace import Copy, View
@@ -154,11 +155,11 @@ class PreparedSwitch:
             patches=patches,
         )
 
-    def patches_from(self, base: str, changed: Changed, copier: Copier) -> Patches:
+    def patches_from(self, base: VersionId, changed: Changed, copier: Copier) -> Patches:
         """Return what is left of the copies where a model holds another version.
 
         Args:
-            base: identity of that version.
+            base: that version.
             changed: where this version may differ from it.
             copier: its threads gather the values.
         """
@@ -227,7 +228,7 @@ class PreparedSwitch:
 
     def _patch(self, copier: Copier, held: Sample) -> Mapping[str, Sequence[Copy]]:
         """Patch what can be patched, and return the copies that are left."""
-        if self.patches is None or self.patches.base != held.identity or not held.is_held():
+        if self.patches is None or self.patches.base != held.version or not held.is_held():
             return self.copies
         try:
             apply_patches(self.patches, copier)

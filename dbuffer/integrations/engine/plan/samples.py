@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.plan.load_trace import Copy, View
 from dbuffer.integrations.engine.plan.patching import Patch, flat, values_for
 
@@ -31,8 +32,8 @@ _MAX_PARTS = 8
 class Sample(NamedTuple):
     """Elements by which a model is known to hold a version."""
 
-    identity: str
-    """Identity of the version."""
+    version: VersionId | None
+    """The version; None: it may be any."""
     elements: Mapping[str, Patch]
     """Elements of parameters, by the parameter's name."""
 
@@ -53,12 +54,12 @@ class Sample(NamedTuple):
         return self._replace(elements=elements)
 
 
-NOTHING_HELD = Sample("", {})
+NOTHING_HELD = Sample(None, {})
 """Sample of a model that may hold anything."""
 
 
 def draw_sample(
-    identity: str,
+    version: VersionId,
     copies: Mapping[str, Sequence[Copy]],
     parameters: Mapping[str, torch.Tensor],
     random: np.random.Generator,
@@ -73,7 +74,7 @@ def draw_sample(
         ]
         if chosen:
             sample[name] = _joined(chosen).on_device()
-    return Sample(identity, sample)
+    return Sample(version, sample)
 
 
 def with_patched(

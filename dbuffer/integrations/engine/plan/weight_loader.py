@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from dbuffer.errors import UnsupportedError
+from dbuffer.format.lineage import VersionId
 from dbuffer.integrations.engine.engine_rank import ServingModel
 from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.integrations.engine.plan.images import Packing
@@ -115,8 +116,8 @@ class WeightLoader:
         self,
         tensors: Tensors,
         trace: LoadTrace,
-        identity: str,
-        changed_since: Callable[[str], Changed | None] = lambda _: None,
+        version: VersionId,
+        changed_since: Callable[[VersionId], Changed | None] = lambda _: None,
         aliases: Mapping[str, str] | None = None,
     ) -> PreparedSwitch | None:
         """Prepare a switch to a version that is being staged; None: it is reloaded.
@@ -124,8 +125,8 @@ class WeightLoader:
         Args:
             tensors: the version's, by the names that the model takes.
             trace: of its layout.
-            identity: the version's, by which later ones ask for what changed since.
-            changed_since: returns where it differs from the version of an identity, if known.
+            version: the version, by which later ones ask for what changed since.
+            changed_since: returns where it differs from an earlier version, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
         plan = self._plan_of(trace)
@@ -145,7 +146,7 @@ class WeightLoader:
             self._set_aside(f"a layer could not be packed: {described(error)}")
             return None
         try:
-            self._add_patches(switch, identity, changed_since)
+            self._add_patches(switch, version, changed_since)
         # Memory that is short for a moment, say. The copies are there.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
@@ -205,26 +206,26 @@ class WeightLoader:
     def _add_patches(
         self,
         switch: PreparedSwitch,
-        identity: str,
-        changed_since: Callable[[str], Changed | None],
+        version: VersionId,
+        changed_since: Callable[[VersionId], Changed | None],
     ) -> None:
         """Give a switch patches, where it is known what changed since the version that is held.
 
         And its sample, by which the next one knows that this version is held.
         """
-        switch.sample = Sample(identity, {})
+        switch.sample = Sample(version, {})
         if switch.plan.verified_for is None or not self._may_patch:
             return
         base = self._held
-        changed = changed_since(base.identity)
+        changed = None if base.version is None else changed_since(base.version)
         self._comes_as_deltas |= changed is not None
         # A sample takes as long as all else of staging but the copies; nobody needs it otherwise.
         if not self._comes_as_deltas:
             return
-        switch.sample = draw_sample(identity, switch.copies, switch.plan.parameters, self._random)
-        if changed is None or not base.is_held():
+        switch.sample = draw_sample(version, switch.copies, switch.plan.parameters, self._random)
+        if base.version is None or changed is None or not base.is_held():
             return
-        patches = switch.patches_from(base.identity, changed, self._copier)
+        patches = switch.patches_from(base.version, changed, self._copier)
         name = self._random.choice(list(switch.copies))
         if not switch.patches_match(name, patches):
             self._may_patch = False
@@ -238,7 +239,7 @@ class WeightLoader:
         if patches.by_parameter or patches.copies:
             switch.sample = with_patched(switch.sample, patches.by_parameter, self._random)
         else:  # elements that were patched last tell more
-            switch.sample = base._replace(identity=switch.sample.identity)
+            switch.sample = base._replace(version=switch.sample.version)
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch) -> None:

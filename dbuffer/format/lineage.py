@@ -1,0 +1,121 @@
+"""`VersionId`, and `relation`: how a version that a reader has relates to one that a store holds.
+
+Each start of a sender is a *run*. The number of a version orders it within its run, and goes on
+above the version that its run began upon. A version names the runs that lead to it: its own, the
+one that this began upon, and so on back. From that alone follows which of two versions is the
+later, or that neither leads to the other, whatever was copied, put in place of what, or renamed.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+MAX_RUNS = 64
+"""Most runs that a version names. What began longer ago leads to it for no reader."""
+
+MAX_NUMBER = 2**63 - 1
+"""Highest number of a version."""
+
+RUN = re.compile(r"[0-9a-f]{16}")
+"""Pattern of a run's id."""
+VERSION_ID = re.compile(r"([0-9a-f]{16})-([0-9]{1,19})")
+"""Pattern of a version's id as text."""
+
+
+class VersionId(NamedTuple):
+    """A version: no two have one id, in all stores. Its text is ``RUN-NUMBER``."""
+
+    run: str
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match = VERSION_ID.fullmatch(text)
+        if match is None or not 0 < int(match[2]) <= MAX_NUMBER:
+            raise ValueError(f"{text!r:.80} is no version's id, which is RUN-NUMBER")
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.run}-{self.number}"
+
+
+class Run(NamedTuple):
+    """A start of a sender."""
+
+    id: str
+    name: str | None
+    """Name that its trainer gave it."""
+    host: str
+    pid: int
+    started_at: float
+    """Seconds since the epoch on its host's clock; for people."""
+    upon: int | None
+    """Number of the version, of the run before, that it began upon; None: upon none."""
+
+
+class Relation(enum.Enum):
+    """How a version that one has relates to the newest that there is."""
+
+    SAME = enum.auto()
+    BEHIND = enum.auto()
+    """It leads to the newest."""
+    AHEAD = enum.auto()
+    """The newest leads to it: the store lost what came after, or is seen late."""
+    FORKED = enum.auto()
+    """Neither leads to the other: another run took the store's place, or part of it was lost."""
+
+
+class Lineage(NamedTuple):
+    """A version, and the runs that lead to it: its own first."""
+
+    id: VersionId
+    runs: Sequence[Run]
+
+    def reaches(self, version: VersionId) -> bool:
+        """Whether it is this version, or a later one that this leads to."""
+        last: int | None = self.id.number
+        for run in self.runs:
+            if last is None or run.id == version.run:
+                return last is not None and version.number <= last
+            last = run.upon
+        return False
+
+    def to(self, version: VersionId) -> Lineage:
+        """Return an earlier version that leads to it, with what leads to that."""
+        runs = list(self.runs)
+        while runs[0].id != version.run:
+            del runs[0]
+        return Lineage(version, runs)
+
+    def has_since(self, version: VersionId, mine: VersionId | None) -> bool:
+        """Whether what one has is this version or a later one, and leads to the newest.
+
+        ``version`` leads to the newest.
+        """
+        return mine is not None and mine.number >= version.number and self.reaches(mine)
+
+    def at(self, number: int) -> VersionId | None:
+        """Return the version of this number that leads to it; None: none does."""
+        if number > self.id.number:
+            return None
+        for run in self.runs:
+            if number > (run.upon or 0):
+                return VersionId(run.id, number)
+        return None
+
+
+def relation(mine: Lineage, newest: Lineage) -> Relation:
+    """Return how a version that one has relates to the newest that there is."""
+    if mine.id == newest.id:
+        return Relation.SAME
+    if newest.reaches(mine.id):
+        return Relation.BEHIND
+    return Relation.AHEAD if mine.reaches(newest.id) else Relation.FORKED

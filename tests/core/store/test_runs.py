@@ -1,0 +1,502 @@
+"""Runs: each start of a sender is one, and a version is known by its run and its number.
+
+Stores are put back from copies here, and clocks are wrong: a number then names several versions,
+and a later time does not tell a later version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+import dbuffer
+from dbuffer.store import kept
+from dbuffer.store.buffer import DoubleBuffer
+from tests.support.children import Child
+from tests.support.commands import call
+from tests.support.moments import MOMENTS, at_call, die
+from tests.support.patterns import SMALL
+from tests.support.restores import WAYS, back_up, copy_over, rename
+from tests.support.soak import is_soak, numbers
+from tests.support.stores import receiver_records
+
+LOST = 100
+"""Added to a version's number: the value of its tensors in a run that is lost; the next run adds it
+twice."""
+
+
+def send(sender: dbuffer.WeightSender, *versions: int, value: int = 0) -> None:
+    for version in versions:
+        published = sender.send(SMALL.weights(version + value), metadata={"step": 10 * version})
+        assert published.version == version
+
+
+def value_of(store: Path, version: int | str) -> int | None:
+    """Return the value of the tensors of ``version``, or None if the store has no such version."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        try:
+            with receiver.open(version=version, timeout_s=5) as snapshot:
+                return SMALL.version_of(snapshot.tensors)
+        except dbuffer.VersionError:
+            return None
+
+
+def load(receiver: dbuffer.WeightReceiver) -> int | None:
+    """Load the newest version; return the value of its tensors, or None if there is none newer."""
+    target = SMALL.empty()
+    return None if receiver.load_into(target) is None else SMALL.version_of(target)
+
+
+def put_back(store: Path, last: int = 8, *, num_lost: int = 1) -> None:
+    """Publish up to version 5, and let runs that are lost go on to ``last``.
+
+    The backup is copied over the store, where kept versions of lost runs stay.
+    """
+    backup = store.with_name("backup")
+    with dbuffer.WeightSender(store, keep=3) as sender:
+        send(sender, *range(1, 6))
+    back_up(store, backup)
+    for _ in range(num_lost):
+        with dbuffer.WeightSender(store, keep=3) as sender:
+            send(sender, *range(6, last + 1), value=LOST)
+        copy_over(store, backup)
+
+
+# Ids
+
+
+def test_each_start_of_a_sender_is_a_run(store):
+    ids = []
+    for _ in range(3):
+        with dbuffer.WeightSender(store) as sender:
+            for _ in range(2):
+                published = sender.send(SMALL.weights(1))
+                ids.append(published.id)
+                with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                    assert (snapshot.id, snapshot.version) == (published.id, published.version)
+                    assert snapshot.id.run == published.id.run
+    assert [version.number for version in ids] == [1, 2, 3, 4, 5, 6], "numbers go on"
+    runs = [version.run for version in ids]
+    assert runs[::2] == runs[1::2]
+    assert len(set(runs)) == 3
+    assert all(str(each) == f"{each.run}-{each.number}" for each in ids)
+
+
+def test_stores_that_were_copied_publish_no_two_versions_of_one_id(store):
+    """A receiver that moves from one to the other is told, though all numbers go up."""
+    copy = store.with_name("copy")
+    with dbuffer.WeightSender(store) as sender:
+        send(sender, 1, 2)
+    back_up(store, copy)
+    for path, value in ((store, LOST), (copy, 2 * LOST)):
+        with dbuffer.WeightSender(path) as sender:
+            send(sender, 3, value=value)
+    with dbuffer.WeightReceiver(store) as receiver, dbuffer.WeightReceiver(copy) as other:
+        with receiver.open() as one, other.open() as two:
+            assert one.id != two.id
+        with dbuffer.WeightSender(copy) as sender:
+            send(sender, 4, value=2 * LOST)
+        rename(store, copy)
+        with pytest.raises(dbuffer.VersionRegressedError) as caught:
+            load(receiver)
+        assert caught.value.is_forked
+        receiver.follow_fork()
+        assert load(receiver) == 4 + 2 * LOST
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_receiver_is_told_whether_it_is_ahead_or_on_another_line(store, way):
+    """Ahead, it waits for what may come; forked, it never sees a version that follows its own."""
+    backup = store.with_name("backup")
+    with dbuffer.WeightReceiver(store) as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            send(sender, *range(1, 6))
+            back_up(store, backup)
+            send(sender, 6, 7, 8)
+        assert load(receiver) == 8
+        way(store, backup)
+        with pytest.raises(dbuffer.VersionRegressedError) as ahead:
+            load(receiver)
+        assert not ahead.value.is_forked
+        with dbuffer.WeightSender(store) as sender:
+            for version in range(6, 11):  # below, equal to and above the version that it has
+                send(sender, version, value=LOST)
+                with pytest.raises(dbuffer.VersionRegressedError) as forked:
+                    load(receiver)
+                assert forked.value.is_forked
+            receiver.follow_fork()
+            assert load(receiver) == 10 + LOST
+            send(sender, 11, value=LOST)
+            assert load(receiver) == 11 + LOST
+
+
+def test_a_receiver_goes_on_across_restarts_of_its_sender(store):
+    """Each run begins upon the version before, so the receiver refuses none."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        for version in range(1, 5):
+            with dbuffer.WeightSender(store) as sender:
+                send(sender, version)
+            assert load(receiver) == version
+
+
+# Numbers of versions
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_number_names_the_version_of_the_newest_ones_line(any_store, delta):
+    """Backups are copied over the store: ``kept/`` has versions of runs that are lost."""
+    store, backup = any_store, any_store.with_name("backup")
+    with dbuffer.WeightSender(store, keep=9, delta=delta) as sender:
+        send(sender, *range(1, 6))
+    back_up(store, backup)
+    for run in (1, 2, 3, 4):
+        copy_over(store, backup)
+        with dbuffer.WeightSender(store, keep=9, delta=delta) as sender:
+            send(sender, *range(6, 11), value=LOST * run)
+            values = [version + LOST * run * (version > 5) for version in range(1, 11)]
+            assert [value_of(store, version) for version in range(1, 11)] == values
+            for version in range(6, 11):
+                number = sender.republish(version).version
+                assert value_of(store, number) == version + LOST * run
+
+
+def test_a_version_of_a_lost_run_is_opened_by_its_id(any_store, capsys):
+    """As long as it is there: pinned, it stays."""
+    store, backup = any_store, any_store.with_name("backup")
+    view = DoubleBuffer(store)
+    with dbuffer.WeightSender(store, keep=3) as sender:
+        send(sender, *range(1, 6))
+        back_up(store, backup)
+        lost = sender.send(SMALL.weights(6 + LOST)).id
+        assert call(capsys, "pin", store, lost)[0] == 0
+        send(sender, 7, 8, value=LOST)
+    copy_over(store, backup)
+    with dbuffer.WeightSender(store, keep=1) as sender:
+        for version in range(6, 12):
+            now = sender.send(SMALL.weights(version + 2 * LOST)).id
+            assert value_of(store, now) == version + 2 * LOST
+            assert value_of(store, lost) == 6 + LOST
+        assert value_of(store, 6) is None, "dropped, and its number names no other"
+        with pytest.raises(dbuffer.VersionError):
+            kept.unpin(view, 6)
+        again = sender.republish(lost)
+        assert value_of(store, again.version) == 6 + LOST
+        assert call(capsys, "unpin", store, lost)[0] == 0
+        send(sender, 13, 14, value=2 * LOST)
+        assert value_of(store, lost) is None
+
+
+def test_a_pin_keeps_the_version_of_the_newest_ones_line(any_store):
+    store, pinned = any_store, (6, 7, 8)
+    put_back(store, last=10, num_lost=4)
+    view = DoubleBuffer(store)
+    with dbuffer.WeightSender(store, keep=9) as sender:
+        send(sender, *range(6, 11), value=2 * LOST)
+        for version in pinned:
+            kept.pin(view, version)
+        send(sender, *range(11, 25), value=2 * LOST)
+        for version in pinned:
+            assert value_of(store, version) == version + 2 * LOST
+            kept.unpin(view, version)
+        send(sender, *range(25, 28), value=2 * LOST)
+        assert [value_of(store, version) for version in pinned] == [None] * 3
+
+
+def test_a_pin_of_a_number_that_only_a_lost_run_has_is_refused(any_store):
+    put_back(any_store, last=12)
+    view = DoubleBuffer(any_store)
+    with pytest.raises(dbuffer.VersionError):
+        kept.pin(view, 9)
+    with dbuffer.WeightSender(any_store, keep=3) as sender:
+        sender.send(SMALL.weights(20), version=20)
+        for call_of in (sender.republish, lambda version: kept.pin(view, version)):
+            with pytest.raises(dbuffer.VersionError):
+                call_of(9)
+    assert value_of(any_store, 9) is None
+
+
+def test_versions_of_a_lost_run_do_not_count_as_kept(any_store):
+    """Whatever their numbers are, the newest of this line are kept."""
+    put_back(any_store, last=30)
+    with dbuffer.WeightSender(any_store, keep=3) as sender:
+        for version in range(6, 15):
+            send(sender, version, value=2 * LOST)
+            first = max(6, version - 4)
+            kept_values = [value_of(any_store, each) for each in range(first, version + 1)]
+            assert kept_values == [each + 2 * LOST for each in range(first, version + 1)]
+    # Dropped, they take no room.
+    assert len(list((any_store / "kept").iterdir())) <= 3
+
+
+def pin_and_die(connection: Connection, store: Path, number: int) -> None:
+    """Publish until version 1 is dropped; pin it before a call of this, and die before the next."""
+    sender = dbuffer.WeightSender(store, keep=1, num_threads=1)
+    send(sender, 1, 2, 3)
+
+    def pin() -> None:
+        said_yes = True
+        try:
+            kept.pin(DoubleBuffer(store), 1)
+        except dbuffer.VersionError:
+            said_yes = False
+        connection.send(said_yes)
+        at_call(1, die, moments)
+
+    moments = None if is_soak() else MOMENTS | {"rename"}
+    at_call(number, pin, moments)
+    send(sender, 4, 5)
+    sys.setprofile(None)
+
+
+def test_a_pin_that_said_yes_holds_whenever_the_sender_is_killed(shm_path):
+    num_pins = 0
+    for number in numbers(every=1):
+        store = shm_path / str(number)
+        with Child(pin_and_die, store, number) as child:
+            if not child.has_sent():
+                assert child.wait() == 0
+                break
+            said_yes = child.receive()
+            child.wait()
+        with dbuffer.WeightSender(store, keep=1) as sender:
+            for value in (6, 7, 8, 9):
+                sender.send(SMALL.weights(value))
+        if said_yes:
+            num_pins += 1
+            assert value_of(store, 1) == 1, f"pinned before call {number}, and lost"
+    assert num_pins > 3
+
+
+# Acknowledgements and lags
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_version_of_a_lost_run_acknowledges_none_of_the_next(store, way):
+    backup = store.with_name("backup")
+    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+        with dbuffer.WeightSender(store) as sender:
+            send(sender, *range(1, 6))
+            back_up(store, backup)
+            send(sender, 6, 7, 8, value=LOST)
+            assert load(receiver) == 8 + LOST
+        way(store, backup)
+        with dbuffer.WeightSender(store) as sender:
+            for version in (6, 7, 8, 9):
+                send(sender, version, value=2 * LOST)
+                with pytest.raises(dbuffer.VersionRegressedError):
+                    load(receiver)
+                for asked in range(6, version + 1):
+                    with pytest.raises(dbuffer.DBufferError) as caught:
+                        sender.wait_applied(asked, receivers="worker", timeout_s=0.0)
+                    assert isinstance(
+                        caught.value, (dbuffer.WaitTimeoutError, dbuffer.ReceiverFailedError)
+                    )
+                lags = sender.receiver_lags()
+                assert "worker" not in lags or lags["worker"].versions > 0
+            receiver.follow_fork()
+            assert load(receiver) == 9 + 2 * LOST
+            sender.wait_applied(9, receivers="worker", timeout_s=10)
+            assert sender.receiver_lags()["worker"].versions == 0
+
+
+@pytest.mark.parametrize("skew_s", [-86400.0, -60.0, 0.0, 300.0])
+def test_a_receivers_problem_is_told_whatever_its_clock_says(store, network, skew_s):
+    """On another host, whose clock is wrong, it cannot load the version."""
+    with dbuffer.WeightSender(store) as sender:
+        send(sender, 1)
+        with Child(load_wrong_target, store, skew_s) as child:
+            assert child.receive() == "WeightsMismatchError"
+            with pytest.raises(dbuffer.ReceiverFailedError, match="worker"):
+                sender.wait_applied(1, receivers="worker", timeout_s=10)
+            send(sender, 2)
+            child.send("load")
+            assert child.receive() == 2
+            sender.wait_applied(2, receivers="worker", timeout_s=10)
+
+
+def set_clock(skew_s: float) -> None:
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + skew_s
+    time.time_ns = lambda: now_ns() + int(skew_s * 1e9)
+
+
+def load_wrong_target(connection: Connection, store: Path, skew_s: float) -> None:
+    set_clock(skew_s)
+    with dbuffer.WeightReceiver(store, receiver_id="worker", num_threads=1) as receiver:
+        try:
+            receiver.load_into({})
+        except dbuffer.DBufferError as error:
+            connection.send(type(error).__name__)
+        connection.recv()
+        connection.send(load(receiver))
+        connection.recv()
+
+
+@pytest.mark.parametrize("skew_s", [-300.0, 300.0])
+def test_the_last_acknowledgement_counts_whatever_its_clock_says(store, skew_s):
+    """Of a worker that was started again on a host whose clock is wrong; the first has ended."""
+    with dbuffer.WeightSender(store) as sender:
+        send(sender, 1)
+        with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+            assert load(receiver) == 1
+        send(sender, 2)
+        with Child(load_and_wait, store, skew_s) as child:
+            assert child.receive() == 2
+            sender.wait_applied(2, receivers="worker", timeout_s=5)
+            assert sender.receiver_lags()["worker"].versions == 0
+
+
+def load_and_wait(connection: Connection, store: Path, skew_s: float) -> None:
+    set_clock(skew_s)
+    with dbuffer.WeightReceiver(store, receiver_id="worker", num_threads=1) as receiver:
+        connection.send(load(receiver))
+        connection.recv()
+
+
+@pytest.mark.parametrize("skew_s", [300.0, 86400.0])
+def test_ages_in_the_status_are_not_negative(capsys, store, skew_s):
+    with Child(send_and_load, store, skew_s) as child:
+        child.receive()
+        status = json.loads(call(capsys, "status", store, "--json")[1])
+    ages = [each["updated_age_s"] for each in status["receivers"]]
+    ages += [each["age_s"] for each in status["buffers"] if each["age_s"] is not None]
+    assert len(ages) == 2
+    assert all(age >= 0 for age in ages), ages
+
+
+def send_and_load(connection: Connection, store: Path, skew_s: float) -> None:
+    set_clock(skew_s)
+    with dbuffer.WeightSender(store) as sender:
+        send(sender, 1)
+        load_and_wait(connection, store, 0.0)
+
+
+@pytest.mark.parametrize("skew_s", [300.0, 86400.0])
+def test_a_sender_whose_clock_is_ahead_leaves_young_files(store, mount, monkeypatch, skew_s):
+    """A receiver makes the file of its record, and is about to rename it."""
+    with dbuffer.WeightSender(store) as sender:
+        send(sender, 1)
+    replace = os.replace
+    is_left = []
+
+    def open_sender_first(temporary, path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        with Child(open_and_close, store, skew_s) as child:
+            assert child.wait() == 0
+        is_left.append(Path(temporary).exists())
+        replace(temporary, path)
+
+    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+        monkeypatch.setattr(os, "replace", open_sender_first)
+        assert load(receiver) == 1
+        assert is_left == [True]
+        assert receiver_records(store)["worker"]["applied"].endswith("-1")
+    assert not list(store.rglob("*.tmp"))
+
+
+def open_and_close(connection: Connection, store: Path, skew_s: float) -> None:
+    set_clock(skew_s)
+    dbuffer.WeightSender(store).close()
+
+
+# Steps
+
+
+@pytest.fixture
+def resumed(store: Path) -> Iterator[dbuffer.WeightSender]:
+    """A sender that goes on at step 81, over a store at step 100; a receiver has that."""
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(dbuffer.WeightReceiver(store, receiver_id="engine"))
+        with dbuffer.WeightSender(store) as sender:
+            for step in (80, 90, 100):
+                sender.send(SMALL.weights(step), metadata={"step": step})
+        assert load(receiver) == 100
+        sender = stack.enter_context(dbuffer.WeightSender(store))
+        sender.send(SMALL.weights(81), metadata={"step": 81})
+        yield sender
+
+
+def test_a_lag_in_steps_is_told_within_a_run(capsys, store, resumed):
+    assert resumed.receiver_lags()["engine"] == dbuffer.Lag(1, None)
+    [seen] = json.loads(call(capsys, "status", store, "--json")[1])["receivers"]
+    assert (seen["lag_versions"], seen["lag_steps"]) == (1, None)
+    assert "another run" in call(capsys, "status", store)[1]
+    with dbuffer.WeightReceiver(store, receiver_id="engine-2") as receiver:
+        assert load(receiver) == 81
+        resumed.send(SMALL.weights(83), metadata={"step": 83})
+        assert resumed.receiver_lags()["engine-2"] == dbuffer.Lag(1, 2)
+
+
+def test_a_step_that_goes_back_is_told_once(capsys, store, resumed, caplog):
+    """In the log, with both steps, and in the status while both versions are in the buffers."""
+    assert re.search(r"step.* 100\b.* 81\b", call(capsys, "status", store)[1])
+    resumed.send(SMALL.weights(82), metadata={"step": 82})
+    resumed.send(SMALL.weights(83), metadata={"step": 83})
+    entries = [*caplog.get_records("setup"), *caplog.records]  # `resumed` goes back
+    lines = [entry.getMessage() for entry in entries]
+    [told] = [line for line in lines if re.search(r"\bstep\b.*\b100\b.*\b81\b", line)]
+    assert str(store) in told
+    assert "step" not in call(capsys, "status", store)[1].partition("receiver")[0]
+
+
+def test_a_step_that_goes_back_within_a_run_is_told(store, caplog):
+    with dbuffer.WeightSender(store) as sender:
+        for step in (1, 2, 2, 1, 2, 3):
+            sender.send(SMALL.weights(step), metadata={"step": step})
+    told = [line for line in caplog.messages if re.search(r"\bstep\b.*\b2\b.*\b1\b", line)]
+    assert len(told) == 1
+
+
+def test_a_sender_that_wants_rising_steps_refuses_one_that_goes_back(store):
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(50), metadata={"step": 50})
+    with dbuffer.WeightSender(store, steps="monotonic") as sender:
+        for step in (0, 49.5):
+            with pytest.raises(dbuffer.DBufferError, match=f"step {step:g}\\b.*50"):
+                sender.send(SMALL.weights(0), metadata={"step": step})
+        for step in (50, 51):
+            sender.send(SMALL.weights(step), metadata={"step": step})
+        sender.send(SMALL.weights(52))  # it tells no step
+        with pytest.raises(dbuffer.DBufferError, match="51"):
+            sender.send(SMALL.weights(0), metadata={"step": 50})
+    assert value_of(store, 4) == 52
+    with pytest.raises(dbuffer.OptionError):
+        dbuffer.WeightSender(store, steps="rising")
+
+
+# Logs and lineages
+
+
+def test_the_log_names_runs_and_where_they_began(capsys, store):
+    put_back(store)
+    with dbuffer.WeightSender(store, run="exp-7") as sender:
+        published = [
+            sender.send(SMALL.weights(value), metadata={"step": value}).id for value in (9, 10)
+        ]
+        code, out, _ = call(capsys, "log", store)
+    assert code == 0
+    assert out.index(str(published[1])) < out.index(str(published[0])), "newest first"
+    assert "exp-7" in out
+    lines = out.splitlines()
+    assert any(published[0].run in line and "upon version 5 " in line for line in lines)
+
+
+def test_the_newest_runs_are_told_by_a_store_of_many(store):
+    """A receiver that slept through as many as a lineage names goes on."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        for version, _ in enumerate(itertools.repeat(None, 60), 1):
+            with dbuffer.WeightSender(store) as sender:
+                send(sender, version)
+            if version == 1:
+                assert load(receiver) == 1
+        assert load(receiver) == 60
