@@ -368,7 +368,7 @@ def compare_interfaces(options: list[str]) -> NoReturn:
                 interfaces.record(name, version, zipfile.Path(wheel), used)
                 say(f"recorded {name} {version}")
                 continue
-            record = interfaces.Record.load(name)
+            record = interfaces.Record.of(name)
             moved = record.moved(zipfile.Path(wheel), version)
         unrecorded = sorted(used.keys() - record.names.keys())
         has_moved = has_moved or bool(moved or unrecorded)

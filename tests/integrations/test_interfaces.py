@@ -36,7 +36,7 @@ def packages_of(framework: str) -> Path:
 
 @pytest.mark.parametrize("framework", interfaces.frameworks())
 def test_records_have_all_names_that_dbuffer_imports(framework):
-    record = Record.load(framework)
+    record = Record.of(framework)
     assert DEV["uses_of"](framework).keys() <= record.names.keys()
     assert record.replaced <= record.names.keys()
     # Names that no release has would be found in none.
@@ -47,7 +47,7 @@ def test_records_have_all_names_that_dbuffer_imports(framework):
 def test_records_hold_for_the_installed_releases(framework):
     root, version = packages_of(framework), interfaces.installed(framework)
     assert version is not None
-    assert Record.load(framework).moved(root, version) == {}
+    assert Record.of(framework).moved(root, version) == {}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the files of vLLM that have recorded names."""
     root, place = packages_of("vllm"), tmp_path_factory.mktemp("copy")
     reader = Reader(root)
-    for name in Record.load("vllm").names:
+    for name in Record.of("vllm").names:
         reader.form(name, is_replaced=False)
     for file in reader.files:
         there = place / file.relative_to(root)
@@ -84,7 +84,7 @@ def test_each_name_that_is_renamed_is_reported(copy):
     """A renamed name, and with it the names of its parts."""
     version = interfaces.installed("vllm")
     assert version is not None
-    record = Record.load("vllm")
+    record = Record.of("vllm")
     assert record.moved(copy, version) == {}
     for name in record.names:
         expected = record.expected(name, version)

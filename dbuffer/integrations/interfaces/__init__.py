@@ -44,7 +44,7 @@ class Record:
     names: dict[str, dict[str, str | None]]
 
     @classmethod
-    def load(cls, framework: str) -> Record:
+    def of(cls, framework: str) -> Record:
         encoded = json.loads(resources.files(__package__).joinpath(f"{framework}.json").read_text())
         return cls(
             framework, tuple(encoded["tested"]), frozenset(encoded["replaced"]), encoded["names"]
@@ -103,7 +103,7 @@ def installed(framework: str) -> str | None:
 @functools.cache
 def moved_names(framework: str) -> tuple[str, ...]:
     """Return the names that moved in an installed release above those on record."""
-    version, record = installed(framework), Record.load(framework)
+    version, record = installed(framework), Record.of(framework)
     if version is None or release_of(version) <= release_of(record.tested[1]):
         return ()
     spec = importlib.util.find_spec(framework)
@@ -116,7 +116,7 @@ def is_newer(framework: str) -> bool:
     """Whether the installed release is above those on record."""
     version = installed(framework)
     return version is not None and release_of(version) > release_of(
-        Record.load(framework).tested[1]
+        Record.of(framework).tested[1]
     )
 
 
@@ -128,9 +128,9 @@ def require(framework: str) -> None:
     """
     if names := moved_names(framework):
         raise UnsupportedError(
-            f"{framework} {installed(framework)} differs from {Record.load(framework).tested[1]}, "
+            f"{framework} {installed(framework)} differs from {Record.of(framework).tested[1]}, "
             f"the newest that dbuffer was tested with, in {listed(names)}, which dbuffer uses: "
-            f"install {framework} {Record.load(framework).tested[1]}, or a newer dbuffer"
+            f"install {framework} {Record.of(framework).tested[1]}, or a newer dbuffer"
         )
 
 

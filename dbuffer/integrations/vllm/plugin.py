@@ -55,7 +55,7 @@ def register() -> None:
     if moved:
         return
     if interfaces.is_newer("vllm"):
-        known = interfaces.Record.load("vllm").tested[1]
+        known = interfaces.Record.of("vllm").tested[1]
         log_once(logger, "this vLLM is newer than %s; what dbuffer uses of it is unchanged", known)
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)

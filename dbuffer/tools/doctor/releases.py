@@ -18,7 +18,7 @@ def findings(progress: OnStep) -> list[Finding]:
 
 
 def _finding(framework: str, version: str) -> Finding:
-    first, last = interfaces.Record.load(framework).tested
+    first, last = interfaces.Record.of(framework).tested
     result = f"{version}; {first} to {last} on record"
     if moved := interfaces.moved_names(framework):
         consequence = f"dbuffer refuses it: {listed(moved)} moved"
