@@ -82,8 +82,9 @@ def test_a_follower_in_the_background_goes_on_and_says_so_once(scene, way):
         # The store knows of a switch a moment before it is counted.
         until("no lag is told", lambda: scene.metrics()["lag_versions"] == 0, WAIT_S)
     told = [line for line in scene.lines() if "version 8" in line]
-    assert len(told) == 2, "that the store went back, and that another run is followed"
-    assert "went back from version 8 to 5" in told[0] or "was emptied" in told[0]
+    assert len([line for line in told if "does not lead" in line]) == 1
+    # Before that, it may have looked at a store that went back, or was away.
+    assert len(told) <= 2
 
 
 @EVERY_WAY

@@ -130,13 +130,13 @@ def test_forms_tell_what_matters_to_a_caller(tmp_path):
 def newer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Let the copy be the installed vLLM, in a release above the last on record, which it was."""
     spec = importlib.machinery.ModuleSpec("vllm", None, origin=str(copy / "vllm" / "__init__.py"))
-    find, version, load = importlib.util.find_spec, metadata.version, Record.load
+    find, version, load = importlib.util.find_spec, metadata.version, Record.of
     release = interfaces.installed("vllm")
     assert release is not None
     record = load("vllm")
     names = {name: {release: record.expected(name, release)} for name in record.names}
     record = Record("vllm", (release, release), record.replaced, names)
-    monkeypatch.setattr(Record, "load", lambda n: record if n == "vllm" else load(n))
+    monkeypatch.setattr(Record, "of", lambda n: record if n == "vllm" else load(n))
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: spec if n == "vllm" else find(n))
     monkeypatch.setattr(metadata, "version", lambda n: "99.1" if n == "vllm" else version(n))
     interfaces.moved_names.cache_clear()

@@ -115,9 +115,7 @@ def moved_names(framework: str) -> tuple[str, ...]:
 def is_newer(framework: str) -> bool:
     """Whether the installed release is above those on record."""
     version = installed(framework)
-    return version is not None and release_of(version) > release_of(
-        Record.of(framework).tested[1]
-    )
+    return version is not None and release_of(version) > release_of(Record.of(framework).tested[1])
 
 
 def require(framework: str) -> None:
