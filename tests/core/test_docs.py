@@ -243,6 +243,7 @@ def test_json_has_the_documented_shape(tmp_path, checkpoint, capsys):
     follow = ["follow", store, "--count", "1", "--receiver-id", "worker-0"]
     assert printed(*follow) == documented("dbuffer follow --json")
     assert printed("status", store) == documented("dbuffer status --json")
+    assert printed("log", store) == documented("dbuffer log --json")
     assert printed("verify", store) == documented("dbuffer verify --json")
     for command in ("pin", "unpin"):
         assert printed(command, store, "1") == documented("dbuffer pin --json")
