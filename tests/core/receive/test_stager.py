@@ -489,7 +489,7 @@ def test_a_store_that_is_removed_is_told(store, sender):
             # Until then an attempt that began before may still end as those before did.
             until(
                 "it is staged or failed",
-                lambda: "of run" in str(record_in(store).problem),
+                lambda: (record := record_in(store)) and "of run" in str(record.problem),
             )
             with pytest.raises(
                 dbuffer.VersionRegressedError, match=r"version 2 of .* version 1 of"
@@ -519,7 +519,10 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(store, sender, copy,
             new = follower.take(timeout_s=IN_TIME_S)
             assert (new.version, SMALL.version_of(new.tensors)) == (version, 9)
             assert new.id.run != old.id.run
-            until("it is staged or failed", lambda: record_in(store).staged == new.id)
+            until(
+                "it is staged or failed",
+                lambda: (record := record_in(store)) and record.staged == new.id,
+            )
             # What was applied before says nothing of it: it stays ready.
             follower.release(applied=old.id)
             assert follower.take(version, timeout_s=0) is new
