@@ -88,7 +88,7 @@ class VersionRegressedError(DBufferError, RuntimeError):
     def __init__(self, message: str, *, is_forked: bool = False) -> None:
         super().__init__(message)
         self.is_forked = is_forked
-        """Whether another run has published there since: what it publishes can be followed."""
+        """Whether another run publishes there now, so that ``follow_fork()`` finds its versions."""
 
 
 class ReceiverFailedError(DBufferError, RuntimeError):

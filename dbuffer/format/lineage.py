@@ -1,9 +1,9 @@
-"""`VersionId`, and `relation`: how a version that a reader has relates to one that a store holds.
+"""`VersionId`, and `relation`, which compares a reader's version with the newest of a store.
 
-Each start of a sender is a *run*. The number of a version orders it within its run, and goes on
-above the version that its run began upon. A version names the runs that lead to it: its own, the
-one that this began upon, and so on back. From that alone follows which of two versions is the
-later, or that neither leads to the other, whatever was copied, put in place of what, or renamed.
+Each start of a sender is a *run*. It continues from the newest version in the store, and its own
+versions have higher numbers. A version names its run, the run from which that continued, and so on
+back. These names alone decide which of two versions is later, or that the two have forked; it does
+not matter which files were copied, replaced or renamed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Run(NamedTuple):
     started_at: float
     """Seconds since the epoch on its host's clock; for people."""
     upon: int | None
-    """Number of the version, of the run before, that it began upon; None: upon none."""
+    """Number of the version, of the run before it, from which it continued; None if the store was
+    empty."""
 
 
 class Relation(enum.Enum):
@@ -70,7 +71,8 @@ class Relation(enum.Enum):
     AHEAD = enum.auto()
     """The newest leads to it: the store lost what came after, or is seen late."""
     FORKED = enum.auto()
-    """Neither leads to the other: another run took the store's place, or part of it was lost."""
+    """The two are on different lines: another run replaced the store, or its last versions were
+    lost."""
 
 
 class Lineage(NamedTuple):
@@ -80,7 +82,7 @@ class Lineage(NamedTuple):
     runs: Sequence[Run]
 
     def reaches(self, version: VersionId) -> bool:
-        """Whether it is this version, or a later one that this leads to."""
+        """Whether ``version`` leads to this one, or is the same."""
         last: int | None = self.id.number
         for run in self.runs:
             if last is None or run.id == version.run:
@@ -95,21 +97,31 @@ class Lineage(NamedTuple):
             del runs[0]
         return Lineage(version, runs)
 
-    def has_since(self, version: VersionId, mine: VersionId | None) -> bool:
-        """Whether what one has is this version or a later one, and leads to the newest.
-
-        ``version`` leads to the newest.
-        """
-        return mine is not None and mine.number >= version.number and self.reaches(mine)
+    def has_since(self, number: int, version: VersionId | None) -> bool:
+        """Whether ``version`` leads to this one, and its number is at least ``number``."""
+        return version is not None and version.number >= number and self.reaches(version)
 
     def at(self, number: int) -> VersionId | None:
-        """Return the version of this number that leads to it; None: none does."""
+        """Return the version with this number that leads to it, or None."""
         if number > self.id.number:
             return None
         for run in self.runs:
             if number > (run.upon or 0):
                 return VersionId(run.id, number)
         return None
+
+
+def number_of(version: int | VersionId) -> int:
+    """Return the number of a version, given by its number or its id."""
+    return version.number if isinstance(version, VersionId) else version
+
+
+def describe_fork(store: object, mine: VersionId, newest: VersionId) -> str:
+    """Describe that a version that a store held does not lead to its newest version."""
+    return (
+        f"{store} held version {mine.number} of run {mine.run}, which does not lead to what it "
+        f"holds now, version {newest.number} of run {newest.run}"
+    )
 
 
 def relation(mine: Lineage, newest: Lineage) -> Relation:

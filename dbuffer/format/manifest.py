@@ -28,7 +28,16 @@ from typing import (
 )
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
-from dbuffer.format.lineage import MAX_RUNS, RUN, Lineage, Relation, Run, VersionId, relation
+from dbuffer.format.lineage import (
+    MAX_NUMBER,
+    MAX_RUNS,
+    RUN,
+    Lineage,
+    Relation,
+    Run,
+    VersionId,
+    relation,
+)
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
 FORMAT = 1
@@ -45,7 +54,7 @@ MAX_APPLIED_METADATA_BYTES = 1024
 acknowledgement writes the record again, and a sender that waits reads the records of all
 receivers."""
 
-MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = MAX_NUMBER
 
 TOKEN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
 """Pattern of tokens, digests, and attempts to switch an engine."""
@@ -107,8 +116,8 @@ class Lag(NamedTuple):
     """Difference of the two versions' numbers."""
     steps: int | float | None
     """Difference of their trainer's steps, the numbers ``step`` in their metadata; negative after
-    an earlier version was published again. None: one of them has no such number, or they are of two
-    runs, whose steps are not compared."""
+    an earlier version was published again. None if a version has no such number, or if the two
+    belong to different runs, whose steps are not compared."""
 
 
 class Record:
@@ -242,8 +251,8 @@ class Manifest(Versioned):
     """Whether no byte of the file is ever written again. Without that, and without checksums, other
     hosts cannot tell whether they have read it whole."""
     anchor: VersionId | None = None
-    """Earlier version that the weights file holds, from which :attr:`chain` leads to this one.
-    None: the file holds this version, whole."""
+    """Earlier version that the weights file holds; the deltas of :attr:`chain` lead from it to this
+    one. None if the file holds this version whole."""
     anchor_buffer: str | None = None
     """Buffer in whose directory that file is."""
     chain: list[VersionId] = field(default_factory=list)
@@ -373,9 +382,10 @@ class ReceiverRecord(Record):
     """Counts and durations since it started."""
     state: Literal["serving", "broken"] | None = None
     """State of an engine: it serves ``applied`` on all ranks; or some are half loaded, and it
-    refuses to serve. None: it is not known, or this is no engine."""
+    refuses to serve. None if that is unknown, or if the receiver is no engine."""
     only_version: int | None = None
-    """Number of the version that an engine is to serve and stay on. None: it follows the newest."""
+    """Number of the version that an engine is to serve and stay on; None if it follows the newest.
+    """
     attempt: str | None = None
     """Last attempt to switch an engine, whose outcome this record tells."""
     boot: str = ""
@@ -425,7 +435,7 @@ class ReceiverRecord(Record):
     def lag_behind(self, newest: Lineage, metadata: Mapping[str, Any]) -> Lag | None:
         """Return its lag behind the newest version; None: it has no version, or stays on one.
 
-        Where what it has does not lead to the newest, all versions up to that are missing.
+        If its version does not lead to the newest, it lacks every version of that line.
 
         Args:
             newest: that version.
@@ -435,14 +445,14 @@ class ReceiverRecord(Record):
             return None
         return lag_between(self.lineage, self.metadata, newest, metadata)
 
-    def has_problem_with(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether it cannot have this version, or a later one that leads to ``newest``.
+    def has_problem_with(self, number: int, newest: Lineage | None) -> bool:
+        """Whether it reports a problem with the store, or with a version from ``number`` on.
 
-        What was wrong with one before says nothing of it.
+        The version must lead to ``newest``. A problem with an earlier version does not count.
         """
         if self.problem is None or self.problem_version is None:
             return self.problem is not None  # of the store itself
-        return newest is not None and newest.has_since(version, self.problem_version)
+        return newest is not None and newest.has_since(number, self.problem_version)
 
     def stays_below(self, version: int) -> bool:
         """Whether it will never apply the version of this number, nor a later one."""

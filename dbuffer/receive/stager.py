@@ -24,7 +24,7 @@ import torch
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import MAX_INTEGER, Pointer
 from dbuffer.io.devices import PageLock
 from dbuffer.io.tensors import new_memory
@@ -366,9 +366,7 @@ class Stager(ProcessBound):
         known = [each for each in (seen, self._receiver.left) if each is not None]
         if lineage is not None and _is_lost(goal, lineage, known):
             raise errors.VersionRegressedError(
-                f"{self.store} holds version {lineage.id.number} of run {lineage.id.run}, to which "
-                f"version {goal.number} of run {goal.run} does not lead",
-                is_forked=True,
+                describe_fork(self.store, goal, lineage.id), is_forked=True
             )
         return _Request(goal.number, goal, lineage, is_exact, is_whole)
 
@@ -414,7 +412,7 @@ class Stager(ProcessBound):
                 request = self._request
                 newer_than, exactly = self._aim()
             with self._loop.attempt():
-                number = exactly.number if isinstance(exactly, VersionId) else exactly
+                number = None if exactly is None else number_of(exactly)
                 version = self._loop.wait(newer_than, exactly=number, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
                     if self._on_found is not None:

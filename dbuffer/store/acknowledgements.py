@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import Lag, ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING, doubling
@@ -122,7 +122,9 @@ class _Wait:
 
     def has_applied(self, record: ReceiverRecord) -> bool:
         """Whether a receiver has applied the version, or a later one."""
-        return self._version == 0 or self._reaches(record.applied)
+        if self._version == 0:
+            return True
+        return self.newest is not None and self.newest.has_since(self._version, record.applied)
 
     def counted(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
         """The records of one id that say what it has applied."""
@@ -144,20 +146,9 @@ class _Wait:
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
         for each in (record, *ranks):
-            if self._has_problem(each):
+            if each.has_problem_with(self._version, self.newest):
                 return f"{state}, because of: {each.problem}"
         return state
-
-    def _has_problem(self, record: ReceiverRecord) -> bool:
-        """Whether a receiver tells of a problem with the version, a later one, or the store."""
-        is_of_store = record.problem is not None and record.problem_version is None
-        return is_of_store or self._reaches(record.problem_version)
-
-    def _reaches(self, version: VersionId | None) -> bool:
-        """Whether this is the version that is waited for, or a later one."""
-        if version is None or self.newest is None:
-            return False
-        return version.number >= self._version and self.newest.reaches(version)
 
     def require_able(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> None:
         """Raise if a receiver will not apply the version: it stays below, cannot, or has ended."""
@@ -168,7 +159,7 @@ class _Wait:
                 f"apply version {version}"
             )
         for each in (record, *ranks):
-            if not self._has_problem(each) or self._is_old(each):
+            if self._is_old(each) or not each.has_problem_with(version, self.newest):
                 continue
             problem = each.problem_version
             if problem or self._has_lasted(each, str(each.problem), TIMING.last_word_s):

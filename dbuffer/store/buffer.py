@@ -12,7 +12,7 @@ from pathlib import Path
 from dbuffer import errors
 from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts
-from dbuffer.format.lineage import Relation, VersionId, relation
+from dbuffer.format.lineage import Relation, VersionId, describe_fork, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
     Manifest,
@@ -333,9 +333,7 @@ def require_successor(
             )
         case Relation.FORKED:
             raise errors.VersionRegressedError(
-                f"{store} held version {seen.version} of run {seen.id.run}, which does not lead to "
-                f"what it holds now, version {now.version} of run {now.id.run}",
-                is_forked=True,
+                describe_fork(store, seen.id, now.id), is_forked=True
             )
 
 

@@ -16,7 +16,7 @@ import shutil
 
 from dbuffer.errors import VersionError
 from dbuffer.format import places
-from dbuffer.format.lineage import VersionId
+from dbuffer.format.lineage import VersionId, number_of
 from dbuffer.format.manifest import Manifest, encode
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -93,10 +93,8 @@ def missing(store: DoubleBuffer, version: int | VersionId) -> VersionError:
     published = {manifest.version for _, manifest in Contents(store).published()}
     versions = ", ".join(map(str, sorted(published)))
     of_run = f" of run {version.run}" if isinstance(version, VersionId) else ""
-    number = version.number if isinstance(version, VersionId) else version
-    return VersionError(
-        f"version {number}{of_run} is not in {store.root}, which holds {versions or 'none'}"
-    )
+    named = f"version {number_of(version)}{of_run}"
+    return VersionError(f"{named} is not in {store.root}, which holds {versions or 'none'}")
 
 
 def pin(store: DoubleBuffer, version: int | VersionId) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError, VersionRegressedError
 from dbuffer.format.layout import digest
-from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
 from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_receiver_id, is_run
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import FORKED, Forked
@@ -164,10 +164,8 @@ class EngineOptions:
             return False
         if self.forked == "refuse":
             raise VersionRegressedError(
-                f"{self.store} holds version {newest.id.number} of run {newest.id.run}, to which "
-                f"the engine's version {served.id.number} of run {served.id.run} does not lead: it "
-                "serves on with that. To go on with what is there now, let it follow the store "
-                "again with forked='follow'",
+                f"{describe_fork(self.store, served.id, newest.id)}: the engine serves on with the "
+                "former. For the latter, let it follow the store again with forked='follow'",
                 is_forked=True,
             )
         return True

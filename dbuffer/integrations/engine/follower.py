@@ -25,13 +25,13 @@ from dataclasses import replace
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
-from dbuffer.integrations.engine.store_view import StoreView, engine_id_of, number_of
+from dbuffer.integrations.engine.store_view import StoreView, engine_id_of
 from dbuffer.integrations.engine.weight_label import WeightLabel, describe_weights, served_by
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing

@@ -25,13 +25,12 @@ from dbuffer.errors import (
     VersionError,
     WeightsMismatchError,
 )
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
-from dbuffer.integrations.engine.store_view import number_of
 from dbuffer.integrations.engine.unused_tensors import NOTHING_UNREAD, Unread
 from dbuffer.integrations.engine.weight_label import describe_weights
 from dbuffer.receive.receiver import WeightReceiver

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbuffer.errors import DBufferError
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import Lag, Manifest, ReceiverRecord, lag_between, step_in
 from dbuffer.runtime.extras import needed_for
 
@@ -126,7 +126,7 @@ class FollowerReport:
             goal_manifest: its manifest; None: the store does not have it yet, or no longer.
         """
         version = 0 if applied is None else applied.id.number
-        newest = goal.number if isinstance(goal, VersionId) else (goal or version)
+        newest = version if goal is None else number_of(goal)
         has_newest = goal is None and step_in(metadata) is not None
         lag, age_s = Lag(max(0, newest - version), 0 if has_newest else None), 0.0
         if goal_manifest is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from dbuffer import errors
-from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id
 from dbuffer.integrations.engine.protocol import EngineFacts
@@ -163,14 +163,8 @@ class StoreView:
     def _log_fork(self, served: Lineage, newest: Lineage) -> None:
         if self._logged_fork != newest.id.run:
             self._logged_fork = newest.id.run
-            logger.warning(
-                "%s holds version %d of run %s, to which version %d of run %s, which %s has, does "
-                "not lead: following what is there now",
-                self.options.store,
-                *reversed(newest.id),
-                *reversed(served.id),
-                self.engine_id,
-            )
+            fork = describe_fork(self.options.store, served.id, newest.id)
+            logger.warning("%s: %s has the former, and follows the latter", fork, self.engine_id)
 
     def manifest_of(self, goal: int | VersionId) -> Manifest | None:
         """Read the manifest of a version; None: it is not, or no longer, in this store."""
@@ -240,7 +234,7 @@ class StoreView:
                 behind = [
                     rank
                     for rank, record in records.items()
-                    if record is None or not newest.has_since(known, record.staged)
+                    if record is None or not newest.has_since(known.number, record.staged)
                 ]
             engine = self.engine_record()
             if not behind or (engine is not None and self.has_applied(engine, goal)):
@@ -306,16 +300,20 @@ class StoreView:
                     f"{record.receiver} cannot get version {goal.number} ready: {record.problem}; "
                     f"{serves_on}"
                 )
-        if self._has_lost(goal):
+        if self._has_lost(goal, newest):
             raise errors.VersionRegressedError(
                 f"version {goal.number} of {self.options.store} was lost before it was ready on "
                 f"all ranks: it does not lead to what is there now; {serves_on}"
             )
 
-    def _has_lost(self, version: VersionId) -> bool:
-        """Whether neither the store nor the one that it mirrors holds what a version leads to."""
-        newest = [_newest_in(store) for store in {self._store, self._origin}]
-        return None not in newest and not any(each and each.reaches(version) for each in newest)
+    def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
+        """Whether a version leads neither to the ``newest`` nor to that of the mirrored store."""
+        if newest is None or newest.reaches(version):
+            return False
+        if self._origin is self._store:
+            return True
+        origin = _newest_in(self._origin)
+        return origin is not None and not origin.reaches(version)
 
 
 def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
@@ -331,11 +329,6 @@ def _newest_in(store: DoubleBuffer) -> Lineage | None:
     return None
 
 
-def number_of(version: int | VersionId) -> int:
-    """Return the number of a version that is known by its id, or by that only."""
-    return version.number if isinstance(version, VersionId) else version
-
-
 def _is_hindered(
     record: ReceiverRecord,
     goal: VersionId,
@@ -348,4 +341,4 @@ def _is_hindered(
     """
     is_of_the_store = record.problem is not None and record.problem_version is None
     is_old = at_start is not None and at_start.updated_at == record.updated_at
-    return record.has_problem_with(goal, newest) and not (is_of_the_store and is_old)
+    return record.has_problem_with(goal.number, newest) and not (is_of_the_store and is_old)

@@ -19,7 +19,7 @@ from dbuffer.errors import (
     UnsupportedError,
     VersionError,
 )
-from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
@@ -182,8 +182,8 @@ class CallbackLoader:
     ) -> None:
         if isinstance(goal, VersionId) and not found.reaches(goal):
             raise VersionError(
-                f"{options.store} holds version {found.id.number} of run {found.id.run}, to which "
-                f"version {goal.number} of run {goal.run} does not lead"
+                f"version {goal.number} of run {goal.run} does not lead to version "
+                f"{found.id.number} of run {found.id.run}, which {options.store} holds"
             )
         loaded = self._loaded
         if loaded is None:
@@ -194,13 +194,8 @@ class CallbackLoader:
                 f"{found.id.number} is not loaded"
             )
         if options.has_forked(loaded, found):
-            logger.warning(
-                "%s holds version %d of run %s, to which version %d of run %s, which is loaded, "
-                "does not lead: loading what is there now",
-                options.store,
-                *reversed(found.id),
-                *reversed(loaded.id),
-            )
+            fork = describe_fork(options.store, loaded.id, found.id)
+            logger.warning("%s: loading the latter in place of the former", fork)
 
 
 def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:

@@ -94,10 +94,10 @@ def test_one_has_a_version_by_having_a_later_one_on_the_path(tree):
     for newest in tree.lineages:
         path = tree.path(newest.id)
         for version in path:
-            assert not newest.has_since(version, None)
+            assert not newest.has_since(version.number, None)
             for mine in tree.parents:
                 is_later = mine in path and version in tree.path(mine)
-                assert newest.has_since(version, mine) == is_later
+                assert newest.has_since(version.number, mine) == is_later
 
 
 def chain(num_runs: int) -> Lineage:
