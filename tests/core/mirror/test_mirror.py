@@ -882,10 +882,13 @@ def test_a_copy_of_another_run_is_withdrawn_before_a_mirror_has_started(
 
 
 def copy_slowly(connection: Connection, remote: Path, local: Path) -> None:
-    """Mirror; after the first version, wait in the middle of a copy."""
+    """Mirror; after the first version, wait in the middle of a copy, once."""
+    has_waited = False
 
     def progress(done: int, total: int) -> None:
-        if one.version is None and one.stats["copied"]:
+        nonlocal has_waited
+        if one.version is None and one.stats["copied"] and not has_waited:
+            has_waited = True  # a copy that was overtaken begins again
             connection.send("copying")
             connection.recv()
 
