@@ -396,14 +396,11 @@ class Mirror(Closing, ProcessBound):
                 self._published = self._announced = there.version
                 receiver.record.write(staged=there.id)
             case Relation.AHEAD:  # which the source may have lost; what comes next is copied
-                message = "%s went back to version %d, and %s has version %d: it stays, until more"
                 log_once(
                     logger,
-                    f"{message} is published",
-                    self._source.name,
-                    seen.id.number,
-                    self._target.name,
-                    there.version,
+                    "%s went back to version %d, and %s has version %d: it stays, until more is "
+                    "published",
+                    *(self._source.name, seen.id.number, self._target.name, there.version),
                 )
                 self._published = self._announced = seen.id.number
 

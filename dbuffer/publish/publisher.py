@@ -231,12 +231,11 @@ class Publisher(Closing, ProcessBound, ABC):
             VersionError: its step goes back, and must not.
         """
         checked = checked_metadata(metadata)
-        step, last = step_in(checked), self._lead().writer.last_step
-        is_back = step is not None and last is not None and step < last
-        if is_back and self._steps == "monotonic":
+        writer = self._lead().writer
+        if self._steps == "monotonic" and writer.is_step_back(checked):
             raise VersionError(
-                f"step {step} is below step {last}, the last one that was published in "
-                f'{self.store}; a sender with steps="any" publishes it'
+                f"step {step_in(checked)} is below step {writer.last_step}, the last one that was "
+                f'published in {self.store}; a sender with steps="any" publishes it'
             )
         return checked
 

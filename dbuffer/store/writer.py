@@ -308,12 +308,12 @@ class BufferWriter:
         for buffer, manifest in reversed(self.store.kept().items()):
             files = set(self._files.named_by(buffer, manifest))
             if manifest != newest and not kept.is_pinned(self.store, buffer):
-                if next_one.reaches(manifest.id):
+                is_lost = not next_one.reaches(manifest.id)
+                if not is_lost:
                     num_kept += 1
                     num_bytes += sum(filesystem.size_at(path) for path in files - stay)
                 too_many = num_kept > self._keep
                 too_large = self._keep_bytes is not None and num_bytes > self._keep_bytes
-                is_lost = not next_one.reaches(manifest.id)
                 is_excess = (too_many or too_large or is_lost) and buffer != self._spared
                 if is_excess and kept.withdraw(self.store, buffer):
                     drop[buffer] = manifest
@@ -435,11 +435,12 @@ class BufferWriter:
             # Unlocked first: a receiver that is woken by the pointer finds the file free.
             if claim.file is not None:
                 filesystem.unlock(claim.file.number)
-            if complete.id.run == self.record.token:  # from here on it may be known to readers
+            if not complete.is_copy:  # from here on readers may know its number
                 self._last_number = complete.version
-                self._note_step(complete)
             with self._saying_if_published(pointer):
                 self._put(self.root / places.POINTER_FILE, pointer)
+                if not complete.is_copy:
+                    self._note_step(complete)
                 sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                 sizes |= claim.deltas
                 self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
@@ -559,21 +560,25 @@ class BufferWriter:
         manifest = None if newest is None else self.store.manifest_of(newest.id)
         self.last_step = None if manifest is None else step_in(manifest.metadata)
 
+    def is_step_back(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether the step of a version with this metadata is below the last one."""
+        step = step_in(metadata)
+        return step is not None and self.last_step is not None and step < self.last_step
+
     def _note_step(self, complete: Manifest) -> None:
         """Note a version's step; log that it is below the last one, as after an older checkpoint.
 
-        A version without a step says nothing.
+        A version without a step changes nothing.
         """
-        step, last = step_in(complete.metadata), self.last_step
-        if step is None:
-            return
-        if last is not None and step < last:
+        step = step_in(complete.metadata)
+        if self.is_step_back(complete.metadata):
             self.steps_back += 1
             logger.warning(
                 "%s: the trainer's step goes back from %s to %s with version %d",
-                *(self.root, last, step, complete.version),
+                *(self.root, self.last_step, step, complete.version),
             )
-        self.last_step = step
+        if step is not None:
+            self.last_step = step
 
     def _recover(self) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""

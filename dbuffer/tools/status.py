@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from dbuffer.format.lineage import Lineage, Relation, VersionId, relation
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
     Lag,
@@ -14,6 +14,7 @@ from dbuffer.format.manifest import (
     Pointer,
     ReceiverRecord,
     step_in,
+    steps_between,
 )
 from dbuffer.format.objects import BucketPointer
 from dbuffer.format.places import BUFFERS, is_kept
@@ -38,7 +39,7 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
         before = store.undamaged_manifest(other_buffer(newest))
     metadata = {} if manifest is None else manifest.metadata
     receivers = in_order(store.receivers())
-    writer = store.writer()
+    writer, contents = store.writer(), Contents(store)
     return {
         "store": str(store.root),
         "filesystem": store.medium.filesystem,
@@ -53,7 +54,8 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
             "is_alive": store.may_live(writer),
         },
         "buffers": [
-            _buffer_status(store, name, newest, receivers) for name in (*BUFFERS, *store.kept())
+            _buffer_status(store, contents, name, newest, receivers)
+            for name in (*BUFFERS, *store.kept())
         ],
         "receivers": [
             receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
@@ -65,9 +67,10 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
 
 def _step_back(before: Manifest, newest: Manifest) -> list[str]:
     """Say that the trainer's step went back, if it did so from one version to the next."""
-    was, now = step_in(before.metadata), step_in(newest.metadata)
-    if was is None or now is None or now >= was or not newest.lineage.reaches(before.id):
+    steps = steps_between(before.metadata, newest.metadata)
+    if steps is None or steps >= 0 or not newest.lineage.reaches(before.id):
         return []
+    was, now = step_in(before.metadata), step_in(newest.metadata)
     return [f"the step went back from {was:g} to {now:g} with version {newest.version}"]
 
 
@@ -105,7 +108,9 @@ def receiver_status(
         "applied_version": record.applied_version,
         "copied_version": None if copied is None else copied.number,
         "run": None if has is None else has.run,
-        "has_forked": lineage is not None and _has_forked(record, lineage),
+        "has_forked": lineage is not None
+        and record.lineage is not None
+        and relation(record.lineage, lineage) is Relation.FORKED,
         "metadata": record.metadata,
         "lag_versions": None if lag is None else lag.versions,
         "lag_steps": None if lag is None else lag.steps,
@@ -115,11 +120,6 @@ def receiver_status(
         "only_version": record.only_version,
         "problem": record.problem,
     }
-
-
-def _has_forked(record: ReceiverRecord, newest: Lineage) -> bool:
-    """Whether what a receiver has applied does not lead to the newest version."""
-    return record.lineage is not None and relation(record.lineage, newest) is Relation.FORKED
 
 
 EMPTY_BUFFER: dict[str, Any] = {
@@ -153,7 +153,11 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
 
 
 def _buffer_status(
-    store: DoubleBuffer, name: str, newest: str | None, receivers: list[ReceiverRecord]
+    store: DoubleBuffer,
+    contents: Contents,
+    name: str,
+    newest: str | None,
+    receivers: list[ReceiverRecord],
 ) -> dict[str, Any]:
     empty = EMPTY_BUFFER | {"buffer": name}
     try:
@@ -166,7 +170,7 @@ def _buffer_status(
         empty
         | version_status(manifest)
         | {
-            "state": _state_of(store, name, manifest, newest),
+            "state": _state_of(store, contents, name, manifest, newest),
             "delta_bytes": store.delta_bytes(manifest),
             "held_by": [
                 record.receiver
@@ -177,14 +181,15 @@ def _buffer_status(
     )
 
 
-def _state_of(store: DoubleBuffer, name: str, manifest: Manifest, newest: str | None) -> str:
-    """Return the state of a buffer in one word; lost: it does not lead to the newest version."""
-    contents = Contents(store)
-    leads = contents.newest is not None and contents.newest.reaches(manifest.id)
+def _state_of(
+    store: DoubleBuffer, contents: Contents, name: str, manifest: Manifest, newest: str | None
+) -> str:
+    """Return the state of a buffer; a kept version is lost if it does not lead to the newest."""
+    is_published = contents.has_published(manifest)
     if is_kept(name):
         kept = "pinned" if is_pinned(store, name) else "kept"
-        return kept if leads else f"{kept}, lost"
-    if not contents.has_published(manifest):
+        return kept if is_published else f"{kept}, lost"
+    if not is_published:
         return "writing"
     return "newest" if name == newest else "previous"
 
@@ -196,13 +201,14 @@ def read_log(store: DoubleBuffer) -> dict[str, Any]:
         As :func:`read_status`.
     """
     store.check()
-    pointer, receivers = store.newest_pointer(), store.receivers()
+    pointer, receivers, contents = store.newest_pointer(), store.receivers(), Contents(store)
+    newest = None if pointer is None else pointer.buffer
     manifests = {buffer: store.undamaged_manifest(buffer) for buffer in BUFFERS} | store.kept()
     states: dict[VersionId, str] = {}
     whole: dict[VersionId, Manifest] = {}
     for buffer, manifest in manifests.items():
         if manifest is not None and manifest.state == "complete":
-            state = _state_of(store, buffer, manifest, None if pointer is None else pointer.buffer)
+            state = _state_of(store, contents, buffer, manifest, newest)
             if state != "writing":
                 whole[manifest.id], states[manifest.id] = manifest, state
     applied: dict[VersionId, list[str]] = {}

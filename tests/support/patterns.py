@@ -167,6 +167,16 @@ def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
     }
 
 
+def opened(store: Path, version: int | dbuffer.VersionId, pattern: Pattern = SMALL) -> int | None:
+    """Return the version whose weights a receiver gets that asks for ``version``, or None."""
+    with dbuffer.WeightReceiver(store) as receiver:
+        try:
+            with receiver.open(version=version, timeout_s=5) as snapshot:
+                return pattern.version_of(snapshot.tensors)
+        except dbuffer.VersionError:
+            return None
+
+
 def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
     """The version that a receiver made now reads; it must be whole, and one of the patterns."""
     with dbuffer.WeightReceiver(

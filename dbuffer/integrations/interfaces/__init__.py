@@ -103,13 +103,13 @@ def installed(framework: str) -> str | None:
 @functools.cache
 def moved_names(framework: str) -> tuple[str, ...]:
     """Return the names that moved in an installed release above those on record."""
-    version, record = installed(framework), Record.of(framework)
-    if version is None or release_of(version) <= release_of(record.tested[1]):
+    version = installed(framework)
+    if version is None or not is_newer(framework):
         return ()
     spec = importlib.util.find_spec(framework)
     if spec is None or spec.origin is None:
         return ()
-    return tuple(record.moved(Path(spec.origin).parent.parent, version))
+    return tuple(Record.of(framework).moved(Path(spec.origin).parent.parent, version))
 
 
 def is_newer(framework: str) -> bool:
@@ -125,10 +125,11 @@ def require(framework: str) -> None:
         UnsupportedError: names that dbuffer needs moved.
     """
     if names := moved_names(framework):
+        newest = Record.of(framework).tested[1]
         raise UnsupportedError(
-            f"{framework} {installed(framework)} differs from {Record.of(framework).tested[1]}, "
-            f"the newest that dbuffer was tested with, in {listed(names)}, which dbuffer uses: "
-            f"install {framework} {Record.of(framework).tested[1]}, or a newer dbuffer"
+            f"{framework} {installed(framework)} differs from {newest}, the newest that dbuffer "
+            f"was tested with, in {listed(names)}, which dbuffer uses: install {framework} "
+            f"{newest}, or a newer dbuffer"
         )
 
 

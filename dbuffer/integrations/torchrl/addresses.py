@@ -54,9 +54,11 @@ class Addresses:
         if self.are_one:
             return None if local is None else self.expected
         if remote is not None:
-            if local is not None and not local.is_copy and not _have_forked(local, remote):
-                return str(self.local), None  # one store, through two mounts
-            return self.expected
+            if local is None or local.is_copy:
+                return self.expected
+            if relation(local.lineage, remote.lineage) is Relation.FORKED:
+                return self.expected
+            return str(self.local), None  # one store, through two mounts
         # What a mirror has left behind is of some earlier time. One at work has it from somewhere.
         if local is not None and (not local.is_copy or is_locked(self.local / MIRROR_LOCK_FILE)):
             return str(self.local), None
@@ -102,7 +104,3 @@ class Addresses:
 
     def _view(self, path: Path) -> DoubleBuffer:
         return DoubleBuffer(path, allow_shared_store=self._allow_shared_store)
-
-
-def _have_forked(local: Manifest, remote: Manifest) -> bool:
-    return relation(local.lineage, remote.lineage) is Relation.FORKED

@@ -20,22 +20,12 @@ from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
 from tests.support.commands import call
 from tests.support.moments import die_before_call
-from tests.support.patterns import SMALL, SPARSE, Pattern, newest, publish, received
+from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
 from tests.support.soak import numbers
 from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
 from tests.support.worlds import World
 
 KEEP = 3
-
-
-def opened(store: Path, version: int, pattern: Pattern = SMALL) -> int | None:
-    """The version whose weights a receiver gets that asks for ``version``; None: none."""
-    with dbuffer.WeightReceiver(store) as receiver:
-        try:
-            with receiver.open(version=version, timeout_s=5) as snapshot:
-                return pattern.version_of(snapshot.tensors)
-        except dbuffer.VersionError:
-            return None
 
 
 def readable(store: Path, last: int, pattern: Pattern = SMALL) -> list[int]:

@@ -25,7 +25,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.commands import call
 from tests.support.moments import MOMENTS, at_call, die
-from tests.support.patterns import SMALL
+from tests.support.patterns import SMALL, opened
 from tests.support.restores import WAYS, back_up, copy_over, rename
 from tests.support.soak import is_soak, numbers
 from tests.support.stores import receiver_records
@@ -39,16 +39,6 @@ def send(sender: dbuffer.WeightSender, *versions: int, value: int = 0) -> None:
     for version in versions:
         published = sender.send(SMALL.weights(version + value), metadata={"step": 10 * version})
         assert published.version == version
-
-
-def value_of(store: Path, version: int | str) -> int | None:
-    """Return the value of the tensors of ``version``, or None if the store has no such version."""
-    with dbuffer.WeightReceiver(store) as receiver:
-        try:
-            with receiver.open(version=version, timeout_s=5) as snapshot:
-                return SMALL.version_of(snapshot.tensors)
-        except dbuffer.VersionError:
-            return None
 
 
 def load(receiver: dbuffer.WeightReceiver) -> int | None:
@@ -164,10 +154,10 @@ def test_a_number_names_the_version_of_the_newest_ones_line(any_store, delta):
         with dbuffer.WeightSender(store, keep=9, delta=delta) as sender:
             send(sender, *range(6, 11), value=LOST * run)
             values = [version + LOST * run * (version > 5) for version in range(1, 11)]
-            assert [value_of(store, version) for version in range(1, 11)] == values
+            assert [opened(store, version) for version in range(1, 11)] == values
             for version in range(6, 11):
                 number = sender.republish(version).version
-                assert value_of(store, number) == version + LOST * run
+                assert opened(store, number) == version + LOST * run
 
 
 def test_a_version_of_a_lost_run_is_opened_by_its_id(any_store, capsys):
@@ -184,16 +174,16 @@ def test_a_version_of_a_lost_run_is_opened_by_its_id(any_store, capsys):
     with dbuffer.WeightSender(store, keep=1) as sender:
         for version in range(6, 12):
             now = sender.send(SMALL.weights(version + 2 * LOST)).id
-            assert value_of(store, now) == version + 2 * LOST
-            assert value_of(store, lost) == 6 + LOST
-        assert value_of(store, 6) is None, "dropped, and its number names no other"
+            assert opened(store, now) == version + 2 * LOST
+            assert opened(store, lost) == 6 + LOST
+        assert opened(store, 6) is None, "dropped, and its number names no other"
         with pytest.raises(dbuffer.VersionError):
             kept.unpin(view, 6)
         again = sender.republish(lost)
-        assert value_of(store, again.version) == 6 + LOST
+        assert opened(store, again.version) == 6 + LOST
         assert call(capsys, "unpin", store, lost)[0] == 0
         send(sender, 13, 14, value=2 * LOST)
-        assert value_of(store, lost) is None
+        assert opened(store, lost) is None
 
 
 def test_a_pin_keeps_the_version_of_the_newest_ones_line(any_store):
@@ -206,10 +196,10 @@ def test_a_pin_keeps_the_version_of_the_newest_ones_line(any_store):
             kept.pin(view, version)
         send(sender, *range(11, 25), value=2 * LOST)
         for version in pinned:
-            assert value_of(store, version) == version + 2 * LOST
+            assert opened(store, version) == version + 2 * LOST
             kept.unpin(view, version)
         send(sender, *range(25, 28), value=2 * LOST)
-        assert [value_of(store, version) for version in pinned] == [None] * 3
+        assert [opened(store, version) for version in pinned] == [None] * 3
 
 
 def test_a_pin_of_a_number_that_only_a_lost_run_has_is_refused(any_store):
@@ -222,7 +212,7 @@ def test_a_pin_of_a_number_that_only_a_lost_run_has_is_refused(any_store):
         for call_of in (sender.republish, lambda version: kept.pin(view, version)):
             with pytest.raises(dbuffer.VersionError):
                 call_of(9)
-    assert value_of(any_store, 9) is None
+    assert opened(any_store, 9) is None
 
 
 def test_versions_of_a_lost_run_do_not_count_as_kept(any_store):
@@ -232,7 +222,7 @@ def test_versions_of_a_lost_run_do_not_count_as_kept(any_store):
         for version in range(6, 15):
             send(sender, version, value=2 * LOST)
             first = max(6, version - 4)
-            kept_values = [value_of(any_store, each) for each in range(first, version + 1)]
+            kept_values = [opened(any_store, each) for each in range(first, version + 1)]
             assert kept_values == [each + 2 * LOST for each in range(first, version + 1)]
     # Dropped, they take no room.
     assert len(list((any_store / "kept").iterdir())) <= 3
@@ -273,7 +263,7 @@ def test_a_pin_that_said_yes_holds_whenever_the_sender_is_killed(shm_path):
                 sender.send(SMALL.weights(value))
         if said_yes:
             num_pins += 1
-            assert value_of(store, 1) == 1, f"pinned before call {number}, and lost"
+            assert opened(store, 1) == 1, f"pinned before call {number}, and lost"
     assert num_pins > 3
 
 
@@ -469,7 +459,7 @@ def test_a_sender_that_wants_rising_steps_refuses_one_that_goes_back(store):
         sender.send(SMALL.weights(52))  # it tells no step
         with pytest.raises(dbuffer.DBufferError, match="51"):
             sender.send(SMALL.weights(0), metadata={"step": 50})
-    assert value_of(store, 4) == 52
+    assert opened(store, 4) == 52
     with pytest.raises(dbuffer.OptionError):
         dbuffer.WeightSender(store, steps="rising")
 
