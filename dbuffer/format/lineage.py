@@ -1,9 +1,9 @@
 """`VersionId`, and `relation`, which compares a reader's version with the newest of a store.
 
 Each start of a sender is a *run*. It continues from the newest version in the store, and its own
-versions have higher numbers. A version names its run, the run from which that continued, and so on
-back. These names alone decide which of two versions is later, or that the two have forked; it does
-not matter which files were copied, replaced or renamed.
+versions have higher numbers. A version names its own run, the run before that, and so on back.
+These names alone decide which of two versions is later, or that the two have forked; it does not
+matter which files were copied, replaced or renamed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Run(NamedTuple):
     started_at: float
     """Seconds since the epoch on its host's clock; for people."""
     upon: int | None
-    """Number of the version, of the run before it, from which it continued; None if the store was
+    """Number of the version from which it continued, in the run before it; None if the store was
     empty."""
 
 

@@ -198,7 +198,7 @@ def version_object(version: VersionId, xxh3: str) -> str:
 
 
 def version_in(name: str) -> VersionId | None:
-    """The version whose record has this name; None: it is no record's."""
+    """Return the version whose record has this name, or None if it is another object's name."""
     match = _RECORD.fullmatch(name)
     return match and VersionId(match[2], int(match[1]))
 

@@ -21,7 +21,7 @@ class VersionSpan:
     end: int | None
     """Index after the last token; None: the output does not tell how many there are."""
     run: str | None = None
-    """Run of the version; None: the engine does not tell."""
+    """Run of the version, or None if the engine does not tell it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that the version was published with; empty if the engine does not tell."""
     is_exact: bool = True

@@ -105,7 +105,7 @@ class Target(Protocol):
         """Whether it was removed since this mirror was elected, which is over with it."""
 
     def is_fit(self, source: Source) -> bool:
-        """Whether what it holds leads to what the source holds, as far as that can be seen."""
+        """Whether its version leads to the source's, as far as both can be read."""
 
     def newest(self) -> Pointer | BucketPointer | None:
         """Read which version is the newest; None: there is none."""

@@ -68,14 +68,14 @@ class Mirror(Closing, ProcessBound):
     when its process ends, and the others stand by. Acknowledgements of the local store's receivers
     are relayed to the remote one, where the sender waits for them.
 
-    Where another run publishes in the remote store in place of what was copied, the local one goes
-    on with that; each receiver of it decides for itself whether to follow.
+    If the remote store forks from the copied version, the local store goes on with the fork; each
+    of its receivers decides for itself whether to follow.
 
     Args:
         remote: the store to follow; it may come later. Or the URL of a bucket and a prefix in it,
             as ``s3://bucket/policy``.
-        local: the store to publish in, on ``/dev/shm`` best. One that a sender has
-            published in is refused. Or the URL of a bucket, which another mirror follows.
+        local: the store to publish in, on ``/dev/shm`` best, or the URL of a bucket,
+            which another mirror follows. A sender's own store is refused.
         poll_interval_s: how often the remote store is looked at, where no event comes.
         num_threads: threads that read. Default: this process's cores, at most 8.
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
@@ -137,7 +137,7 @@ class Mirror(Closing, ProcessBound):
         self._copy: Copy | None = None
         """Open from the first version on."""
         self._published: int | None = None
-        """Number up to which the target has the versions of the source."""
+        """Number of the source's version up to which nothing need be copied."""
         self._announced: int | None = None
         """Newest version for which ``on_copied`` has returned."""
         self._error: BaseException | None = None
@@ -172,8 +172,8 @@ class Mirror(Closing, ProcessBound):
         """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
 
         Raises:
-            OptionError: the local store is a sender's, or the remote one, of which it has an
-                earlier run's versions, holds none.
+            OptionError: the local store is a sender's; or it holds versions of an earlier run, and
+                the remote store holds none.
             ClosedError: it was closed.
             NotReadyError: it runs already.
         """
@@ -318,7 +318,7 @@ class Mirror(Closing, ProcessBound):
             self._end()
 
     def _wait_until_fit(self) -> None:
-        """Wait until the elected mirror has copied of what the source holds, or has ended."""
+        """Wait until the elected mirror has copied a version of the source, or has ended."""
         deadline = time.monotonic() + TIMING.prepared_s
         while not self._target.is_fit(self._source) and not self._target.elect(self._source):
             if time.monotonic() > deadline:
@@ -387,7 +387,7 @@ class Mirror(Closing, ProcessBound):
         return copied
 
     def _note_published(self, receiver: SourceReceiver) -> None:
-        """Note what the target holds already of what the source has."""
+        """Note which of the source's versions the target has already."""
         there, seen = self._target.newest(), receiver.seen
         if there is None or seen is None:
             return

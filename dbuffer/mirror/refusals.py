@@ -59,7 +59,7 @@ def has_forked(source: Source, local: DoubleBuffer) -> bool:
 
 
 def _newest(local: DoubleBuffer) -> Pointer | None:
-    """Return which version readers find in a local store; None: none, or a damaged pointer."""
+    """Return the version that a local store's readers find, or None if its pointer is damaged."""
     with contextlib.suppress(StoreCorruptError):
         return local.newest_pointer()
     return None

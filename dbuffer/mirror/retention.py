@@ -27,7 +27,7 @@ KEEP_ANCHORS = 2
 
 
 class Retention:
-    """Keeps the newest versions, and deletes what else was put.
+    """Keeps the newest versions, and deletes other objects of mirrors.
 
     It deletes only objects that have the names of a mirror's, and those only when they have not
     been needed for `Timing.bucket_grace_s`.

@@ -90,7 +90,7 @@ class BucketTarget:
         return False  # the next put of the pointer finds out
 
     def is_fit(self, source: Source) -> bool:  # noqa: ARG002
-        return True  # nobody waits for it: who reads a bucket mirrors it
+        return True  # its readers are mirrors, which compare versions themselves
 
     def newest(self) -> BucketPointer | None:
         """Return the pointer as this mirror has read or put it last: a look costs a request."""
@@ -102,7 +102,7 @@ class BucketTarget:
         return Upload(self._bucket, last, self._publish, records, self._options)
 
     def _take_over(self) -> BucketPointer | None:
-        """Put this mirror's name into the pointer, and return it; None: there is none."""
+        """Put this mirror's name into the pointer and return it, or None if there is no pointer."""
         for _ in range(_MAX_PUTS):
             self._read_pointer()
             if self._pointer is None:

@@ -73,8 +73,8 @@ class WeightSender(Publisher):
             limit.
         run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
             run, and versions say which runs led to them.
-        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the last
-            one that was published, also by the sender before. ``"any"``: publish it, log that the
+        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step
+            published last, by this sender or the one before. ``"any"``: publish it, log that the
             step goes back, and count it in ``stats["steps_back"]``.
 
     Raises:
@@ -256,7 +256,7 @@ class WeightSender(Publisher):
                 `SparsePatch` of plain tensors.
             VersionError: nothing was published before that patches could follow, or the last
                 `send`, or publish of patches, failed: send all weights. Patches that were refused
-                spoil nothing. Or ``version`` or ``steps`` refuses it.
+                spoil nothing. Also raised if ``version`` is too low, or ``steps`` refuses it.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -294,7 +294,7 @@ class WeightSender(Publisher):
         reads the weights, and publishes what differs from the newest version, if that is less.
 
         Args:
-            version: number, or id, of one that the store holds: one of the newest two, or kept.
+            version: number or id of one of the newest two versions, or of a kept one.
             metadata: anything JSON can hold, added to the metadata of that version, and to
                 ``republished_version``, its number. With ``steps="monotonic"``, its ``step`` is
                 the trainer's step now.

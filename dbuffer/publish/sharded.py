@@ -88,8 +88,8 @@ class ShardedWeightSender(Publisher):
             limit.
         run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
             run, and versions say which runs led to them.
-        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the last
-            one that was published, also by the sender before. ``"any"``: publish it, log that the
+        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step
+            published last, by this sender or the one before. ``"any"``: publish it, log that the
             step goes back, and count it in ``stats["steps_back"]``.
 
     Raises:

@@ -39,7 +39,7 @@ from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.records import OwnRecord
 
 Forked = Literal["follow", "refuse"]
-"""Policy where the version that one has does not lead to what the store holds."""
+"""Policy if the store forks from a follower's version."""
 
 FORKED: tuple[Forked, ...] = ("follow", "refuse")
 
@@ -68,7 +68,7 @@ class Followed(Protocol):
         """Wait until a version above ``newer_than`` is published; return its number."""
 
     def follow_fork(self) -> None:
-        """Follow what is there now."""
+        """Follow the store's newest version, whatever it was before."""
 
 
 def wait_until_newer(
@@ -118,9 +118,9 @@ class FollowLoop(RetryLoop):
         receiver: waits for versions, and follows a fork.
         doing: present participle for the log: ``"staging"``.
         logger: the follower's logger.
-        forked: where another run has published in place of what was seen, ``"follow"``: go on with
-            what the store holds now, and log it. ``"refuse"``: that is a failure like others.
-            ``"raise"``: it ends following.
+        forked: if the store forks from the version that was seen, ``"follow"``: go on with the
+            fork, and log it. ``"refuse"``: treat it as a failure like others. ``"raise"``: end
+            following.
         final: errors that end following. They leave the block of an attempt.
         stop: ends waits; an error of an attempt that it ended is ignored.
     """
@@ -143,7 +143,7 @@ class FollowLoop(RetryLoop):
         self._version: int | None = None
         self._is_exact = False
         self.has_forked = False
-        """Whether the last attempt came upon a fork, which is followed from now on."""
+        """Whether the last attempt found a fork, and follows it from now on."""
         self.failure: Failure | None = None
         """Last failure, until an attempt succeeds."""
 

@@ -72,8 +72,8 @@ class WeightReceiver(Closing, ProcessBound):
     It may be made before the store exists, and serves one thread at a time. It writes nothing until
     it reads: then ``receivers/ID.TOKEN.json`` in the store says what it holds and has applied.
 
-    Where the version that it has seen does not lead to what the store holds now, every method that
-    looks at it raises `VersionRegressedError`, until :meth:`follow_fork`.
+    If the store forks from the version that it has seen, every method that looks at the store
+    raises `VersionRegressedError`, until :meth:`follow_fork`.
 
     Args:
         store: the store's directory.

@@ -74,9 +74,9 @@ class EngineOptions:
     the model computes itself, a head equal to the embedding that it is tied to, and layers of a
     draft (MTP) are left out in any case."""
     forked: Forked = "follow"
-    """Policy where the engine's version does not lead to what the store holds, which another run
-    has published: ``"follow"`` that, with a warning; or ``"refuse"`` it, and serve on, until the
-    engine follows again with ``"follow"``."""
+    """Policy if the store forks from the engine's version, because another run publishes there:
+    ``"follow"`` the fork, with a warning; or ``"refuse"`` it, and serve on, until the engine
+    follows again with ``"follow"``."""
     plan: bool = True
     """Switch by direct copies, once a switch through the engine's own reload has verified that
     copies give the same result. Off: every switch is such a reload."""
@@ -199,7 +199,8 @@ class UpdateRequest:
     at_least: int | None = None
     """This version, or a later one that is ready on all ranks."""
     run: str | None = None
-    """Run of the version. Default: the one that led to what the store holds now."""
+    """Run of the version. Default: the number alone names it, among the versions that lead to the
+    newest."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """Kind of the update, in vLLM's words: whole tensors, or patches. Either way the store holds
     the version whole, and the engine switches to it in the same way."""
@@ -220,7 +221,7 @@ class UpdateRequest:
 
     @property
     def goal(self) -> int | VersionId | None:
-        """The version, by its id if its run is known; None: the newest."""
+        """The version, by its id if its run is known; None for the newest."""
         number = self.version or self.at_least
         return VersionId(self.run, number) if self.run is not None and number else number
 

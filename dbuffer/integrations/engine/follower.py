@@ -572,7 +572,7 @@ class Follower(Closing):
             self._set_label = label
 
     def _correct_label(self, goal: int | VersionId | None) -> None:
-        """Set the label of the version that the engine has, whoever has set another one.
+        """Set the label of the engine's version again if another program has set one.
 
         It tells of the run of the version that the engine is to get ready.
         """

@@ -122,7 +122,7 @@ class FollowerReport:
         Args:
             applied: the engine's version.
             metadata: metadata of that version.
-            goal: the newest version, or its number; None: the engine has it.
+            goal: the newest version, or its number; None if the engine has it.
             goal_manifest: its manifest; None: the store does not have it yet, or no longer.
         """
         version = 0 if applied is None else applied.id.number

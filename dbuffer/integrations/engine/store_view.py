@@ -82,7 +82,7 @@ class StoreView:
     # Versions
 
     def leads_on(self, version: Lineage) -> bool:
-        """Whether a version leads to what the store holds, or that cannot be read just now."""
+        """Whether the store has not forked from a version, as far as it can be read just now."""
         newest = _newest_in(self._store)
         return newest is None or relation(version, newest) is not Relation.FORKED
 
@@ -140,7 +140,7 @@ class StoreView:
         return kept.require(self._store, only)
 
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
-        """Return a store's newest version; None: it has none.
+        """Return a store's newest version, or None if it has none.
 
         Raises:
             VersionRegressedError: the engine's does not lead to it, and it is not followed.
@@ -216,7 +216,7 @@ class StoreView:
             EngineUpdateError: some rank says that it cannot, or has left the store.
             EngineUnreachableError: some rank's process has ended; one that is started again does
                 not know that it is to follow.
-            VersionRegressedError: it does not lead to what the store holds now.
+            VersionRegressedError: the store forked from it, or lost it.
             WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
@@ -227,7 +227,7 @@ class StoreView:
         complete_at = time.monotonic()
         while True:
             records = self._rank_records()
-            newest = _newest_in(self._store)  # after the records: what they stage is in it
+            newest = _newest_in(self._store)  # read after the records, so it covers their versions
             known = newest.at(goal) if newest is not None and isinstance(goal, int) else goal
             behind = list(records)
             if newest is not None and isinstance(known, VersionId):
@@ -307,7 +307,7 @@ class StoreView:
             )
 
     def _has_lost(self, version: VersionId, newest: Lineage | None) -> bool:
-        """Whether a version leads neither to the ``newest`` nor to that of the mirrored store."""
+        """Whether a version leads neither to ``newest`` nor to the mirrored store's newest."""
         if newest is None or newest.reaches(version):
             return False
         if self._origin is self._store:
@@ -322,7 +322,7 @@ def engine_id_of(facts: EngineFacts, options: EngineOptions) -> str:
 
 
 def _newest_in(store: DoubleBuffer) -> Lineage | None:
-    """Return a store's newest version; None: it has none, or cannot be read just now."""
+    """Return a store's newest version, or None if it has none or cannot be read just now."""
     with contextlib.suppress(errors.DBufferError, OSError):
         pointer = store.newest_pointer()
         return None if pointer is None else pointer.lineage

@@ -20,7 +20,7 @@ UNKNOWN_VERSION = "unknown"
 
 
 def served_by(record: ReceiverRecord | None) -> Lineage | None:
-    """Return the version that an engine's record says it serves; None: none of this store."""
+    """Return the version that an engine serves by its record, or None if it is of no store."""
     return None if record is None or record.is_broken else record.lineage
 
 
@@ -35,7 +35,7 @@ class WeightLabel:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Metadata that the version was published with, a trainer's ``step`` for instance."""
     newest_run: str | None = None
-    """Run of the store's newest version, while the engine gets that ready; None: ``run``."""
+    """Run of the store's newest version while the engine gets it ready; None if it is ``run``."""
 
     @classmethod
     def of(

@@ -5,8 +5,8 @@ imported. ``python3 dev.py interfaces`` writes it, and compares it with the newe
 
 * ``tested``: first and last release on record;
 * ``replaced``: names whose body is compared, too, because dbuffer puts another in its place;
-* ``names``: each ``module:name`` in the releases in which it changed. Of a function, its parameters
-  are compared; of all others, whether they exist. None: it does not exist there.
+* ``names``: each ``module:name``, with its form in the releases that changed it: the parameters of
+  a function, "exists" for all else, and null where the name does not exist.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Sources:
         self._trees: dict[str, tuple[ast.Module, str] | None] = {}
 
     def form(self, name: str, is_replaced: bool) -> str | None:
-        """Return a name's form: of a function its parameters, else "exists"; None: no such name."""
+        """Return a function's parameters, "exists" for another name, None for a missing one."""
         module, _, path = name.partition(":")
         if not path:
             return None if self._tree(module) is None else "exists"

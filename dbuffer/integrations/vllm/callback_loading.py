@@ -77,7 +77,7 @@ class CallbackLoader:
         self._loaded: Lineage | None = None
         """Version that was loaded last."""
         self._base: VersionId | None = None
-        """Version that the weights are; None: they are none."""
+        """Version of the weights, or None if they are of no version."""
 
     def begin(self, options: EngineOptions) -> None:
         """Read this store from now on.
@@ -108,8 +108,8 @@ class CallbackLoader:
             UnsupportedError: no store was named.
             VersionError: there is no such version, the newest does not follow it, or the last one
                 that was loaded is later.
-            VersionRegressedError: the last one that was loaded does not lead to what the store
-                holds, and the options refuse that.
+            VersionRegressedError: the store forked from the version that was loaded last, and the
+                options refuse that.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.
             Exception: what ``load_weights`` raised.

@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     """Elements by which a model is known to hold a version."""
 
     version: VersionId | None
-    """The version; None: it may be any."""
+    """The version, or None if it is unknown."""
     elements: Mapping[str, Patch]
     """Elements of parameters, by the parameter's name."""
 

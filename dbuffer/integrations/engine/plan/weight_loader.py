@@ -125,7 +125,7 @@ class WeightLoader:
         Args:
             tensors: the version's, by the names that the model takes.
             trace: of its layout.
-            version: the version, by which later ones ask for what changed since.
+            version: the version; later versions ask what changed since it.
             changed_since: returns where it differs from an earlier version, if known.
             aliases: stored names of tensors that the model takes under another name.
         """
