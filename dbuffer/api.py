@@ -9,6 +9,7 @@ from dbuffer.publish.publication import (
     Publication as Publication,
 )
 from dbuffer.publish.sender import WeightSender as WeightSender
+from dbuffer.publish.sender_options import SenderOptions as SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
 from dbuffer.receive.receiver import WeightReceiver as WeightReceiver
 from dbuffer.receive.snapshot import Snapshot as Snapshot

@@ -23,6 +23,7 @@ from dbuffer.io.footer import Footer
 from dbuffer.publish.delta_chain import MAX_CHANGED_SHARE, UNREADABLE, DeltaChain, max_changed
 from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender_options import Steps
 from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -30,11 +31,6 @@ from dbuffer.store.acknowledgements import receiver_lags
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
-
-Steps: TypeAlias = Literal["any", "monotonic"]
-
-STEPS: Final[tuple[Steps, ...]] = ("any", "monotonic")
-"""Rules for the trainer's steps, the numbers ``step`` in versions' metadata."""
 
 EarlierSender: TypeAlias = Literal["earlier sender"]
 

@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError, VersionError
-from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
@@ -32,14 +31,13 @@ from dbuffer.publish.publication import (
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import STEPS, Publisher, PublishRequest, Steps
+from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.shares import WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.hold import Held
-from dbuffer.store.writer import BufferWriter
-from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Source, Weights
+from dbuffer.weights.sources import Source, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -49,33 +47,7 @@ class WeightSender(Publisher):
 
     Args:
         store: the store's directory; made (mode 0700) if it is not there.
-        durable: flush each version to stable storage before it is published, so that it
-            outlives a power cut. Always so on network mounts, where other hosts see nothing else.
-        checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
-        delta: publish what changed since the version before, where that is worth it; needs the
-            extra ``delta``, and weights that lie in memory whole. On a network mount, memory for
-            one more copy of them.
-        dtype: publish floating-point tensors in this dtype, cast while copying. Values that it
-            cannot hold are refused.
-        rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
-        as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
-            publish its own names and tensors, with experts fused as transformers fuses them.
-        num_threads: threads that copy. Default: this process's cores, at most 8.
-        reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
-            before they are evicted. On network mounts a sender does not wait; there it is how long
-            an old version is kept for readers that say they still read it.
-        allow_shared_store: accept a directory that belongs to someone else, or that others can
-            write to.
-        keep: how many versions to keep besides the newest two, for :meth:`republish`, and for
-            receivers that open an older version. Each takes the room of its weights; on a local
-            mount, each version then gets a new file. Pinned versions do not count.
-        keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
-            limit.
-        run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
-            run, and versions say which runs led to them.
-        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step
-            published last, by this sender or the one before. ``"any"``: publish it, log that the
-            step goes back, and count it in ``stats["steps_back"]``.
+        **options: fields of :class:`SenderOptions`: ``durable``, ``checksum``, ``delta`` and more.
 
     Raises:
         StoreBusyError: another sender has this store.
@@ -88,41 +60,21 @@ class WeightSender(Publisher):
     def __init__(
         self,
         store: str | os.PathLike[str],
-        *,
-        durable: bool = False,
-        checksum: bool | Literal["auto"] = "auto",
-        delta: bool = False,
-        dtype: torch.dtype | None = None,
-        rename: Rename | None = None,
-        as_checkpoint: bool = True,
-        num_threads: int | None = None,
-        reader_timeout_s: float = 60.0,
-        allow_shared_store: bool = False,
-        keep: int = 0,
-        keep_bytes: int | None = None,
-        run: str | None = None,
-        steps: Steps = "any",
+        **options: Unpack[SenderKeywords],
     ) -> None:
-        options.choice("checksum", checksum, (True, False, "auto"))
-        options.choice("steps", steps, STEPS)
-        if options.flag("delta", delta):
-            require_compression()
-        self._describer = Describer(dtype=dtype, rename=rename, as_checkpoint=as_checkpoint)
-        copier = Copier(num_threads)
-        self._writer = BufferWriter(
-            store,
-            durable=durable,
-            reader_timeout_s=reader_timeout_s,
-            allow_shared_store=allow_shared_store,
-            run_name=run,
-            keep=keep,
-            keep_bytes=keep_bytes,
-        )
-        hashed = self._writer.medium.reaches_other_hosts if checksum == "auto" else checksum
-        chain = DeltaChain(self._writer, hashed=hashed)
-        buffers = self._writer.store
+        chosen = SenderOptions.parse(options)
+        self._describer = chosen.make_describer()
+        copier = Copier(chosen.num_threads)
+        self._writer = chosen.open_writer(store)
+        hashed = chosen.has_checksums(self._writer.medium)
         super().__init__(
-            buffers, World(), copier, chain, hashed=hashed, has_deltas=delta, steps=steps
+            self._writer.store,
+            World(),
+            copier,
+            DeltaChain(self._writer, hashed=hashed),
+            hashed=hashed,
+            has_deltas=chosen.delta,
+            steps=chosen.steps,
         )
         self._pending: list[PendingPublication] = []
         """Publications that ``wait()`` was not called for, until their outcome is raised."""

@@ -12,40 +12,31 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import distributed
 
 from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
-from dbuffer.format.delta import require_compression
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import (
-    EARLIER_SENDER,
-    STEPS,
-    Base,
-    Publisher,
-    PublishRequest,
-    Steps,
-)
+from dbuffer.publish.publisher import EARLIER_SENDER, Base, Publisher, PublishRequest
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.runtime import options
+from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
-from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.checkpoint import LazyTensor
-from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Source, Weights
+from dbuffer.weights.sources import Source, Weights
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
@@ -65,32 +56,7 @@ class ShardedWeightSender(Publisher):
             be initialised. Rank 0 of the group is the store's writer.
         rank_timeout_s: how long the ranks wait for one that hangs. One that dies is noticed at
             once.
-        durable: flush each version to stable storage before it is published, so that it
-            outlives a power cut. Always so on network mounts.
-        checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
-        delta: publish what changed since the version before, where that is worth it; needs the
-            extra ``delta``, and on each rank memory for a copy of what it writes.
-        dtype: publish floating-point tensors in this dtype, cast while copying. Values that it
-            cannot hold are refused.
-        rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
-        as_checkpoint: publish a transformers module as ``save_pretrained`` would save it. False:
-            publish its own names and tensors, with experts fused as transformers fuses them.
-        num_threads: threads of each rank that copy. Default: its share of the host's cores, at
-            most 8 and at most the cores that it may use.
-        reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
-            before they are evicted.
-        allow_shared_store: accept a directory that belongs to someone else, or that others can
-            write to.
-        keep: how many versions to keep besides the newest two, for receivers that open an older
-            version. Each takes the room of its weights; on a local mount, each version then gets a
-            new file. Pinned versions do not count.
-        keep_bytes: how many bytes kept versions may have in all; the oldest go first. Default: no
-            limit.
-        run: the trainer's name for this run, 1 to 128 printable characters. Each sender begins a
-            run, and versions say which runs led to them.
-        steps: ``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step
-            published last, by this sender or the one before. ``"any"``: publish it, log that the
-            step goes back, and count it in ``stats["steps_back"]``.
+        **options: fields of :class:`SenderOptions`: ``durable``, ``checksum``, ``delta`` and more.
 
     Raises:
         OptionError: an option is not what it may be, torch.distributed is not initialised, or the
@@ -112,55 +78,28 @@ class ShardedWeightSender(Publisher):
         *,
         group: distributed.ProcessGroup | None = None,
         rank_timeout_s: float = DEFAULT_RANK_TIMEOUT_S,
-        durable: bool = False,
-        checksum: bool | Literal["auto"] = "auto",
-        delta: bool = False,
-        dtype: torch.dtype | None = None,
-        rename: Rename | None = None,
-        as_checkpoint: bool = True,
-        num_threads: int | None = None,
-        reader_timeout_s: float = 60.0,
-        allow_shared_store: bool = False,
-        keep: int = 0,
-        keep_bytes: int | None = None,
-        run: str | None = None,
-        steps: Steps = "any",
+        **options: Unpack[SenderKeywords],
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
-            self._patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
+            self._patience_s = _step_timeout_s(rank_timeout_s, options)
             self._world = ranks = Agreement(group, timeout_s=self._patience_s)
             opened.callback(ranks.close)
 
             def take_options() -> None:
-                options.directory("store", store)
-                options.positive_seconds("rank_timeout_s", rank_timeout_s)
-                options.seconds("reader_timeout_s", reader_timeout_s)
-                options.choice("checksum", checksum, (True, False, "auto"))
-                options.choice("steps", steps, STEPS)
-                if options.flag("delta", delta):
-                    require_compression()
-                self._describer = Describer(
-                    dtype=dtype, rename=rename, sharded=True, as_checkpoint=as_checkpoint
-                )
-                self._buffers = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-                threads = _share_of_cores(ranks) if num_threads is None else num_threads
-                self._copier = Copier(threads)
+                checks.directory("store", store)
+                checks.positive_seconds("rank_timeout_s", rank_timeout_s)
+                self._options = chosen = SenderOptions.parse(options)
+                self._describer = chosen.make_describer(sharded=True)
+                self._buffers = DoubleBuffer(store, allow_shared_store=chosen.allow_shared_store)
+                self._copier = Copier(chosen.num_threads or _share_of_cores(ranks))
                 opened.callback(self._copier.close)
 
             def open_store() -> list[bool]:
-                writer = BufferWriter(
-                    store,
-                    durable=durable,
-                    reader_timeout_s=reader_timeout_s,
-                    allow_shared_store=allow_shared_store,
-                    run_name=run,
-                    keep=keep,
-                    keep_bytes=keep_bytes,
-                )
+                writer = self._options.open_writer(store)
                 opened.callback(writer.close)
                 medium = writer.medium
                 _check_reach(medium, ranks.peers)
-                hashed = medium.reaches_other_hosts if checksum == "auto" else checksum
+                hashed = self._options.has_checksums(medium)
                 self._chain = DeltaChain(writer, hashed=hashed)
                 return [medium.maps_files, writer.rewrites_files, hashed]
 
@@ -169,7 +108,13 @@ class ShardedWeightSender(Publisher):
             is_shared, is_rewritten, hashed = ranks.first("open the store", open_store)
             buffers, copier, chain = self._buffers, self._copier, self._chain
             super().__init__(
-                buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta, steps=steps
+                buffers,
+                ranks,
+                copier,
+                chain,
+                hashed=hashed,
+                has_deltas=self._options.delta,
+                steps=self._options.steps,
             )
             opened.pop_all()
         of_job = distributed.get_process_group_ranks(group)
@@ -181,7 +126,7 @@ class ShardedWeightSender(Publisher):
         self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
             self._shard_writer = SharedFileWriter(
-                self.store, owner_only=not allow_shared_store, is_rewritten=is_rewritten
+                self.store, owner_only=self._buffers.owner_only, is_rewritten=is_rewritten
             )
 
     def send(
@@ -241,9 +186,9 @@ class ShardedWeightSender(Publisher):
         """
 
         def check() -> None:
-            if options.seconds("timeout_s", timeout_s) >= self._patience_s:
+            if checks.seconds("timeout_s", timeout_s) >= self._patience_s:
                 rule = f"less than the {self._patience_s:g} s that the ranks wait for each other"
-                options.refuse("timeout_s", timeout_s, rule)
+                checks.refuse("timeout_s", timeout_s, rule)
 
         with self._closing_if_interrupted():
             self._check_open()
@@ -351,15 +296,16 @@ def _refuse_versions(versions: Sequence[int | None]) -> None:
     )
 
 
-def _step_timeout_s(rank_timeout_s: Any, reader_timeout_s: Any) -> float:
+def _step_timeout_s(rank_timeout_s: Any, options: SenderKeywords) -> float:
     """Return how long the ranks wait for one in a step.
 
     Where an option is no time, the first step refuses it on all ranks: it takes the default.
     """
+    reader_timeout_s = options.get("reader_timeout_s", SenderOptions.reader_timeout_s)
     try:
-        rank_s = options.positive_seconds("rank_timeout_s", rank_timeout_s)
+        rank_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         # Rank 0 may wait for readers while the others wait for it.
-        return rank_s + options.seconds("reader_timeout_s", reader_timeout_s)
+        return rank_s + checks.seconds("reader_timeout_s", reader_timeout_s)
     except OptionError:
         return DEFAULT_RANK_TIMEOUT_S
 

@@ -43,7 +43,6 @@ from dbuffer.format.manifest import (
     encode,
     step_in,
 )
-from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
@@ -97,8 +96,7 @@ class BufferWriter:
     far as they have ``keep_bytes`` in all.
 
     Raises:
-        OptionError: an option is not what it may be, or the directory holds something else; see
-            `foreign`.
+        OptionError: the directory holds something else; see `foreign`.
         StoreBusyError: another writer has the store.
         StoreAccessError: the directory cannot be used.
     """
@@ -114,19 +112,10 @@ class BufferWriter:
         keep: int = 0,
         keep_bytes: int | None = None,
     ) -> None:
-        self._keep = options.whole_number("keep", keep, at_least=0)
+        self._keep = keep
         self._keep_bytes = keep_bytes
-        if keep_bytes is not None:
-            options.whole_number("keep_bytes", keep_bytes, at_least=0)
-            if not keep:
-                options.refuse("keep_bytes", keep_bytes, "it with keep=, as no version is kept")
-        is_name = isinstance(run_name, str) and 0 < len(run_name) <= 128 and run_name.isprintable()
-        if not (run_name is None or is_name):
-            options.refuse("run", run_name, "1 to 128 printable characters")
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
-        reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
-        options.flag("durable", durable)
         filesystem.make_directory(self.root, parents=True, durable=durable)
         require_own_directory(self.root)
         self.store.check()

@@ -147,9 +147,6 @@ class Describer:
         sharded: accept tensors of which each rank of a trainer holds a part. To gather them, all
             ranks must take part: a sender of one rank would wait forever.
         as_checkpoint: take a transformers module for what its checkpoint would be.
-
-    Raises:
-        OptionError: an option is not what it may be.
     """
 
     def __init__(
@@ -160,14 +157,10 @@ class Describer:
         sharded: bool = False,
         as_checkpoint: bool = True,
     ) -> None:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast_to(dtype)):
-            options.refuse("dtype", dtype, "a floating-point dtype that weights can be cast to")
-        if rename is not None and not (callable(rename) or isinstance(rename, Mapping)):
-            options.refuse("rename", rename, "a NameMap, a mapping of names, or a function")
         self.dtype = dtype
         self.rename = rename
         self.sharded = sharded
-        self.as_checkpoint = options.flag("as_checkpoint", as_checkpoint)
+        self.as_checkpoint = as_checkpoint
         self._renaming: Conversion | None = None
         """Conversion of the last weights by a map that changes tensors."""
         self._known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = None

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, Unpack
 from urllib.parse import urlsplit
 
 import torch
@@ -30,6 +30,7 @@ from dbuffer.integrations.atropos.server import BridgeServer
 from dbuffer.integrations.atropos.slurm import inference_nodes
 from dbuffer.integrations.default_store import default_store
 from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.rendezvous import join
@@ -65,7 +66,8 @@ class VLLMWeightBridge:
             :func:`.default_store`).
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
-        delta: publish only the bytes that changed since the last update, if they are few.
+        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the
+            parameter mapping by default.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -77,10 +79,11 @@ class VLLMWeightBridge:
         *,
         store: str | os.PathLike[str] | None = None,
         rank_timeout_s: float = 300.0,
-        delta: bool = False,
+        **sender: Unpack[SenderKeywords],
     ) -> None:
         self.config = config
-        self._delta = checks.flag("delta", delta)
+        SenderOptions.parse(sender)
+        self._sender_options = sender
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = _default_store(config) if store is None else checks.directory("store", store)
         """The store's directory, for servers that follow by themselves."""
@@ -326,15 +329,11 @@ class VLLMWeightBridge:
     def _weights(self) -> Weights | None:
         return self._model if self._model is not None else self.shared_state_dict or None
 
-    def _make_sender(self) -> WeightSender | ShardedWeightSender:
+    def _make_sender(self) -> Sender:
+        options = SenderKeywords(rename=self._mapping.names) | self._sender_options
         if self.config.world_size == 1:
-            return WeightSender(self.store, delta=self._delta, rename=self._mapping.names)
-        return ShardedWeightSender(
-            self.store,
-            delta=self._delta,
-            rename=self._mapping.names,
-            rank_timeout_s=self._rank_patience_s,
-        )
+            return WeightSender(self.store, **options)
+        return ShardedWeightSender(self.store, rank_timeout_s=self._rank_patience_s, **options)
 
     def _permuted(self, weights: Weights) -> Weights:
         """Return the weights in the servers' layout."""

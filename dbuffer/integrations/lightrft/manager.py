@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.default_store import default_store
@@ -18,11 +18,11 @@ from dbuffer.integrations.lightrft.engines import (
     start_follower,
     switch_all,
 )
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing
-from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Weights
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,14 @@ class BroadcastManager(Closing):
         store: the store's directory, the same on all ranks, and as the engines see it. Default: one
             in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
             the job. A second manager in a job needs a store of its own.
-        rename: a mapping of names, or a function from name to name; ``{}``: names stay. Default:
-            none for vLLM, which knows transformers' names; for SGLang, without ``args.text_only``,
-            LightRFT's mapping.
-        delta: publish only the bytes that changed since the last version, if they are few.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
         unused_tensors: what an engine does with tensors that its model has no place for:
             ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
+        **sender: fields of :class:`dbuffer.SenderOptions`. ``dtype`` and
+            ``rename`` are LightRFT's by default: for vLLM, which knows transformers' names, names
+            stay; for SGLang, without ``args.text_only``, LightRFT's mapping.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) this engine, or this trainer, is not
@@ -73,12 +72,11 @@ class BroadcastManager(Closing):
         inference_engine: Any,
         *,
         store: str | os.PathLike[str] | None = None,
-        rename: Rename | None = None,
-        delta: bool = False,
         api_key: str | None = None,
         timeout_s: float = 600.0,
         rank_timeout_s: float = 600.0,
         unused_tensors: Literal["refuse", "warn"] = "refuse",
+        **sender: Unpack[SenderKeywords],
     ) -> None:
         self.actor = actor
         self.strategy = strategy
@@ -89,7 +87,7 @@ class BroadcastManager(Closing):
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
         options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
         place = None if store is None else options.directory("store", store)
-        options.flag("delta", delta)
+        SenderOptions.parse(sender)
         self._followers: list[EngineFollower] = []
         self._opened = contextlib.ExitStack()
         num_engines = self._most_engines(rank_timeout_s)
@@ -103,13 +101,9 @@ class BroadcastManager(Closing):
                 self._agreement.first("choose a store", lambda: str(place or _default_store()))
             )
             """The store's directory."""
-            self._sender = ShardedWeightSender(
-                self.store,
-                delta=delta,
-                dtype=configuration.dtype,
-                rename=configuration.rename(actor) if rename is None else rename,
-                rank_timeout_s=rank_timeout_s,
-            )
+            sender.setdefault("dtype", configuration.dtype)
+            sender.setdefault("rename", configuration.rename(actor))
+            self._sender = ShardedWeightSender(self.store, rank_timeout_s=rank_timeout_s, **sender)
             self._opened.callback(self._sender.close)
             self._agreement.each(
                 "let its engines follow",

@@ -39,7 +39,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
     ) -> None:
         checks.choice("strategy", strategy, ("tensordict", "state_dict"))
         super().__init__(strategy=strategy)
-        self.options = TransportOptions.parse(num_threads, options)
+        self.options = TransportOptions.parse({"num_threads": num_threads} | options)
         # Absolute: workers may have other working directories.
         self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:

@@ -55,9 +55,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: let ``send`` return when the workers have applied the weights, else at once.
         timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
-        **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
-            ``rename``, ``reader_timeout_s``), of the receivers
-            (``verify``, ``poll_interval_s``), and ``allow_shared_store``.
+        **options: fields of :class:`dbuffer.SenderOptions`, and the receivers' ``verify`` and
+            ``poll_interval_s``.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.

@@ -70,10 +70,8 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
-        **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
-            ``rename``, ``reader_timeout_s``), of the receivers
-            (``verify``, ``poll_interval_s``), of the engine (``unused_tensors``), and
-            ``allow_shared_store``.
+        **options: fields of :class:`dbuffer.SenderOptions`, the receivers' ``verify`` and
+            ``poll_interval_s``, and the engine's ``unused_tensors``.
 
     Raises:
         OptionError: (a ``ValueError``) there is no such option.

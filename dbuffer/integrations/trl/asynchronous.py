@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from typing import Unpack
 
 import torch
 
 from dbuffer.errors import NotReadyError
 from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.runtime import options
 
 
@@ -25,7 +27,7 @@ class StoreWeightTransfer:
             version's; or their ids (``engine_id``): then one that cannot apply it is an error at
             once. 0: none; rollouts may then be of the version before.
         timeout_s: for how long they are waited for.
-        dtype: publish floating-point tensors in this dtype. Default: each in its own.
+        **sender: fields of :class:`dbuffer.SenderOptions`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -37,14 +39,15 @@ class StoreWeightTransfer:
         *,
         receivers: int | str | Collection[str] = 1,
         timeout_s: float = 600.0,
-        dtype: torch.dtype | None = None,
+        **sender: Unpack[SenderKeywords],
     ) -> None:
         self.store = options.directory("store", store)
         """The store's directory."""
         options.names("receivers", receivers)
         self._receivers = receivers
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
-        self._dtype = dtype
+        SenderOptions.parse(sender)
+        self._options = sender
         self._sender: WeightSender | None = None
         self.version: int | None = None
         """Newest version published."""
@@ -58,7 +61,7 @@ class StoreWeightTransfer:
         """
         # Not sooner: ranks that publish nothing make one of these too.
         if self._sender is None:
-            self._sender = WeightSender(self.store, dtype=self._dtype)
+            self._sender = WeightSender(self.store, **self._options)
 
     def pause(self) -> None:
         """Do nothing: each server pauses by itself, when it has the version ready."""

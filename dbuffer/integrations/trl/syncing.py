@@ -9,13 +9,12 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
-
-import torch
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -31,11 +30,8 @@ def over_store(
     *,
     receivers: int | str | Collection[str] = 1,
     timeout_s: float = 600.0,
-    checksum: bool | Literal["auto"] = "auto",
-    delta: bool = False,
-    dtype: torch.dtype | None = None,
-    reader_timeout_s: float = 60.0,
     unused_tensors: Literal["refuse", "warn"] = "refuse",
+    **sender: Unpack[SenderKeywords],
 ) -> Callable[P, TrainerT]:
     """Let a trainer's weights go to vLLM through a store.
 
@@ -52,14 +48,10 @@ def over_store(
             it; or their ids (``engine_id``), so that one that cannot apply it is learned at once.
         timeout_s: for how long they are waited for; in colocate mode, how long an engine may take
             to have a version ready.
-        checksum: write a checksum of every tensor; mirrors into a bucket need them to copy no more
-            than what changed. ``"auto"``: on network mounts only.
-        delta: publish only the bytes that changed since the last version, if they are few.
-        dtype: publish floating-point tensors in this dtype. Default: each in its own.
-        reader_timeout_s: how long a publish waits for readers that still hold the buffer to be
-            written.
         unused_tensors: (colocate mode) what the engine does with tensors that its model has no
             place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
+        **sender: fields of :class:`dbuffer.SenderOptions`. Mirrors into a
+            bucket need ``checksum=True`` to copy no more than what changed.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be. From the result's call: the
@@ -70,9 +62,7 @@ def over_store(
     place = options.directory("store", store)
     options.names("receivers", receivers)
     options.positive_seconds("timeout_s", timeout_s)
-    options.choice("checksum", checksum, (True, False, "auto"))
-    options.flag("delta", delta)
-    options.seconds("reader_timeout_s", reader_timeout_s)
+    SenderOptions.parse(sender)
     options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
 
     def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
@@ -90,10 +80,7 @@ def over_store(
             receivers=receivers,
             timeout_s=timeout_s,
             unused_tensors=unused_tensors,
-            checksum=checksum,
-            delta=delta,
-            dtype=dtype,
-            reader_timeout_s=reader_timeout_s,
+            **sender,
         )
         # TRL has no seam for this: all its trainers call this method of their own generation.
         generation.sync_weights = trainer.weight_sync.sync_weights
@@ -142,7 +129,7 @@ class WeightSync:
         receivers: int | str | Collection[str],
         timeout_s: float,
         unused_tensors: Literal["refuse", "warn"],
-        **published: Any,
+        **sender: Unpack[SenderKeywords],
     ) -> None:
         self._trainer = trainer
         self._unused_tensors = unused_tensors
@@ -153,7 +140,7 @@ class WeightSync:
         self._agreement: Agreement | None = None
         self.version: int | None = None
         """Newest version that vLLM has."""
-        self.sender = self._open_sender(published)
+        self.sender = self._open_sender(sender)
         """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
 
     def sync_weights(self) -> None:
@@ -190,17 +177,17 @@ class WeightSync:
         """Give the store up. The last version stays published, and vLLM keeps its weights."""
         self._opened.close()
 
-    def _open_sender(self, published: dict[str, Any]) -> WeightSender | ShardedWeightSender:
+    def _open_sender(self, options: SenderKeywords) -> WeightSender | ShardedWeightSender:
         from accelerate.utils import DistributedType
 
         if self._generation.accelerator.distributed_type == DistributedType.NO:
-            return self._opened.enter_context(WeightSender(self._store, **published))
+            return self._opened.enter_context(WeightSender(self._store, **options))
         # Ranks wait for one that waits for engines.
         timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
         self._agreement = Agreement(None, timeout_s=timeout_s)
         self._opened.callback(self._agreement.close)
         return self._opened.enter_context(
-            ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **published)
+            ShardedWeightSender(self._store, rank_timeout_s=timeout_s, **options)
         )
 
     def _weights(self) -> Weights:

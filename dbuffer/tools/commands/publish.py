@@ -22,6 +22,8 @@ from dbuffer.weights.names import NameMap
 if TYPE_CHECKING:
     import torch
 
+    from dbuffer.publish.sender_options import SenderKeywords
+
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 _METADATA = """write it as '{"step": 80}', with the single quotes for the shell"""
@@ -92,25 +94,23 @@ def publish(
         )
     status_line.show(f"reading {checkpoint}")
     from dbuffer.publish.draft import checked_metadata
-    from dbuffer.weights.sources import Describer
+    from dbuffer.publish.sender_options import SenderOptions
 
     # Refuse invalid input before the sender makes the store, or takes it over.
-    metadata, cast_to = checked_metadata(metadata), _parse_dtype(dtype)
-    names = None if rename is None else NameMap.read(rename)
-    Describer(dtype=cast_to, rename=names).describe(checkpoint)
+    metadata = checked_metadata(metadata)
+    chosen: SenderKeywords = {
+        "checksum": checksum,
+        "delta": delta,
+        "durable": durable,
+        "dtype": _parse_dtype(dtype),
+        "rename": None if rename is None else NameMap.read(rename),
+        "run": run,
+        "allow_shared_store": allow_shared_store,
+    }
+    SenderOptions(**chosen).make_describer().describe(checkpoint)
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     Contents(view).next_version(version)
-    sender = dbuffer.WeightSender(
-        store,
-        checksum=checksum,
-        delta=delta,
-        durable=durable,
-        dtype=cast_to,
-        rename=names,
-        run=run,
-        allow_shared_store=allow_shared_store,
-    )
-    with sender:
+    with dbuffer.WeightSender(store, **chosen) as sender:
         status_line.show(f"publishing {checkpoint}")
         publication = sender.send(
             checkpoint,

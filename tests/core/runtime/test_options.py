@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy
 import pytest
@@ -22,6 +22,7 @@ from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.integrations.torchrl.addresses import Addresses
 from dbuffer.integrations.torchrl.model_stores import store_of
 from dbuffer.mirror.mirror import start_mirror
+from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
 from dbuffer.tools.doctor import examine
@@ -139,7 +140,7 @@ MAKERS: dict[str, tuple[Any, str]] = {
     "WeightSender": (
         dbuffer.WeightSender,
         "reader_timeout_s num_threads num_threads=0 checksum delta as_checkpoint durable "
-        "allow_shared_store dtype rename",
+        "allow_shared_store dtype rename keep keep_bytes run steps",
     ),
     "WeightReceiver": (
         dbuffer.WeightReceiver,
@@ -185,6 +186,16 @@ def test_options_are_checked_as_the_object_is_made(tmp_path, maker, option):
     assert str(caught.value).startswith(f"invalid {name} {value!r}")
     assert list(tmp_path.iterdir()) == []  # nothing was made
     assert threading.active_count() <= threads  # one of an earlier test may have ended
+
+
+def test_keywords_of_senders_are_their_options(tmp_path):
+    hints = [get_type_hints(one) for one in (SenderKeywords, dbuffer.SenderOptions)]
+    assert hints[0] == hints[1]
+    with pytest.raises(
+        OptionError, match=r"unknown options \['kept'\]; known are durable, .*keep,"
+    ):
+        dbuffer.WeightSender(tmp_path / "store", kept=1)  # type: ignore[call-arg]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.engines import engines_of_rank
+from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from tests.support.engines import preforked
 from tests.support.later import Later
@@ -295,25 +296,25 @@ def followed_by_a_stand_in(
         return BroadcastManager(actor, strategy, "an engine", **options)
 
 
-def names_for_sglang(rank: int, place: Path, rename: dict[str, str] | None) -> list[str]:
+def names_for_sglang(rank: int, place: Path, options: SenderKeywords) -> list[str]:
     """Publish a vision-language model, and return the names."""
     model = nn.Module()
     model.language_model = nn.Linear(2, 2)
-    with followed_by_a_stand_in(place, model, "sglang", rename=rename) as manager:
+    with followed_by_a_stand_in(place, model, "sglang", **options) as manager:
         manager.broadcast_to_engine()
         return sorted(received(manager.store))
 
 
 @pytest.mark.parametrize(
-    ("rename", "names"),
+    ("options", "names"),
     [
-        (None, ["model.bias", "model.weight"]),
-        ({}, ["language_model.bias", "language_model.weight"]),
-        ({"language_model.bias": "b"}, ["b", "language_model.weight"]),
+        ({}, ["model.bias", "model.weight"]),
+        ({"rename": None}, ["language_model.bias", "language_model.weight"]),
+        ({"rename": {"language_model.bias": "b"}}, ["b", "language_model.weight"]),
     ],
 )
-def test_rename_replaces_the_names_of_lightrft(world, tmp_path, rename, names):
-    assert world.run(names_for_sglang, tmp_path, rename) == [names, names]
+def test_rename_replaces_the_names_of_lightrft(world, tmp_path, options, names):
+    assert world.run(names_for_sglang, tmp_path, options) == [names, names]
 
 
 def let_go(rank: int) -> bool:

@@ -162,7 +162,7 @@ def test_options_reach_both_ends(tmp_path):
 
 def test_deltas_are_an_option_of_the_sender(tmp_path):
     store = tmp_path / "store"
-    transport = Transport(store, options=TransportOptions.parse(1, {"delta": True}))
+    transport = Transport(store, options=TransportOptions(delta=True))
     weights = {"a": torch.zeros(10_000)}
     for version in (1, 2):
         weights["a"][version] = version

@@ -1,0 +1,152 @@
+"""`SenderOptions`: options of every sender, for each class and command that makes one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, TypeAlias, TypedDict
+
+import torch
+
+from dbuffer.errors import OptionError
+from dbuffer.format.delta import require_compression
+from dbuffer.io.tensors import can_cast_to
+from dbuffer.runtime import options as checks
+from dbuffer.store.medium import Medium
+from dbuffer.store.writer import BufferWriter
+from dbuffer.weights.names import Rename
+from dbuffer.weights.sources import Describer
+
+Steps: TypeAlias = Literal["any", "monotonic"]
+
+
+class SenderKeywords(TypedDict, total=False):
+    """Keyword arguments of what makes a sender, for type checkers: fields of `SenderOptions`."""
+
+    durable: bool
+    checksum: bool | Literal["auto"]
+    delta: bool
+    dtype: torch.dtype | None
+    rename: Rename | None
+    as_checkpoint: bool
+    num_threads: int | None
+    reader_timeout_s: float
+    allow_shared_store: bool
+    keep: int
+    keep_bytes: int | None
+    run: str | None
+    steps: Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderOptions:
+    """Options of :class:`dbuffer.WeightSender` and :class:`dbuffer.ShardedWeightSender`.
+
+    Both take them as keyword arguments, as does each integration that makes a sender.
+
+    Raises:
+        OptionError: (a ``ValueError``) a value is invalid.
+    """
+
+    durable: bool = False
+    """Flush each version to stable storage before it is published, so that it survives a power
+    cut. Always so on network mounts, where other hosts see nothing else."""
+    checksum: bool | Literal["auto"] = "auto"
+    """Write a checksum of every tensor. ``"auto"``: on network mounts only."""
+    delta: bool = False
+    """Publish what changed since the version before, where that is worth it. Needs the extra
+    ``delta``, and weights that lie in memory whole. On a network mount, or with several ranks, each
+    rank needs memory for a copy of what it writes."""
+    dtype: torch.dtype | None = None
+    """Publish floating-point tensors in this dtype, cast while copying. Values that it cannot hold
+    are refused."""
+    rename: Rename | None = None
+    """A :class:`NameMap`, a mapping of names, or a function from name to name."""
+    as_checkpoint: bool = True
+    """Publish a transformers module as ``save_pretrained`` would save it. False: publish its own
+    names and tensors, with experts fused as transformers fuses them."""
+    num_threads: int | None = None
+    """Threads that copy, on each rank. Default: the cores that the process may use, at most 8; of
+    several ranks on a host, each has its share."""
+    reader_timeout_s: float = 60.0
+    """How long to wait for readers that still hold the buffer to be written, before they are
+    evicted. On network mounts a sender does not wait; there it is how long an old version is kept
+    for readers that say they still read it."""
+    allow_shared_store: bool = False
+    """Accept a directory that belongs to someone else, or that others can write to."""
+    keep: int = 0
+    """How many versions to keep besides the newest two, for :meth:`WeightSender.republish`, and for
+    receivers that open an older version. Each takes the room of its weights; on a local mount, each
+    version then gets a new file. Pinned versions do not count."""
+    keep_bytes: int | None = None
+    """How many bytes kept versions may have in all; the oldest go first. Default: no limit."""
+    run: str | None = None
+    """The trainer's name for this run, 1 to 128 printable characters. Each sender begins a run, and
+    versions say which runs led to them."""
+    steps: Steps = "any"
+    """``"monotonic"``: refuse a version whose ``step`` in its metadata is below the step published
+    last, by this sender or the one before. ``"any"``: publish it, log that the step goes back, and
+    count it in ``stats["steps_back"]``."""
+
+    def __post_init__(self) -> None:
+        checks.flag("durable", self.durable)
+        checks.choice("checksum", self.checksum, (True, False, "auto"))
+        if checks.flag("delta", self.delta):
+            require_compression()
+        dtype, rename, run = self.dtype, self.rename, self.run
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast_to(dtype)):
+            checks.refuse("dtype", dtype, "a floating-point dtype that weights can be cast to")
+        if rename is not None and not (callable(rename) or isinstance(rename, Mapping)):
+            checks.refuse("rename", rename, "a NameMap, a mapping of names, or a function")
+        checks.flag("as_checkpoint", self.as_checkpoint)
+        if self.num_threads is not None:
+            checks.whole_number("num_threads", self.num_threads)
+        checks.seconds("reader_timeout_s", self.reader_timeout_s)
+        checks.flag("allow_shared_store", self.allow_shared_store)
+        checks.whole_number("keep", self.keep, at_least=0)
+        if self.keep_bytes is not None:
+            checks.whole_number("keep_bytes", self.keep_bytes, at_least=0)
+            if not self.keep:
+                checks.refuse("keep_bytes", self.keep_bytes, "it with keep=, as no version is kept")
+        is_name = isinstance(run, str) and 0 < len(run) <= 128 and run.isprintable()
+        if not (run is None or is_name):
+            checks.refuse("run", run, "1 to 128 printable characters")
+        checks.choice("steps", self.steps, ("any", "monotonic"))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Make them from keyword arguments.
+
+        Raises:
+            OptionError: a name is unknown, or a value is invalid.
+        """
+        known = [item.name for item in fields(cls)]
+        if unknown := [name for name in values if name not in known]:
+            raise OptionError(f"unknown options {unknown}; known are {', '.join(known)}")
+        return cls(**values)
+
+    def open_writer(self, store: str | os.PathLike[str]) -> BufferWriter:
+        """Open a store for writing."""
+        return BufferWriter(
+            store,
+            durable=self.durable,
+            reader_timeout_s=self.reader_timeout_s,
+            allow_shared_store=self.allow_shared_store,
+            run_name=self.run,
+            keep=self.keep,
+            keep_bytes=self.keep_bytes,
+        )
+
+    def make_describer(self, *, sharded: bool = False) -> Describer:
+        """Return a describer of the weights to publish."""
+        return Describer(
+            dtype=self.dtype,
+            rename=self.rename,
+            sharded=sharded,
+            as_checkpoint=self.as_checkpoint,
+        )
+
+    def has_checksums(self, medium: Medium) -> bool:
+        """Whether versions on this medium get checksums."""
+        return medium.reaches_other_hosts if self.checksum == "auto" else self.checksum
