@@ -126,6 +126,18 @@ def test_forms_tell_what_matters_to_a_caller(tmp_path):
     assert form == "cached_property async (self, a, *, b='x')"
 
 
+def test_forms_tell_the_path_of_a_route_and_the_fields_of_a_request(tmp_path):
+    text = (
+        "class Request(Base, kw_only=True):\n    kind: str\n    mode: Literal['a'] = 'a'\n"
+        "@app.post('/serve', tags=['x'])\nasync def serve(request): ...\n"
+    )
+    sources = write(tmp_path, text)
+    fields = sources.form("package.module:Request.__init__", is_replaced=False)
+    assert fields == "(self, *, kind, mode='a')"
+    route = sources.form("package.module:serve", is_replaced=False)
+    assert route == "post /serve async (request)"
+
+
 @pytest.fixture
 def newer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Let the copy be the installed vLLM, in a release above the last on record, which it was."""
@@ -153,6 +165,29 @@ def test_a_newer_release_follows_if_its_interface_is_as_recorded(newer):
     [finding] = [finding for finding in releases.findings(print) if finding.probe == "vllm"]
     assert (finding.verdict, finding.result[:5]) == ("good", "99.1;")
     assert "newer" in finding.consequence
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_refused"),
+    [
+        ("handle, spec=None, *, extra=1", False),
+        ("handle, spec=None, extra=1", False),
+        ("handle, extra=1, spec=None", True),
+        ("handle, spec=1", True),
+        ("handle, spec=None, *, extra", True),
+        ("handle", True),
+    ],
+)
+def test_functions_may_gain_optional_parameters(newer, parameters, is_refused):
+    """Others stay in order, with their defaults. A function that dbuffer replaces may gain none."""
+    called, replaced = "vllm.v1.engine.core:called", "vllm.v1.engine.core:EngineCore.sleep"
+    Record.of("vllm").names[called] = {"0": "(handle, spec=None)"}
+    text = f"{newer.read_text()}\ndef called({parameters}): ...\n"
+    newer.write_text(text)
+    assert interfaces.moved_names("vllm") == ((called,) if is_refused else ())
+    newer.write_text(text.replace("def sleep(self,", "def sleep(self, *, extra=None,"))
+    interfaces.moved_names.cache_clear()
+    assert replaced in interfaces.moved_names("vllm")
 
 
 def test_a_newer_release_whose_interface_moved_is_refused_at_the_start(newer):

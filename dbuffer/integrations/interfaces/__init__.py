@@ -6,7 +6,8 @@ imported. ``python3 dev.py interfaces`` writes it, and compares it with the newe
 * ``tested``: first and last release on record;
 * ``replaced``: names whose body is compared, too, because dbuffer puts another in its place;
 * ``names``: each ``module:name``, with its form in the releases that changed it: the parameters of
-  a function, "exists" for all else, and null where the name does not exist.
+  a function and the path that it serves, "exists" for all else, and null where the name does not
+  exist. The fields of a class without functions are the parameters of its ``__init__``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import re
 import tokenize
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -102,14 +104,22 @@ def installed(framework: str) -> str | None:
 
 @functools.cache
 def moved_names(framework: str) -> tuple[str, ...]:
-    """Return the names that moved in an installed release above those on record."""
+    """Return the names that moved in an installed release above those on record.
+
+    A function that only gained optional parameters did not move, unless dbuffer replaces it.
+    """
     version = installed(framework)
     if version is None or not is_newer(framework):
         return ()
     spec = importlib.util.find_spec(framework)
     if spec is None or spec.origin is None:
         return ()
-    return tuple(Record.of(framework).moved(Path(spec.origin).parent.parent, version))
+    record = Record.of(framework)
+    return tuple(
+        name
+        for name, (expected, form) in record.moved(Path(spec.origin).parent.parent, version).items()
+        if name in record.replaced or expected != _without_new_options(form, expected)
+    )
 
 
 def is_newer(framework: str) -> bool:
@@ -170,8 +180,10 @@ class Sources:
         node, text = found
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return "exists"
-        kinds = [ast.unparse(one).rpartition(".")[2] for one in node.decorator_list]
-        kinds = [*(one for one in kinds if one in _KINDS), *_IS_ASYNC.get(type(node), ())]
+        decorators = [ast.unparse(one).rpartition(".")[2] for one in node.decorator_list]
+        kinds = [one for one in decorators if one in _KINDS]
+        kinds += [f"{route[1]} {route[2]}" for route in map(_ROUTE.match, decorators) if route]
+        kinds += _IS_ASYNC.get(type(node), ())
         kind = "".join(f"{one} " for one in kinds)
         parameters = f"{kind}({ast.unparse(_without_annotations(node.args))})"
         return f"{parameters} {_digest(node, text)}" if is_replaced else parameters
@@ -194,8 +206,10 @@ class Sources:
                         if found is not None:
                             return found
         for part in rest:
-            body = _statements(getattr(node, "body", []))
+            owner, body = node, _statements(getattr(node, "body", []))
             node = next((inner for inner in body if _defines(inner, part)), None)
+            if node is None and part == "__init__" and isinstance(owner, ast.ClassDef):
+                node = _initializer(owner)
         if node is None and not rest and self._tree(f"{module}.{first}") is not None:
             return tree, text  # a module
         return None if node is None else (node, text)
@@ -226,6 +240,8 @@ class Sources:
 
 _KINDS = ("cached_property", "classmethod", "contextmanager", "property", "staticmethod")
 """Decorators that change how a function is used."""
+_ROUTE = re.compile(r"(get|post)\('(/.*?)'")
+"""Decorator of a function that serves a path."""
 _IS_ASYNC: dict[type, tuple[str, ...]] = {ast.AsyncFunctionDef: ("async",)}
 _MAX_IMPORTS = 8
 """Most modules through which a name is imported."""
@@ -251,6 +267,46 @@ def _defines(statement: ast.AST, name: str) -> bool:
         return any(isinstance(t, ast.Name) and t.id == name for t in statement.targets)
     target = getattr(statement, "target", None)
     return isinstance(statement, ast.AnnAssign) and getattr(target, "id", None) == name
+
+
+def _initializer(owner: ast.ClassDef) -> ast.stmt | None:
+    """Return an initializer that takes a class's fields as keywords; None if it has functions."""
+    if any(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in owner.body):
+        return None
+    fields = [statement for statement in owner.body if isinstance(statement, ast.AnnAssign)]
+    parameters = ["self", *(["*"] if fields else [])]
+    for field in fields:
+        default = "" if field.value is None else f"={ast.unparse(field.value)}"
+        parameters.append(f"{ast.unparse(field.target)}{default}")
+    return ast.parse(f"def __init__({', '.join(parameters)}): ...").body[0]
+
+
+def _without_new_options(form: str | None, expected: str | None) -> str | None:
+    """Return a function's form without optional parameters that the expected form lacks."""
+    recorded, present = _arguments(expected), _arguments(form)
+    if form is None or recorded is None or present is None:
+        return form
+    names = {node.arg for node in ast.walk(recorded) if isinstance(node, ast.arg)}
+    if present.vararg is None:  # otherwise a parameter before it takes a value from it
+        while present.args and present.defaults and present.args[-1].arg not in names:
+            del present.args[-1], present.defaults[-1]
+    kept = [
+        (argument, default)
+        for argument, default in zip(present.kwonlyargs, present.kw_defaults, strict=True)
+        if argument.arg in names or default is None
+    ]
+    present.kwonlyargs = [argument for argument, _ in kept]
+    present.kw_defaults = [default for _, default in kept]
+    return f"{form.partition('(')[0]}({ast.unparse(present)})"
+
+
+def _arguments(form: str | None) -> ast.arguments | None:
+    """Return the parameters in a form, or None if it is not a function's."""
+    _, _, parameters = (form or "").partition("(")
+    if not parameters:
+        return None
+    [function] = ast.parse(f"def function({parameters}: ...").body
+    return function.args if isinstance(function, ast.FunctionDef) else None
 
 
 def _without_annotations(arguments: ast.arguments) -> ast.arguments:
