@@ -1,8 +1,7 @@
-"""The SGLang adapter against what is on record of SGLang's interface, without an SGLang.
+"""The SGLang adapter against the record of SGLang's interface, without an SGLang.
 
-``tests/support/sglang_cpu/sglang_interface.json`` was read out of SGLang's sources by the script
-beside it; where an SGLang is installed for tests, it must still say the same. What answers here
-only checks that it is asked in a way that the record allows.
+Where an SGLang is installed for tests, the record must hold for it. The server and the engine here
+only check that they are called in a way that the record allows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import inspect
 import json
 import pickle
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,13 +22,12 @@ from dbuffer import NameMap
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.integrations.engine.weight_label import WeightLabel
+from dbuffer.integrations.interfaces import Record
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import from_tensors, to_tensors
-from tests.support import ROOT
 from tests.support.engines.sglang_engines import PYTHON, WHOLE
 
-SCRIPT = ROOT / "tests" / "support" / "sglang_cpu" / "record_interface.py"
-RECORD = json.loads(SCRIPT.with_name("sglang_interface.json").read_text())
+RECORD = Record.of("sglang")
 INFO = {
     "custom_weight_loader": [LOADER],
     "dp_size": 1,
@@ -50,6 +47,19 @@ REQUEST_OF = {
 }
 
 
+def form_of(name: str) -> str:
+    form = RECORD.expected(f"sglang.srt.{name}", RECORD.tested[1])
+    assert form is not None, name
+    return form
+
+
+def bind(form: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names in a recorded form."""
+    scope: dict[str, Any] = {}
+    exec(f"def recorded({form.partition('(')[2]}: ...", scope)
+    return dict(inspect.signature(scope["recorded"]).bind(*args, **kwargs).arguments)
+
+
 class Recorded:
     """Answers as an SGLang server whose ranks do nothing, whatever the record allows."""
 
@@ -62,29 +72,18 @@ class Recorded:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
-        assert RECORD["routes"][path] == f"app.{request.method.lower()}"
+        form = form_of(f"entrypoints.http_server:{path[1:]}")
+        assert form.startswith(f"{request.method.lower()} {path} ")
         body = json.loads(request.content) if request.content else None
         self.asked.append((path, body))
         if path in REQUEST_OF:
-            require_fields(RECORD["requests"][REQUEST_OF[path]], body)
+            bind(form_of(f"managers.io_struct:{REQUEST_OF[path]}.__init__"), self, **body)
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == self.lost:
             raise httpx.ReadTimeout("no answer")
         answers = {"/server_info": self.info, "/model_info": {"weight_version": self.version}}
         return httpx.Response(200, json=answers.get(path, {"success": True, "message": ""}))
-
-
-def require_fields(fields: dict[str, str], body: dict[str, Any]) -> None:
-    """All fields are known, their values are allowed, and none without a default is missing."""
-    for name, value in body.items():
-        annotation = fields[name].split(" = ")[0]
-        if annotation.startswith("Literal"):
-            assert repr(value) in annotation
-        else:
-            kind = {"bool": bool, "int": int, "str": str, "list": list}[type(value).__name__]
-            assert kind.__name__ in annotation.lower()
-    assert {name for name, text in fields.items() if " = " not in text} <= set(body)
 
 
 @pytest.fixture
@@ -115,15 +114,10 @@ class RecordedEngine:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        arguments = RECORD["functions"][f"Engine.{name}"]
-        scope: dict[str, Any] = {}
-        # Without annotations: they name what is not here.
-        tree = f"from __future__ import annotations\ndef recorded({arguments}): ..."
-        exec(tree, scope)
-        signature = inspect.signature(scope["recorded"])
+        form = form_of(f"entrypoints.engine:Engine.{name}")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.asked.append((name, dict(signature.bind(self, *args, **kwargs).arguments)))
+            self.asked.append((name, bind(form, self, *args, **kwargs)))
             return {
                 "get_server_info": INFO,
                 "get_model_info": {"weight_version": "default"},
@@ -133,21 +127,10 @@ class RecordedEngine:
 
 
 @pytest.mark.skipif(not WHOLE.is_file(), reason=f"there is no {PYTHON}")
-def test_record_is_that_of_the_sglang_that_is_installed():
-    code = (
-        "import importlib.util, json, pathlib, record_interface as r;"
-        "place = pathlib.Path(importlib.util.find_spec('sglang').origin).parent;"
-        "print(json.dumps(r.interface(place)))"
-    )
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == {k: v for k, v in RECORD.items() if k != "version"}
-
-
-def test_record_has_all_that_was_looked_for():
-    for kind in ("functions", "requests", "routes"):
-        assert all(found is not None for found in RECORD[kind].values())
+def test_record_holds_for_the_sglang_that_is_installed():
+    [about] = PYTHON.parents[1].glob("lib/*/site-packages/sglang-*.dist-info")
+    version = about.stem.removeprefix("sglang-")
+    assert RECORD.moved(about.parent, version) == {}
 
 
 def test_server_is_switched_in_calls_that_are_on_record(server, engine, tmp_path):
