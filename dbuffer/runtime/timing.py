@@ -159,12 +159,6 @@ class Timing:
     second."""
 
     # tools.doctor
-    doctor_stale_s: float = 24 * 3600.0
-    """Age of directories that killed doctors left behind; no living doctor waits that long."""
-    doctor_answer_s: float = 60.0
-    """Time for the doctor's second process to answer."""
-    doctor_watch_s: float = 0.3
-    """Time for which the second process watches a file that the first one replaces."""
     doctor_event_s: float = 1.0
     """Time for an event of inotify to come."""
     peer_answer_s: float = 15.0

@@ -9,6 +9,7 @@ import datetime
 import itertools
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from dbuffer.tools.terminal import printable, status_line
 
 if TYPE_CHECKING:
     from dbuffer.format.layout import Layout, TensorSpec
-    from dbuffer.tools.doctor import Examination
+    from dbuffer.tools.doctor.finding import Finding
     from dbuffer.tools.verification import BufferCheck
     from dbuffer.weights.comparison import Comparison
 
@@ -168,27 +169,16 @@ def describe_check(check: BufferCheck) -> str:
     return head + "records, layout and size are correct; no checksums, so bytes are not verified"
 
 
-def doctor_parts(examination: Examination) -> list[Part]:
-    """Return the findings of `doctor`, and below them the guarantees that cannot hold."""
-    from dbuffer.tools.doctor.probes import GUARANTEES
-
-    title = examination.path
-    if examination.probed_in != examination.path:
-        title += f" (does not exist: probed in {examination.probed_in})"
-    marks = [_VERDICTS[finding.verdict] for finding in examination.findings]
+def doctor_parts(place: str, findings: Sequence[Finding]) -> list[Part]:
+    """Return the findings of `doctor`."""
+    marks = [_VERDICTS[finding.verdict] for finding in findings]
     rows = [
         (mark, finding.probe, finding.result, finding.consequence)
-        for (mark, _), finding in zip(marks, examination.findings, strict=True)
+        for (mark, _), finding in zip(marks, findings, strict=True)
     ]
     columns = ("", "probed", "result", "consequence")
-    problems = [
-        f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
-        f"{finding.result}"
-        for finding in examination.broken
-        if (number := finding.guarantee) is not None
-    ]
-    table = Table(columns, rows, styles=[style for _, style in marks])
-    return [f"{title}, on {examination.host}", table, *problems]
+    title = f"{place}, on {socket.gethostname()}"
+    return [title, Table(columns, rows, styles=[style for _, style in marks])]
 
 
 def comparison_parts(comparison: Comparison, title: str, suggestion: str = "") -> list[Part]:

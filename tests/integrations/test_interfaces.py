@@ -162,7 +162,7 @@ def newer(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_newer_release_follows_if_its_interface_is_as_recorded(newer):
     assert interfaces.is_newer("vllm")
     interfaces.require("vllm")
-    [finding] = [finding for finding in releases.findings(print) if finding.probe == "vllm"]
+    [finding] = [finding for finding in releases.findings() if finding.probe == "vllm"]
     assert (finding.verdict, finding.result[:5]) == ("good", "99.1;")
     assert "newer" in finding.consequence
 
@@ -205,6 +205,6 @@ def test_a_newer_release_whose_interface_moved_is_refused_at_the_start(newer):
         registered["dbuffer"](None, None)
     with pytest.raises(dbuffer.UnsupportedError, match=moved):
         registered["dbuffer"].trainer_init(None, client=None)
-    [finding] = [finding for finding in releases.findings(print) if finding.probe == "vllm"]
+    [finding] = [finding for finding in releases.findings() if finding.probe == "vllm"]
     assert finding.verdict == "unknown"
     assert "EngineCore.pause_scheduler" in finding.consequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,11 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.tools.commands import shared
-from dbuffer.tools.doctor import Examination, examine, examine_bucket
-from dbuffer.tools.doctor.peer import wait_for_host
+from dbuffer.tools.doctor.finding import Finding
+from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
+from dbuffer.tools.doctor.probes import examine
 from dbuffer.tools.render import doctor_parts, print_parts
-from dbuffer.tools.terminal import print_line, status_line
+from dbuffer.tools.terminal import status_line
 
 
 def doctor(
@@ -40,20 +42,21 @@ def doctor(
     """Probe a mount or a bucket: show what works on it, and how dbuffer adapts.
 
     The probes run in a directory inside DIR that is removed afterwards; a store in DIR is not
-    touched. With `dbuffer doctor DIR --peer` on another host, it also publishes to that host and
-    measures when the host sees each version. Exit code 1 if a guarantee cannot hold.
+    touched. With `dbuffer doctor DIR --peer` on another host, it also publishes to that host, and
+    measures when the host sees each version, and whether the clocks agree. Exit code 1 if a store
+    would not be safe there.
 
-    Of a bucket (s3://BUCKET/PREFIX) it probes rights, consistency, conditional requests and speed,
-    by some 80 requests and 64 MiB, on objects below PREFIX that it removes afterwards.
+    Of a bucket (s3://BUCKET/PREFIX) it tries the rights that mirrors need.
     """
     place = shared.parse_place(directory)
     if isinstance(place, str):
         shared.refuse_for_bucket(
             peer=peer, timeout_s=timeout_s is not None, allow_shared_store=allow_shared_store
         )
-        with shared.exit_on_sigterm():
-            examination = examine_bucket(place, progress=status_line.show)
-        _report(examination, as_json=as_json)
+        status_line.show(f"trying {place}")
+        from dbuffer.tools.doctor.bucket import examine_bucket
+
+        _report(directory, examine_bucket(place), as_json=as_json)
         return
     if peer:
         if allow_shared_store:
@@ -61,34 +64,37 @@ def doctor(
         _be_peer(place, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
         return
     with shared.exit_on_sigterm():
-        examination = examine(
-            place,
-            timeout_s=timeout_s or 0.0,
-            allow_shared_store=allow_shared_store,
-            progress=status_line.show,
+        status_line.show(f"probing {place}")
+        findings = examine(place, allow_shared_store=allow_shared_store)
+        if timeout_s:
+            status_line.show(f"waiting for 'dbuffer doctor {place} --peer' on another host")
+        of_peers = measure_with_peers(
+            place, timeout_s=timeout_s or 0.0, allow_shared_store=allow_shared_store
         )
-    _report(examination, as_json=as_json)
-    if timeout_s and not examination.peers:
+    from dbuffer.tools.doctor import releases
+
+    _report(str(place), [*findings, *of_peers, *releases.findings()], as_json=as_json)
+    if timeout_s and not of_peers:
         raise typer.Exit(shared.EXIT_TIMEOUT)
 
 
-def _report(examination: Examination, *, as_json: bool) -> None:
+def _report(place: str, findings: list[Finding], *, as_json: bool) -> None:
+    is_sound = all(finding.verdict != "broken" for finding in findings)
     if as_json:
-        shared.print_json({"is_sound": not examination.broken, **dataclasses.asdict(examination)})
+        found = [dataclasses.asdict(finding) for finding in findings]
+        host = socket.gethostname()
+        shared.print_json({"is_sound": is_sound, "path": place, "host": host, "findings": found})
     else:
-        print_parts(doctor_parts(examination))
-    if examination.broken:
+        print_parts(doctor_parts(place, findings))
+    if not is_sound:
         raise typer.Exit(shared.EXIT_FAILED)
 
 
 def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
     with shared.exit_on_sigterm():
-        report = wait_for_host(directory, timeout_s=timeout_s, progress=status_line.show)
-    if report is None:
+        status_line.show(f"waiting for 'dbuffer doctor {directory}' on another host")
+        num_seen = wait_for_host(directory, timeout_s=timeout_s)
+    if num_seen is None:
         raise WaitTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
-    if as_json:
-        shared.print_json(report)
-    else:
-        print_line(
-            f"measured with process {report['pid']} on {report['host']}, which has the results"
-        )
+    text = f"saw {num_seen} versions of another host, which has the results"
+    shared.report({"num_seen": num_seen}, text, as_json=as_json)

@@ -1,35 +1,32 @@
 """Measurements between two hosts: `doctor` on one sends, `doctor --peer` on the other receives.
 
 The peer makes a directory and waits in it, as a `WeightReceiver` of a store that does not exist
-yet. The first host sees the directory and makes the store, with a `WeightSender`. The metadata of
-each version names its publisher, and marks the last version. Each delay is measured on the first
-host's clock, from the end of a publish until the peer's acknowledgement is visible: no two clocks
-are compared, and a delay is an upper bound of the time that a worker waits.
+yet. The first host sees the directory, makes the store with a `WeightSender`, and publishes
+versions. The metadata of the last version marks it. The peer ends after it has seen this version;
+when its record says so, the first host removes the directory.
+
+A delay is measured on the first host's clock, from the end of a publish until the peer's
+acknowledgement is visible: an upper bound of the time that a worker waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
-import socket
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dbuffer import errors
 from dbuffer.runtime import options
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
-from dbuffer.store.liveness import Process
-from dbuffer.store.medium import medium_of
-from dbuffer.tools.doctor.probes import POLLING, Finding, OnStep, Outcome, Site, make_finding
-from dbuffer.tools.doctor.scratch import PREFIX, remove_stale, remove_tree, scratch
+from dbuffer.store.filesystem import TICK_S
+from dbuffer.tools.doctor.finding import Finding, Outcome
+from dbuffer.tools.doctor.probes import POLLING, PREFIX, existing, remove_tree, scratch
 
 if TYPE_CHECKING:
     from dbuffer.publish.sender import WeightSender
@@ -37,124 +34,61 @@ if TYPE_CHECKING:
 
 _NUM_VERSIONS = 20
 _NUM_VALUES = 1 << 16
-
 _RECEIVER = "peer"
-_INTRODUCTION = "peer.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Measurements with one peer."""
-
-    host: str
-    pid: int
-    filesystem: str
-    """Filesystem type, as the peer sees it."""
-    is_network: bool
-    is_same_kernel: bool
-    delays_ms: tuple[float, ...]
-    """Time from the end of each publish until the peer's acknowledgement was visible."""
-    is_late: bool
-    """Whether a version was not acknowledged within 10 s, which ends the measurements."""
-    problem: str | None
-    """Reason why the peer could not read a version, which ends the measurements."""
-    locks_exclude: bool | None
-    """Whether a sender here keeps a sender there out; None: not measured."""
 
 
 # ---------------------------------------------------------------------------------------------
 # The second host
 
 
-def wait_for_host(
-    path: str | os.PathLike[str], *, timeout_s: float, progress: OnStep | None = None
-) -> dict[str, Any] | None:
-    """Be the peer of an examination; return None if no first host came within ``timeout_s``.
-
-    The result has the first host's ``host`` and ``pid``, and ``num_seen``, the number of versions
-    received; the findings are on the first host.
+def wait_for_host(path: Path, *, timeout_s: float) -> int | None:
+    """Be the second host; return the number of versions seen, or None if no first host came.
 
     Raises:
-        OptionError: an option is invalid.
+        OptionError: an option is invalid, or nothing of the path exists.
         StoreAccessError: the directory is not writable, or the first host fell silent.
         StoreCorruptError: versions of the first host cannot be read here.
     """
     options.seconds("timeout_s", timeout_s)
-    directory = Site.at(options.directory("path", path), allow_shared_store=True).base
     from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
 
-    remove_stale(directory)
-    time.sleep(TICK_S)
-    with (
-        scratch(directory, "peer") as place,
-        WeightReceiver(
+    base, problem, num_seen = existing(path), None, 0
+    with scratch(base, "peer") as place:
+        filesystem.show_new_names(base)
+        with WeightReceiver(
             place / "store",
             receiver_id=_RECEIVER,
             poll_interval_s=TIMING.peer_poll_s,
             verify=True,
             # The directory is private; its owner may have another user id on the other host.
             allow_shared_store=True,
-        ) as receiver,
-    ):
-        _introduce(place)
-        if progress is not None:
-            progress(f"waiting for 'dbuffer doctor {directory}' on another host")
-        if receiver.wait_for_version(None, timeout_s) is None:
-            return None
-        try:
-            report = _receive(receiver)
-            _wait_until_removed(place)
-            return report
-        except (errors.StoreNotFoundError, errors.WaitTimeoutError) as error:
-            raise errors.StoreAccessError(
-                f"the first host fell silent, or gave up: {error}"
-            ) from error
-        except errors.DBufferError as error:
-            receiver.record.write(problem=str(error))
-            _wait_until_removed(place)
-            raise
+        ) as receiver:
+            if receiver.wait_for_version(None, timeout_s) is None:
+                return None
+            try:
+                num_seen = _receive(receiver)
+            except errors.DBufferError as error:
+                problem = error
+        _wait_until_removed(place)
+    if isinstance(problem, errors.StoreNotFoundError | errors.WaitTimeoutError):
+        raise errors.StoreAccessError(f"the first host fell silent: {problem}") from problem
+    if problem is not None:
+        raise problem
+    return num_seen
 
 
-def _introduce(place: Path) -> None:
-    medium, here = medium_of(place), Process.here()
-    introduction = {
-        "host": here.host,
-        "pid": here.pid,
-        "machine": here.machine,
-        "filesystem": medium.filesystem,
-        "is_network": medium.reaches_other_hosts,
-    }
-    data = json.dumps(introduction).encode()
-    filesystem.replace_file(place / _INTRODUCTION, data, scratch=place, durable=True)
-    filesystem.show_new_names(place, place.parent)
-
-
-def _receive(receiver: WeightReceiver) -> dict[str, Any]:
+def _receive(receiver: WeightReceiver) -> int:
+    """Read each version until the last; return how many were seen."""
     version, num_seen, is_last = None, 0, False
     while not is_last:
-        try:
-            with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
-                version, first_host, num_seen = snapshot.version, snapshot.metadata, num_seen + 1
-                is_last = first_host["is_last"]
-                if is_last:
-                    _try_to_send(receiver.store)
-        except errors.VersionRegressedError:
-            if not is_last:  # or the first host has its results, and has removed the store
-                raise
-    return {"host": first_host["host"], "pid": first_host["pid"], "num_seen": num_seen}
-
-
-def _try_to_send(store: Path) -> None:
-    """Take the store over, unless the lock of the first host's sender prevents it."""
-    from dbuffer.publish.sender import WeightSender
-
-    time.sleep(TICK_S)
-    with contextlib.suppress(errors.DBufferError):
-        WeightSender(store, allow_shared_store=True).close()
+        with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
+            version, num_seen = snapshot.version, num_seen + 1
+            is_last = snapshot.metadata["is_last"]
+    return num_seen
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Keep the last acknowledgement, or the problem, until the first host has seen it."""
+    """Keep the acknowledgements until the first host has seen them."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(TIMING.peer_poll_s)
@@ -165,103 +99,136 @@ def _wait_until_removed(place: Path) -> None:
 # The first host
 
 
-def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tuple[Meeting, ...]:
+def measure_with_peers(
+    path: Path, *, timeout_s: float = 0.0, allow_shared_store: bool = False
+) -> list[Finding]:
     """Be the first host: measure with all peers that wait, or that come within ``timeout_s``.
 
+    Returns:
+        Findings about each; empty: no peer came.
+
     Raises:
-        StoreAccessError, StoreNotFoundError, WaitTimeoutError, ReceiverFailedError: a peer does not
-            answer, or left during the measurements.
+        OptionError: an option is invalid, or nothing of the path exists.
     """
+    options.seconds("timeout_s", timeout_s)
+    base, findings = existing(path), list[Finding]()
     deadline = time.monotonic() + timeout_s
-    meetings: list[Meeting] = []
     while True:
-        for place in _waiting_peers(site):
-            with _claim(place) as is_ours:
-                if is_ours:
-                    meetings.append(_measure(place, progress))
-        if meetings or time.monotonic() >= deadline:
-            return tuple(meetings)
-        progress(f"waiting for 'dbuffer doctor {site.base} --peer' on another host")
+        for place in _waiting_peers(base, allow_shared_store=allow_shared_store):
+            with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
+                (place / "taken").mkdir()  # or another first host has it
+                findings += _measure(place)
+        if findings or time.monotonic() >= deadline:
+            return findings
         time.sleep(TIMING.peer_look_s)
 
 
-def _waiting_peers(site: Site) -> list[Path]:
+def _waiting_peers(base: Path, *, allow_shared_store: bool) -> list[Path]:
     """Return the directories of waiting peers of this user; links are not followed."""
-    filesystem.refresh(site.base)
+    filesystem.refresh(base)
     places = []
-    for path in sorted(site.base.glob(f"{PREFIX}peer-*")):
+    for path in sorted(base.glob(f"{PREFIX}peer-*")):
         with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
-            if path.is_symlink():
-                continue
-            if not site.allow_shared_store:
+            if not allow_shared_store:
                 filesystem.check_trust(path)
-            if os.path.lexists(path / _INTRODUCTION):
+            if not path.is_symlink():
                 places.append(path)
     return places
 
 
-@contextlib.contextmanager
-def _claim(place: Path) -> Iterator[bool]:
-    """Claim a peer for a ``with`` block; yield whether this host is the one that measures."""
-    try:
-        (place / "taken").mkdir()
-    except (FileExistsError, FileNotFoundError, PermissionError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        remove_tree(place)  # tells the peer that the measurements are over
-
-
-def _measure(place: Path, progress: OnStep) -> Meeting:
+def _measure(place: Path) -> list[Finding]:
     from dbuffer.publish.sender import WeightSender
 
+    meeting = _Meeting()
     try:
-        data = filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False)
-        introduction = json.loads(data)
-        peer = {name: introduction[name] for name in ("host", "pid", "filesystem", "is_network")}
-        is_same_kernel = introduction["machine"] == Process.here().machine
-    except (KeyError, TypeError, ValueError) as error:
-        raise errors.StoreCorruptError(
-            f"{place} is not of this version of 'dbuffer doctor': {error}"
-        ) from None
-    delays_ms: list[float] = []
-    problem, is_late, locks_exclude = None, False, None
-    with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
+        with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
+            meeting.run(sender)
+    except errors.DBufferError as error:
+        meeting.problem = meeting.problem or str(error)
+    finally:
+        remove_tree(place)  # tells the peer that the measurements are over
+    return meeting.findings()
+
+
+class _Meeting:
+    """Measurements with one peer."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self._host = "another host"
+        self._delays_s: list[float] = []
+        self._ahead_s = -math.inf, math.inf
+        """Bounds of how far the peer's clock is ahead of this host's."""
+        self._is_heard_last = False
+
+    def run(self, sender: WeightSender) -> None:
+        """Publish versions; wait until the peer has seen the last, whatever became of others."""
+        view = DoubleBuffer(sender.store, allow_shared_store=True)
         try:
-            # Not counted: the peer opens its files for the first time, and caches are cold.
-            delays_ms.append(_delay_ms(sender, TIMING.peer_answer_s))
-            for number in range(1, _NUM_VERSIONS + 1):
-                progress(f"how late another host sees a version: {number}")
-                delays_ms.append(_delay_ms(sender, TIMING.peer_limit_s))
-            progress("whether a lock keeps another host out")
-            locks_exclude = _locks_exclude(sender)
+            for number in range(_NUM_VERSIONS + 1):
+                # The first one takes longer: the peer opens its files for the first time.
+                limit_s = TIMING.peer_limit_s if number else TIMING.peer_answer_s
+                self._publish(sender, view, limit_s)
         except errors.WaitTimeoutError:
-            if not delays_ms:  # the peer has ended
-                raise
-            is_late = True
-        except errors.ReceiverFailedError:
-            store = DoubleBuffer(sender.store, allow_shared_store=True)
-            problem = "; ".join(record.problem for record in store.receivers() if record.problem)
-            if not problem:  # the peer has ended
-                raise
-    return Meeting(
-        **peer,
-        is_same_kernel=is_same_kernel,
-        delays_ms=tuple(delays_ms[1:]),
-        is_late=is_late,
-        problem=problem,
-        locks_exclude=locks_exclude,
+            self.problem = f"a version was not seen within {limit_s:g} s"
+        except errors.DBufferError as error:
+            self.problem = str(error)
+        _send(sender, is_last=True)
+        deadline = time.monotonic() + TIMING.peer_answer_s
+        while not self._is_heard_last and time.monotonic() < deadline:
+            time.sleep(TIMING.peer_poll_s)
+            record = view.receiver(_RECEIVER)
+            self._is_heard_last = record is not None and record.has_ended
+
+    def _publish(self, sender: WeightSender, view: DoubleBuffer, limit_s: float) -> None:
+        began_at = time.time()
+        version = _send(sender)
+        published_s = time.monotonic()
+        sender.wait_applied(version, receivers=_RECEIVER, timeout_s=limit_s)
+        self._delays_s.append(time.monotonic() - published_s)
+        record = view.receiver(_RECEIVER)
+        assert record is not None  # noqa: S101 - it has just acknowledged
+        self._host = record.host
+        # The peer wrote the record between then and now.
+        low_s, high_s = record.updated_at - time.time(), record.updated_at - began_at
+        self._ahead_s = max(low_s, self._ahead_s[0]), min(high_s, self._ahead_s[1])
+
+    def findings(self) -> list[Finding]:
+        """Return findings: whether versions come whole and in time, and clocks agree."""
+        found = [Finding(f"{self._host}: versions", *self._describe_versions())]
+        if self._delays_s:
+            found.append(Finding(f"{self._host}: clocks", *_describe_clocks(*self._ahead_s)))
+        if not self._is_heard_last:
+            result = f"not heard of for {TIMING.peer_answer_s:g} s after the last version"
+            found.append(Finding(f"{self._host}: end", "unknown", result, "run both again"))
+        return found
+
+    def _describe_versions(self) -> Outcome:
+        if self.problem is not None:
+            return "broken", self.problem, "workers there would not get versions published here"
+        delays_s = self._delays_s[1:]
+        median_s, max_s = statistics.median(delays_s), max(delays_s)
+        result = (
+            f"seen after {_format(median_s)} (median), {_format(max_s)} (max) of {len(delays_s)}, "
+            "each whole by its checksums"
+        )
+        if max_s > 1:
+            return "adapted", result, f"versions arrive that late; {POLLING}"
+        return "good", result, POLLING
+
+
+def _describe_clocks(low_s: float, high_s: float) -> Outcome:
+    result = (
+        f"{_format(abs(high_s + low_s) / 2)} apart, give or take {_format((high_s - low_s) / 2)}"
     )
+    if low_s > 1 or high_s < -1:
+        ages = "ages in `dbuffer status` and times in `dbuffer log` are off by that"
+        return "adapted", result, f"{ages}; no guarantee depends on clocks"
+    return "good", result, "no guarantee depends on clocks"
 
 
-def _delay_ms(sender: WeightSender, limit_s: float, *, is_last: bool = False) -> float:
-    """Publish a version; return the time until the peer's acknowledgement was visible."""
-    version = _send(sender, is_last=is_last)
-    started = time.monotonic()
-    sender.wait_applied(version, receivers=_RECEIVER, timeout_s=limit_s)
-    return 1e3 * (time.monotonic() - started)
+def _format(duration_s: float) -> str:
+    return f"{1e3 * duration_s:.1f} ms" if duration_s < 1 else f"{duration_s:.1f} s"
 
 
 def _send(sender: WeightSender, *, is_last: bool = False) -> int:
@@ -269,100 +236,4 @@ def _send(sender: WeightSender, *, is_last: bool = False) -> int:
 
     time.sleep(TICK_S)
     weights = {"weight": torch.rand(_NUM_VALUES)}
-    metadata = {"host": socket.gethostname(), "pid": os.getpid(), "is_last": is_last}
-    return sender.send(weights, metadata=metadata).version
-
-
-def _locks_exclude(sender: WeightSender) -> bool:
-    """Tell the peer to take the store over; return whether it cannot."""
-    try:
-        _delay_ms(sender, TIMING.peer_limit_s, is_last=True)
-        _send(sender)
-    except errors.WriterSupersededError:
-        return False
-    return True
-
-
-# ---------------------------------------------------------------------------------------------
-# Findings
-
-
-def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
-    """Return the findings of the measurements with all peers."""
-    if not meetings:
-        return [Finding("other hosts", *_without_peer(site))]
-    return [finding for meeting in meetings for finding in _judge_meeting(site, meeting)]
-
-
-def _without_peer(site: Site) -> Outcome:
-    if site.medium.reaches_other_hosts:
-        return (
-            "unknown",
-            "not measured: no peer waits here",
-            f"to measure, run 'dbuffer doctor {site.path} --peer' on another host, then this again",
-        )
-    return (
-        "good",
-        "no peer waits here",
-        "a store on a local mount is for the processes of this host",
-    )
-
-
-def _judge_meeting(site: Site, meeting: Meeting) -> Iterator[Finding]:
-    host = meeting.host
-    yield make_finding(f"{host}: mount", _mounts(site, meeting), 1)
-    if meeting.problem is not None:
-        yield Finding(
-            f"{host}: reads a version",
-            "broken",
-            meeting.problem,
-            "versions published here cannot be read there",
-            1,
-        )
-        return
-    yield make_finding(f"{host}: sees a version", _delays(meeting), 5)
-    if meeting.locks_exclude is not None:
-        yield Finding(f"{host}: locks", *_locks(meeting.locks_exclude))
-
-
-def _mounts(site: Site, meeting: Meeting) -> Outcome:
-    result = f"{meeting.filesystem} there, {site.medium.filesystem} here"
-    if site.medium.reaches_other_hosts and meeting.is_network:
-        return "good", result, "both use it as a network mount"
-    if not site.medium.reaches_other_hosts and not meeting.is_network and meeting.is_same_kernel:
-        return "good", f"{result}, on one machine", "both use it as a local one"
-    where = "there" if site.medium.reaches_other_hosts else "here"
-    return (
-        "broken",
-        result,
-        f"used as a local mount {where}: versions published {where} are rewritten in place, "
-        f"and refused on the other host; set {MOUNT_VARIABLE}=network {where}",
-    )
-
-
-def _delays(meeting: Meeting) -> Outcome:
-    if meeting.is_late:
-        result = f"a version was not seen within {TIMING.peer_limit_s:g} s"
-        return "broken", result, "workers there would not see new versions"
-    median_ms, max_ms = statistics.median(meeting.delays_ms), max(meeting.delays_ms)
-    result = (
-        f"{_duration(median_ms)} (median), {_duration(max_ms)} (max) of {len(meeting.delays_ms)}, "
-        "each whole by its checksums"
-    )
-    if max_ms > 1e3:
-        return "adapted", result, f"versions arrive that late; {POLLING}"
-    return "good", result, POLLING
-
-
-def _duration(duration_ms: float) -> str:
-    return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"
-
-
-def _locks(exclude: bool) -> Outcome:
-    if exclude:
-        return "good", "exclude processes of the other host", "a second sender there is refused"
-    return (
-        "adapted",
-        "do not exclude processes of the other host",
-        "a second sender there is detected by its epoch, not prevented",
-    )
+    return sender.send(weights, metadata={"is_last": is_last}).version

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dbuffer.integrations import interfaces
 from dbuffer.runtime.messages import listed
-from dbuffer.tools.doctor.probes import Finding, OnStep
+from dbuffer.tools.doctor.finding import Finding
 
 
-def findings(progress: OnStep) -> list[Finding]:
+def findings() -> list[Finding]:
     """Return a finding for each framework that is installed."""
-    found = []
-    for name in interfaces.frameworks():
-        if (version := interfaces.installed(name)) is not None:
-            progress(name)
-            found.append(_finding(name, version))
-    return found
+    versions = {name: interfaces.installed(name) for name in interfaces.frameworks()}
+    return [_finding(name, version) for name, version in versions.items() if version is not None]
 
 
 def _finding(framework: str, version: str) -> Finding:

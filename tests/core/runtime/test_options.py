@@ -25,8 +25,7 @@ from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
-from dbuffer.tools.doctor import examine
-from dbuffer.tools.doctor.peer import wait_for_host
+from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
 from tests.support.commands import call
 
 NO_TIMES: list[Any] = [
@@ -166,7 +165,7 @@ MAKERS: dict[str, tuple[Any, str]] = {
         lambda store, **wrong: BroadcastManager(torch.nn.Linear(2, 2), None, None, **wrong),
         "timeout_s timeout_s=0 rank_timeout_s rank_timeout_s=0",
     ),
-    "examine": (examine, "timeout_s"),
+    "measure_with_peers": (measure_with_peers, "timeout_s"),
     "wait_for_host": (wait_for_host, "timeout_s"),
 }
 """Functions that make something, and names of options, which also refuse 0 if that is there."""
@@ -220,7 +219,6 @@ def test_no_store_is_made_at_no_path(tmp_path, monkeypatch, place):
         lambda: dbuffer.Mirror(place, other),
         lambda: dbuffer.Mirror(other, place),
         lambda: start_mirror(place, other),
-        lambda: examine(place),
         lambda: EngineOptions(store=place),
     ]
     if place is not None:
