@@ -38,8 +38,8 @@ import numpy.typing as npt
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
-from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import DIGEST, Record, decode, encode
+from dbuffer.format.lineage import Count, Token, VersionId
+from dbuffer.format.manifest import Record, decode, encode
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.lazy import cached_property
 
@@ -95,22 +95,20 @@ Integers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaRecord(Record):
+class DeltaRecord(Record, frozen=True, kw_only=True):
     """First line of the header."""
 
     NAME: ClassVar = "delta"
-    PATTERNS: ClassVar = {"layout_xxh3": DIGEST}
 
     base: VersionId
     """Version that the delta starts from."""
     id: VersionId
     """Version that it leads to."""
-    layout_xxh3: str
+    layout_xxh3: Token
     is_hashed: bool
     """Whether the rows of tensors hold checksums; without, they hold 0."""
-    num_tensors: int
-    num_chunks: int
+    num_tensors: Count
+    num_chunks: Count
 
 
 class Chunk(NamedTuple):

@@ -24,12 +24,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import xxhash
+from msgspec import Meta
 
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.manifest import FORMAT, MAX_INTEGER, parse_object
+from dbuffer.format.lineage import Count, Positive
+from dbuffer.format.manifest import FORMAT, Record, decode
 from dbuffer.runtime.lazy import cached_property
 
 ALIGNMENT_BYTES = 64
@@ -101,12 +103,12 @@ class Block(NamedTuple):
 class Piece(NamedTuple):
     """Bytes of one tensor, written by one rank into its part."""
 
-    tensor: int
-    offset: int
+    tensor: Count
+    offset: Count
     """Bytes from the beginning of the tensor."""
-    num_bytes: int
-    part: int
-    place: int
+    num_bytes: Positive
+    part: Count
+    place: Count
     """Bytes from the beginning of the part."""
 
 
@@ -122,6 +124,24 @@ class Span(NamedTuple):
     """The part in which these bytes are; None: the weights file itself."""
     place: int
     """Bytes from the beginning of the part."""
+
+
+class _Row(NamedTuple):
+    """Description of a tensor in a file."""
+
+    name: str
+    dtype: str
+    shape: Annotated[tuple[Count, ...], Meta(max_length=_MAX_DIMENSIONS)]
+    offset: Count
+
+
+class _LayoutRecord(Record, frozen=True, kw_only=True):
+    NAME: ClassVar = "layout"
+
+    tensors: list[_Row]
+    aliases: dict[str, str]
+    parts: tuple[Count, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -258,22 +278,23 @@ class Layout:
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
         ]
-        data = {"format": FORMAT, "tensors": tensors, "aliases": self.aliases}
-        if self.pieces or self.is_in_parts:
-            data |= {"parts": self.part_bytes, "pieces": self.pieces}
+        data = {
+            "format": FORMAT,
+            "tensors": tensors,
+            "aliases": self.aliases,
+            "parts": self.part_bytes,
+            "pieces": self.pieces,
+        }
         return json.dumps(data, separators=(",", ":")).encode("ascii")
 
     @classmethod
     def decode(cls, data: bytes, end: int) -> Layout:
         """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``."""
-        values = parse_object(data, "layout")
-        parts, pieces = values.pop("parts", []), values.pop("pieces", [])
-        tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
-        if values or not isinstance(tensors, list) or not _is_text_map(aliases):
-            raise StoreCorruptError("layout: missing or unknown fields")
+        record = decode(_LayoutRecord, data)
+        aliases = record.aliases
         specs, offsets, free = [], [], 0
-        for row in tensors:
-            spec, offset = _decode_row(row)
+        for name, dtype, shape, offset in record.tensors:
+            spec = _checked_spec(name, dtype, shape)
             if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
                 raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} is out of place")
             specs.append(spec)
@@ -284,8 +305,8 @@ class Layout:
             raise StoreCorruptError("layout: a name occurs twice")
         if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
             raise StoreCorruptError("layout: an alias is not another name of a tensor")
-        part_bytes, placed = _decode_parts(parts, pieces, specs)
-        return cls(tuple(specs), tuple(offsets), aliases, part_bytes, placed)
+        _check_pieces(record.parts, record.pieces, specs)
+        return cls(tuple(specs), tuple(offsets), aliases, record.parts, record.pieces)
 
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
@@ -337,54 +358,38 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _decode_row(row: Any) -> tuple[TensorSpec, int]:
-    match row:
-        case [str(name), str(dtype), list(shape), int(offset)] if (
-            dtype in ITEM_BYTES
-            and len(shape) <= _MAX_DIMENSIONS
-            and all(type(size) is int and 0 <= size <= MAX_INTEGER for size in shape)
-            and type(offset) is int
-            and 0 <= offset <= MAX_INTEGER
-            # Of no bytes, if one size is 0; but torch counts elements without regard to that.
-            and math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] <= _MAX_TENSOR_BYTES
-        ):
-            return TensorSpec(name, dtype, tuple(shape)), offset
-    raise StoreCorruptError(f"layout: {row!r:.120} is not the description of a tensor")
+def _checked_spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    # Of no bytes, if one size is 0; but torch counts elements without regard to that.
+    num_elements = math.prod(size or 1 for size in shape)
+    if dtype not in ITEM_BYTES or num_elements * ITEM_BYTES[dtype] > _MAX_TENSOR_BYTES:
+        raise StoreCorruptError(f"layout: no tensor is {name!r:.80} {dtype!r:.20}{shape!r:.80}")
+    return TensorSpec(name, dtype, shape)
 
 
-def _decode_parts(
-    parts: Any, pieces: Any, specs: list[TensorSpec]
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
-        raise StoreCorruptError("layout: its parts are not lists of sizes and of pieces")
+def _check_pieces(
+    parts: tuple[int, ...], pieces: tuple[Piece, ...], specs: list[TensorSpec]
+) -> None:
+    """Check that pieces are inside their parts, do not overlap, and cover all tensors."""
     if not parts and not pieces:
-        return (), ()
-    placed = tuple(_decode_piece(row, parts, specs) for row in pieces)
+        return
     covered = [0] * len(specs)
-    for before, piece in itertools.pairwise((Piece(0, 0, 0, 0, 0), *placed)):
+    for before, piece in itertools.pairwise((Piece(0, 0, 0, 0, 0), *pieces)):
+        if piece.tensor >= len(specs) or not _is_inside(piece, parts):
+            raise StoreCorruptError(f"layout: {piece} is not a piece of a tensor")
         if piece.tensor < before.tensor or piece.offset != covered[piece.tensor]:
             raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")
         covered[piece.tensor] += piece.num_bytes
     if covered != [spec.num_bytes for spec in specs]:
         raise StoreCorruptError("layout: its pieces do not cover its tensors")
     if not parts:
-        return (), placed
-    in_place = sorted(placed, key=lambda piece: (piece.part, piece.place))
+        return
+    in_place = sorted(pieces, key=lambda piece: (piece.part, piece.place))
     for before, piece in itertools.pairwise(in_place):
         if piece.part == before.part and piece.place < before.place + before.num_bytes:
             raise StoreCorruptError(f"layout: a piece overlaps another: {piece}")
-    return tuple(parts), placed
 
 
-def _decode_piece(row: Any, parts: list[int], specs: list[TensorSpec]) -> Piece:
-    if isinstance(row, list) and len(row) == len(Piece._fields) and all(map(_is_size, row)):
-        piece = Piece(*row)
-        if piece.tensor < len(specs) and piece.num_bytes and _is_inside(piece, parts):
-            return piece
-    raise StoreCorruptError(f"layout: {row!r:.120} is not a piece of a tensor")
-
-
-def _is_inside(piece: Piece, parts: list[int]) -> bool:
+def _is_inside(piece: Piece, parts: tuple[int, ...]) -> bool:
     if not parts:
         return piece.part == piece.place == 0
     return (
@@ -392,11 +397,3 @@ def _is_inside(piece: Piece, parts: list[int]) -> bool:
         and piece.place % ALIGNMENT_BYTES == 0
         and piece.place + piece.num_bytes <= parts[piece.part]
     )
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INTEGER
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

@@ -11,7 +11,9 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
+
+from msgspec import Meta
 
 MAX_RUNS = 64
 """Most runs that a version names. What began longer ago leads to it for no reader."""
@@ -24,12 +26,17 @@ RUN = re.compile(r"[0-9a-f]{16}")
 VERSION_ID = re.compile(r"([0-9a-f]{16})-([0-9]{1,19})")
 """Pattern of a version's id as text."""
 
+Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+Token = Annotated[str, Meta(pattern=rf"^{RUN.pattern}\Z")]
+"""16 hexadecimal digits: a run's id, another random token, or a digest."""
+
 
 class VersionId(NamedTuple):
     """A version: no two have one id, in all stores. Its text is ``RUN-NUMBER``."""
 
-    run: str
-    number: int
+    run: Token
+    number: Positive
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -50,14 +57,14 @@ class VersionId(NamedTuple):
 class Run(NamedTuple):
     """A start of a sender."""
 
-    id: str
+    id: Token
     name: str | None
     """Name that its trainer gave it."""
     host: str
-    pid: int
+    pid: Count
     started_at: float
     """Seconds since the epoch on its host's clock; for people."""
-    upon: int | None
+    upon: Positive | None
     """Number of the version from which it continued, in the run before it; None if the store was
     empty."""
 

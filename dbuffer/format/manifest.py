@@ -1,6 +1,6 @@
 """The small records of a store, and the strict codec that reads them.
 
-A record is one JSON object with exactly the fields of its class. What is missing, left over,
+A record is one JSON object with exactly the fields of its class. A field that is missing, unknown,
 of another type or out of range is refused with the record's name: these files come from a
 shared disk, and decide which bytes a model is made of.
 """
@@ -12,29 +12,22 @@ import math
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import UnionType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.lineage import (
     MAX_NUMBER,
     MAX_RUNS,
     RUN,
+    Count,
     Lineage,
     Relation,
     Run,
+    Token,
     VersionId,
     relation,
 )
@@ -56,57 +49,23 @@ receivers."""
 
 MAX_INTEGER = MAX_NUMBER
 
-TOKEN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
-"""Pattern of tokens, digests, and attempts to switch an engine."""
-_BOOT = re.compile(r"[0-9a-f-]{0,36}")
+ATTEMPT = RUN
+"""Pattern of an attempt to switch an engine."""
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MIRROR_ID = re.compile(r"mirror-.*-[0-9a-f]{16}")
 
+_BufferName = Annotated[str, Meta(pattern=rf"^({'|'.join(BUFFERS)})\Z")]
+_ReceiverId = Annotated[str, Meta(pattern=rf"^{_RECEIVER_ID.pattern}\Z")]
+_Boot = Annotated[str, Meta(pattern=r"^[0-9a-f-]{0,36}\Z")]
+_WeightsFile = Annotated[str, Meta(pattern=rf"^{WEIGHTS_FILE.pattern}\Z")]
+
 RecordT = TypeVar("RecordT", bound="Record")
-
-
-def _ids_in(value: Any) -> Any:
-    """Read a version's id, or a list of them; anything else stays, and is refused."""
-    if isinstance(value, list):
-        return [_ids_in(each) for each in value]
-    try:
-        return VersionId.parse(value)
-    except (ValueError, TypeError):
-        return value
-
-
-def _runs_in(value: Any) -> Any:
-    if isinstance(value, list):
-        return [Run(*row) if isinstance(row, list) and len(row) == 6 else row for row in value]
-    return value
-
-
-_READERS: dict[Any, Callable[[Any], Any]] = {VersionId: _ids_in, Run: _runs_in}
-"""Functions that read what JSON has no type for."""
-
-
-def plain_value(value: Any) -> Any:
-    """Return a field's value as JSON has it."""
-    if isinstance(value, VersionId):
-        return str(value)
-    if isinstance(value, list | Run):
-        return [plain_value(each) for each in value]
-    return value
-
 
 _FILE_FIELDS = (
     *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
 """Fields of a manifest that describe a weights file, whichever version that holds."""
-
-
-def _types_in(hint: Any) -> tuple[type, ...]:
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(each for choice in get_args(hint) for each in _types_in(choice))
-    if get_origin(hint) is Literal:
-        return tuple({type(choice) for choice in get_args(hint)})
-    return (get_origin(hint) or hint,)
 
 
 class Lag(NamedTuple):
@@ -120,51 +79,22 @@ class Lag(NamedTuple):
     belong to different runs, whose steps are not compared."""
 
 
-class Record:
-    """Base class of all records, which checks the type and range of every field."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base class of all records; msgspec checks the types and ranges of their fields.
+
+    No field has a default: msgspec would take it for a field that is missing in a file.
+    """
 
     NAME: ClassVar[str]
-    PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
-    """Patterns of text fields."""
-    TYPES: ClassVar[dict[str, tuple[type, ...]]]
-    """Types of each field's value, from its annotation."""
-    READERS: ClassVar[dict[str, Callable[[Any], Any]]]
-    """Functions that make values of fields of what JSON has for them."""
-
-    def __init_subclass__(cls) -> None:
-        hints = get_type_hints(cls).items()
-        of_class = [name for name, hint in hints if ClassVar in (hint, get_origin(hint))]
-        cls.TYPES = {name: _types_in(hint) for name, hint in hints if name not in of_class}
-        cls.READERS = {
-            name: reader
-            for name, hint in hints
-            for kind, reader in _READERS.items()
-            if name in cls.TYPES and kind in (hint, *get_args(hint))
-        }
-
-    def __post_init__(self) -> None:
-        """Check types and ranges, for records that are read and for those that are made."""
-        for name, types in self.TYPES.items():
-            value = getattr(self, name)
-            # bool is an int to isinstance, and no count of anything.
-            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
-            if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
-                raise StoreCorruptError(f"{self.NAME}: field {name!r} is out of range")
-        for name, pattern in self.PATTERNS.items():
-            value = getattr(self, name)
-            if value is not None and not pattern.fullmatch(value):
-                raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
 
 
-class Versioned(Record):
+class Versioned(Record, frozen=True, kw_only=True):
     """Base class of records that name a version, by an ``id`` and the ``runs`` that lead to it."""
 
     id: VersionId
-    runs: list[Run]
+    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
         require_runs(self.NAME, self.id, self.runs)
 
     @property
@@ -179,93 +109,62 @@ class Versioned(Record):
 
 
 def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
-    """Raise unless these are runs that can lead to a version."""
-    is_valid = 0 < len(runs) <= MAX_RUNS and all(map(_is_run, runs))
-    if not (is_valid and runs[0].id == version.run and 0 < version.number <= MAX_INTEGER):
+    """Raise unless the first of these runs published a version."""
+    if not runs or runs[0].id != version.run:
         raise StoreCorruptError(f"{name}: its runs do not lead to {version}: {runs!r:.200}")
 
 
-def _is_run(run: Any) -> bool:
-    match run:
-        case Run(str(id_), str() | None, str(), int(pid), int() | float(), int() | None as upon):
-            is_number = (pid >= 0, upon is None or 0 < upon <= MAX_INTEGER)
-            return RUN.fullmatch(id_) is not None and all(is_number) and bool not in map(type, run)
-    return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pointer(Versioned):
+class Pointer(Versioned, frozen=True, kw_only=True):
     """``CURRENT``: which buffer holds the newest version."""
 
     NAME: ClassVar = "version pointer"
-    PATTERNS: ClassVar = {"writer": TOKEN}
 
-    id: VersionId
-    runs: list[Run]
-    buffer: str
-    """``"A"`` or ``"B"``."""
-    generation: int
+    buffer: _BufferName
+    generation: Count
     """Generation of the buffer's manifest; a manifest with another one was rewritten since."""
-    writer: str
+    writer: Token
     """Token of the writer: of a sender, its run; of a mirror, another."""
 
-    def __post_init__(self) -> None:
-        Versioned.__post_init__(self)
-        if self.buffer not in BUFFERS:
-            raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Versioned):
+class Manifest(Versioned, frozen=True, kw_only=True):
     """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
 
     NAME: ClassVar = "manifest"
-    PATTERNS: ClassVar = {
-        "writer": TOKEN,
-        "file": WEIGHTS_FILE,
-        "layout_xxh3": DIGEST,
-        "checksums_xxh3": DIGEST,
-    }
 
     state: Literal["writing", "complete"]
-    id: VersionId
-    runs: list[Run]
-    """Here as well: a reader that finds no pointer goes by the manifests."""
-    generation: int
+    generation: Count
     """Changes before the first byte of a rewrite and after its last; never repeats."""
-    writer: str
+    writer: Token
     """Token of who wrote it: the version's run, or a mirror's token."""
-    file: str
+    file: _WeightsFile
     """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
-    file_bytes: int = 0
-    num_tensors: int = 0
-    num_bytes: int = 0
+    file_bytes: Count
+    num_tensors: Count
+    num_bytes: Count
     """Sum of the tensors' own bytes, without padding and footer."""
-    layout_offset: int = 0
-    layout_bytes: int = 0
-    layout_xxh3: str | None = None
-    checksums_offset: int = 0
-    checksums_xxh3: str | None = None
+    layout_offset: Count
+    layout_bytes: Count
+    layout_xxh3: Token | None
+    checksums_offset: Count
+    checksums_xxh3: Token | None
     """Digest of the table of checksums in the file; None if it was published without."""
-    is_final: bool = False
+    is_final: bool
     """Whether no byte of the file is ever written again. Without that, and without checksums, other
     hosts cannot tell whether they have read it whole."""
-    anchor: VersionId | None = None
+    anchor: VersionId | None
     """Earlier version that the weights file holds; the deltas of :attr:`chain` lead from it to this
     one. None if the file holds this version whole."""
-    anchor_buffer: str | None = None
+    anchor_buffer: _BufferName | None
     """Buffer in whose directory that file is."""
-    chain: list[VersionId] = field(default_factory=list)
+    chain: list[VersionId]
     """Versions, oldest first and this one last; each but the first has a delta, a
     file that tells what differs from the one before it. Empty: there is none."""
-    published_at: float = 0.0
+    published_at: float
     """Seconds since the epoch on the writer's clock; for people: it decides nothing."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
 
     def __post_init__(self) -> None:
         Versioned.__post_init__(self)
-        if self.state not in ("writing", "complete"):
-            raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         self._check_chain()
         if self.state == "complete":
             table_end = self.checksums_offset + 8 * self.num_tensors
@@ -276,15 +175,9 @@ class Manifest(Versioned):
 
     def _check_chain(self) -> None:
         chain = self.chain
-        if not all(isinstance(each, VersionId) for each in chain):
-            raise StoreCorruptError(f"{self.NAME}: field 'chain' is {chain!r:.80}")
         if len(set(chain)) < len(chain) or len(chain) == 1:
             raise StoreCorruptError(
                 f"{self.NAME}: its chain of deltas leads nowhere: {chain!r:.80}"
-            )
-        if self.anchor_buffer not in (None, *BUFFERS):
-            raise StoreCorruptError(
-                f"{self.NAME}: field 'anchor_buffer' is {self.anchor_buffer!r:.80}"
             )
         if self.anchor is None and self.anchor_buffer is not None:  # a bucket has no buffers
             raise StoreCorruptError(f"{self.NAME}: an anchor_buffer, and no anchor")
@@ -319,94 +212,79 @@ class Manifest(Versioned):
         return self.chain[self.chain.index(version) + 1 :]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterRecord(Record):
+class WriterRecord(Record, frozen=True, kw_only=True):
     """``writer.json``: who has the store open for writing, or had it last."""
 
     NAME: ClassVar = "writer record"
-    PATTERNS: ClassVar = {"token": TOKEN, "boot": _BOOT}
 
-    epoch: int
+    epoch: Count
     """Number of the writer."""
-    token: str
+    token: Token
     """Of a sender, its run. A writer that reads another one than its own has lost the store."""
     host: str
-    pid: int
+    pid: Count
     started_at: float
-    boot: str = ""
+    boot: _Boot
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
-    pid_namespace: int = 0
-    started: int = 0
+    pid_namespace: Count
+    started: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverRecord(Record):
+class ReceiverRecord(Record, frozen=True, kw_only=True):
     """``receivers/ID.TOKEN.json``: what one receiver has applied, and what it holds now."""
 
     NAME: ClassVar = "receiver record"
-    PATTERNS: ClassVar = {
-        "receiver": _RECEIVER_ID,
-        "part_of": _RECEIVER_ID,
-        "attempt": ATTEMPT,
-        "boot": _BOOT,
-        "token": TOKEN,
-    }
 
-    receiver: str
-    token: str
+    receiver: _ReceiverId
+    token: Token
     """Tells receivers of one id apart. For an engine and its ranks: a digest of what tells this
     start of it from all others; else random."""
     host: str
-    pid: int
+    pid: Count
     updated_at: float
-    applied: VersionId | None = None
+    applied: VersionId | None
     """Version that it has applied last."""
-    runs: list[Run] = field(default_factory=list)
+    runs: Annotated[list[Run], Meta(max_length=MAX_RUNS)]
     """Runs that lead to ``applied``."""
-    held: VersionId | None = None
+    held: VersionId | None
     """Version that it reads at this moment."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
     """Metadata of ``applied``, as :func:`metadata_for_record` returns it; empty: there is no such
     version."""
-    part_of: str | None = None
+    part_of: _ReceiverId | None
     """Id of the engine whose rank this is; the engine's receiver is the one that acknowledges."""
-    staged: VersionId | None = None
+    staged: VersionId | None
     """Version that is ready, checked and not yet applied."""
-    problem: str | None = None
+    problem: str | None
     """Reason why it cannot apply a version, or have it ready."""
-    problem_version: VersionId | None = None
+    problem_version: VersionId | None
     """Version that cannot be used; None: the store itself is the problem."""
-    unreadable: VersionId | None = None
+    unreadable: VersionId | None
     """Version upon deltas that could not be read: the next is to be whole."""
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, int | float]
     """Counts and durations since it started."""
-    state: Literal["serving", "broken"] | None = None
+    state: Literal["serving", "broken"] | None
     """State of an engine: it serves ``applied`` on all ranks; or some are half loaded, and it
     refuses to serve. None if that is unknown, or if the receiver is no engine."""
-    only_version: int | None = None
+    only_version: Count | None
     """Number of the version that an engine is to serve and stay on; None if it follows the newest.
     """
-    attempt: str | None = None
+    attempt: Token | None
     """Last attempt to switch an engine, whose outcome this record tells."""
-    boot: str = ""
+    boot: _Boot
     """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
-    pid_namespace: int = 0
-    started: int = 0
-    is_ephemeral: bool = False
+    pid_namespace: Count
+    started: Count
+    is_ephemeral: bool
     """No later receiver has this id: it was generated, or it is that of one rank."""
-    is_relayed: bool = False
+    is_relayed: bool
     """A mirror writes this record, for a receiver of the mirror's store."""
-    has_ended: bool = False
+    has_ended: bool
     """The receiver was closed, or has ended: all other fields are final."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
         if self.applied is not None:
             require_runs(self.NAME, self.applied, self.runs)
-        if self.state not in (None, "serving", "broken"):
-            raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
-        if not all(type(value) in (int, float) for value in self.stats.values()):
-            raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
     @property
     def applied_version(self) -> int | None:
@@ -522,14 +400,21 @@ def host_in_id() -> str:
 
 
 def encode(record: Record) -> bytes:
-    """One line of JSON, ASCII only."""
-    data = {"format": FORMAT, **fields_of(record)}
+    """Return one line of JSON, ASCII only.
+
+    Raises:
+        StoreCorruptError: a value is out of range, so that no reader would take it.
+    """
+    fields = fields_of(record)
+    made_of(type(record), fields)
+    data = {"format": FORMAT, **fields}
     return json.dumps(data, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def fields_of(record: Record) -> dict[str, Any]:
     """Return the fields of a record as JSON has them."""
-    return {name: plain_value(getattr(record, name)) for name in record.TYPES}
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return fields
 
 
 def made_of(kind: type[RecordT], values: Any) -> RecordT:
@@ -538,12 +423,27 @@ def made_of(kind: type[RecordT], values: Any) -> RecordT:
     Raises:
         StoreCorruptError: they are no such record's.
     """
-    if not isinstance(values, dict):
-        raise StoreCorruptError(f"{kind.NAME}: not a JSON object")
-    if wrong := kind.TYPES.keys() ^ values.keys():
-        raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
-    read = {name: reader(values[name]) for name, reader in kind.READERS.items()}
-    return kind(**values | read)
+    try:
+        return msgspec.convert(values, kind)
+    except UnicodeEncodeError as error:  # a lone surrogate, which is text at most
+        found = error.object
+        raise StoreCorruptError(f"{kind.NAME}: no field can have {found!r:.80}") from None
+    except (
+        msgspec.ValidationError,
+        OverflowError,
+    ) as error:  # of an integer that no float can have
+        message = f"{kind.NAME}: {error!s:.200}{_refused_value(values, str(error))}"
+        raise StoreCorruptError(message) from None
+
+
+def _refused_value(values: Any, message: str) -> str:
+    """Return the value that msgspec refused, for its message, which ends with a path."""
+    path = re.search(r" at `\$((?:\.\w+|\[\d+\])+)`$", message)
+    if path is None:
+        return ""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path[1]):
+        values = values[name or int(index)]
+    return f", found {values!r:.80}"
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
@@ -565,6 +465,7 @@ def _finite(text: str) -> float:
 def parse_object(data: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object of this format, and return it without its ``format``."""
     try:
+        # Not by msgspec's parser, which refuses lone surrogates: names of tensors may have them.
         # Python reads numbers that are no JSON, and would write them.
         values = json.loads(data, parse_float=_finite, parse_constant=_finite)
     # ValueError covers bad UTF-8 and huge integers too; RecursionError, a tower of brackets.

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
+
+import msgspec
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import digest
-from dbuffer.format.lineage import VERSION_ID, Run, VersionId
+from dbuffer.format.lineage import VERSION_ID, Positive, Token, VersionId
 from dbuffer.format.manifest import (
-    DIGEST,
     MAX_RECORD_BYTES,
     Manifest,
+    ReceiverRecord,
     Record,
     Versioned,
     encode,
-    fields_of,
-    made_of,
-    plain_value,
 )
 
 POINTER_OBJECT = "CURRENT"
@@ -49,25 +47,21 @@ _RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}
 class Parts(NamedTuple):
     """A file in parts: all but the last have the same size."""
 
-    num_bytes: int
-    digests: list[str]
+    num_bytes: Positive
+    digests: list[Token]
     """Digest of each part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPointer(Versioned):
+class BucketPointer(Versioned, frozen=True, kw_only=True):
     """``CURRENT``: which version is the newest in a bucket."""
 
     NAME: ClassVar = "bucket's version pointer"
-    PATTERNS: ClassVar = {"writer": DIGEST, "version_xxh3": DIGEST, "xxh3": DIGEST}
 
-    id: VersionId
-    runs: list[Run]
-    writer: str
+    writer: Token
     """Random name of the mirror that put it: one that reads another name has lost the bucket."""
-    version_xxh3: str
+    version_xxh3: Token
     """Digest of the object with the version's record."""
-    xxh3: str
+    xxh3: Token
     """Digest of the other fields: a reader remembers a pointer, and must not remember a wrong one.
     """
 
@@ -79,7 +73,7 @@ class BucketPointer(Versioned):
     @classmethod
     def to(cls, version: BucketVersion, writer: str) -> Self:
         """Make the pointer that names a version."""
-        manifest = version.described
+        manifest = version.manifest
         return cls._sealed(
             id=manifest.id,
             runs=manifest.runs,
@@ -99,41 +93,34 @@ class BucketPointer(Versioned):
 
     def __post_init__(self) -> None:
         Versioned.__post_init__(self)
-        if self.xxh3 != _joint_digest(fields_of(self)):
+        if self.xxh3 != _joint_digest(msgspec.structs.asdict(self)):
             raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketVersion(Record):
+class BucketVersion(Record, frozen=True, kw_only=True):
     """``versions/NUMBER-RUN-XXH3.json``: a version, and the parts of its files."""
 
     NAME: ClassVar = "bucket's version"
 
-    manifest: dict[str, Any]
-    """Fields of its `Manifest`; ``anchor_buffer`` is null."""
-    part_bytes: int
+    manifest: Manifest
+    """The version's manifest; its ``anchor_buffer`` is None."""
+    part_bytes: Positive
     """Size of each part but the last of a file."""
-    weights: list[str]
+    weights: list[Token]
     """Digests of the weights file's parts."""
-    deltas: dict[str, Any] = field(default_factory=dict)
+    deltas: dict[str, Parts]
     """Parts of each delta of its chain, by the id of the version that it leads to."""
 
     def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        manifest = self.described
-        if manifest.state != "complete" or not self.part_bytes:
+        manifest = self.manifest
+        if manifest.state != "complete":
             raise StoreCorruptError(f"{self.NAME}: field 'manifest' describes no mirrored version")
         if set(map(str, manifest.chain[1:])) != self.deltas.keys():
             raise StoreCorruptError(f"{self.NAME}: field 'deltas' is not of its chain")
         for parts in (self.weights_parts, *map(self.delta_parts, manifest.chain[1:])):
             count = -(-parts.num_bytes // self.part_bytes)
-            if len(parts.digests) != count or not all(map(_is_digest, parts.digests)):
+            if len(parts.digests) != count:
                 raise StoreCorruptError(f"{self.NAME}: its parts are not {count} digests")
-
-    @property
-    def described(self) -> Manifest:
-        """The version's manifest."""
-        return made_of(Manifest, self.manifest)
 
     @property
     def name(self) -> str:
@@ -143,23 +130,20 @@ class BucketVersion(Record):
     @property
     def id(self) -> VersionId:
         """The version's id."""
-        return VersionId.parse(self.manifest["id"])
+        return self.manifest.id
 
     @property
     def anchor(self) -> VersionId:
         """The version in the weights file."""
-        return VersionId.parse(self.manifest["anchor"] or self.manifest["id"])
+        return self.manifest.anchor or self.manifest.id
 
     @property
     def weights_parts(self) -> Parts:
-        return Parts(self.manifest["file_bytes"], self.weights)
+        return Parts(self.manifest.file_bytes, self.weights)
 
     def delta_parts(self, version: VersionId) -> Parts:
         """Parts of the delta that leads to this version."""
-        match self.deltas[str(version)]:
-            case [int(num_bytes), list(digests)] if num_bytes > 0:
-                return Parts(num_bytes, digests)
-        raise StoreCorruptError(f"{self.NAME}: field 'deltas' has no size and digests")
+        return self.deltas[str(version)]
 
     @property
     def part_sizes(self) -> dict[str, int]:
@@ -180,14 +164,12 @@ class BucketVersion(Record):
         return {self.name, *self.part_sizes}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketReceivers(Record):
+class BucketReceivers(Record, frozen=True, kw_only=True):
     """``receivers/MIRROR.json``: records of a mirror, and of the receivers of its local store."""
 
     NAME: ClassVar = "bucket's receivers"
 
-    records: list[Any]
-    """Fields of `ReceiverRecord` each, with ``is_relayed``."""
+    records: list[ReceiverRecord]
     updated_at: float
     """Time by the mirror's clock: an object that is put again differs from the one before."""
 
@@ -240,9 +222,5 @@ def is_of_receivers(name: str) -> bool:
 
 def _joint_digest(fields: dict[str, Any]) -> str:
     """Digest of all fields of a pointer but the digest itself."""
-    plain = {name: plain_value(fields[name]) for name in sorted(fields.keys() - {"xxh3"})}
-    return digest(json.dumps(plain).encode())
-
-
-def _is_digest(text: Any) -> bool:
-    return isinstance(text, str) and DIGEST.fullmatch(text) is not None
+    others = {name: value for name, value in fields.items() if name != "xxh3"}
+    return digest(json.dumps(others, sort_keys=True).encode())

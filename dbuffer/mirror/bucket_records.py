@@ -9,16 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from dbuffer.errors import StoreNotFoundError
-from dbuffer.format.manifest import (
-    UNDECODABLE,
-    ReceiverRecord,
-    encode,
-    fields_of,
-    made_of,
-)
+from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode
 from dbuffer.format.objects import (
     RECEIVERS_PREFIX,
     BucketReceivers,
@@ -76,7 +72,7 @@ class BucketRecords:
     def _put_object(self) -> None:
         self._put_at = time.monotonic()  # also of one that fails
         current = self._current
-        record = BucketReceivers(records=[*map(fields_of, current)], updated_at=time.time())
+        record = BucketReceivers(records=current, updated_at=time.time())
         self._bucket.put(self._object, encode(record))
         self._put = current
 
@@ -89,7 +85,7 @@ def read_records(bucket: Bucket, name: str) -> list[ReceiverRecord]:
     """Read the records of a mirror's object."""
     read = bucket.read(BucketReceivers, name)
     assert read is not None  # noqa: S101 - without a tag it is read
-    return [made_of(ReceiverRecord, fields) for fields in read[0].records]
+    return read[0].records
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class HeldObjects(HeldVersion):
     """
 
     def __init__(self, bucket: Bucket, version: BucketVersion, layouts: KeptLayouts) -> None:
-        self.manifest = version.described
+        self.manifest = version.manifest
         self._bucket = bucket
         self.record = version
         self._layouts = layouts

@@ -17,8 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord

@@ -13,8 +13,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from dbuffer.errors import (
     StoreAccessError,
@@ -23,7 +24,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import UNDECODABLE, Manifest, encode, fields_of
+from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
 from dbuffer.format.objects import (
     PART_BYTES,
     POINTER_OBJECT,
@@ -225,7 +226,7 @@ class Upload(Closing):
         manifest = held.manifest
         if self._last is None or self._last.part_bytes != PART_BYTES:  # of another release
             return None
-        last = self._last.described
+        last = self._last.manifest
         if last.layout_xxh3 != manifest.layout_xxh3:
             return None
         if last.id not in manifest.chain:
@@ -251,7 +252,7 @@ class Upload(Closing):
         last = self._last
         if last is None or deltas is None:
             return True
-        since = last.described.deltas_after(last.anchor)
+        since = last.manifest.deltas_after(last.anchor)
         sizes = [last.delta_parts(version).num_bytes for version in since]
         if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout):
             return True
@@ -299,7 +300,7 @@ class Upload(Closing):
         sizes = {manifest.id: 0}
         if last is not None and deltas:
             parts.update(last.deltas)
-            first, *later = last.described.chain or [last.id]
+            first, *later = last.manifest.chain or [last.id]
             sizes = {first: 0} | {each: last.delta_parts(each).num_bytes for each in later}
         for version, delta in deltas.items():
             parts[str(version)] = self._put_parts(delta_object(version), delta, on_bytes)
@@ -312,7 +313,7 @@ class Upload(Closing):
         else:
             assert last is not None  # noqa: S101 - deltas lead from it
             digests, anchor = last.weights, last.anchor
-            of_file = last.described.of_file | {"file": last.described.file}
+            of_file = last.manifest.of_file | {"file": last.manifest.file}
         chain = chain_of(trimmed(sizes, footer.layout, anchor))
         described = replace(
             manifest,
@@ -323,7 +324,7 @@ class Upload(Closing):
             chain=chain,
         )
         return BucketVersion(
-            manifest=fields_of(described),
+            manifest=described,
             part_bytes=PART_BYTES,
             weights=digests,
             deltas={str(version): parts[str(version)] for version in chain[1:]},

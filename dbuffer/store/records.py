@@ -8,7 +8,6 @@ the receiver lives, a lock or a file that is touched now and then.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -19,6 +18,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from dbuffer import errors
 from dbuffer.format.lineage import VersionId
@@ -100,6 +101,22 @@ class OwnRecord(ProcessBound):
             receiver=receiver_id,
             token=secrets.token_hex(8),
             updated_at=time.time(),
+            applied=None,
+            runs=[],
+            held=None,
+            metadata={},
+            part_of=None,
+            staged=None,
+            problem=None,
+            problem_version=None,
+            unreadable=None,
+            stats={},
+            state=None,
+            only_version=None,
+            attempt=None,
+            is_ephemeral=False,
+            is_relayed=False,
+            has_ended=False,
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
 
@@ -110,7 +127,7 @@ class OwnRecord(ProcessBound):
     def set(self, **changes: Any) -> None:
         """Change fields of the record; :meth:`write` makes them seen."""
         with self._lock:
-            self._record = dataclasses.replace(self._record, **changes)
+            self._record = replace(self._record, **changes)
 
     def set_anew(self, **changes: Any) -> None:
         """Change fields as :meth:`set` does, of a record that is later than all before it."""
@@ -123,7 +140,7 @@ class OwnRecord(ProcessBound):
             stats = dict(self._record.stats)
             for name, amount in amounts.items():
                 stats[name] = stats.get(name, 0) + amount
-            self._record = dataclasses.replace(self._record, stats=stats)
+            self._record = replace(self._record, stats=stats)
 
     def write(self, **changes: Any) -> None:
         """Change fields, to be seen from now on."""
@@ -191,7 +208,7 @@ class RecordFile(OwnRecord):
             if self._file is not None:
                 with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
                     if self._file.is_there():
-                        self._file.put(dataclasses.replace(self._record, has_ended=True))
+                        self._file.put(replace(self._record, has_ended=True))
                 self._file.close()
                 self._file = None
 
@@ -242,7 +259,7 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
     """Return a record with these changes, and the time of now."""
     # The later of two is told by it, so it goes on where the host's clock is put back.
     now = max(time.time(), math.nextafter(record.updated_at, math.inf))
-    return dataclasses.replace(record, **changes, updated_at=now)
+    return replace(record, **changes, updated_at=now)
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:

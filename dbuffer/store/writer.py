@@ -11,7 +11,6 @@ locks; the next writer finds the idle buffer marked ``writing`` and starts it an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -21,6 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from dbuffer.errors import (
     ClosedError,
@@ -269,6 +270,20 @@ class BufferWriter:
             generation=generation,
             writer=self.record.token,
             file=file or f"weights-{self.record.token}-{generation}.td",
+            file_bytes=0,
+            num_tensors=0,
+            num_bytes=0,
+            layout_offset=0,
+            layout_bytes=0,
+            layout_xxh3=None,
+            checksums_offset=0,
+            checksums_xxh3=None,
+            is_final=False,
+            anchor=None,
+            anchor_buffer=None,
+            chain=[],
+            published_at=0.0,
+            metadata={},
         )
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         return marked
@@ -405,7 +420,7 @@ class BufferWriter:
             ClosedError: this writer was closed meanwhile. Nothing was published.
         """
         self._check_open()
-        complete = dataclasses.replace(
+        complete = replace(
             claim.marked,
             state="complete",
             generation=claim.marked.generation + 1,

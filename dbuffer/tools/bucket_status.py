@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
+
+from msgspec.structs import replace
 
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.layout import KeptLayouts
@@ -97,7 +98,7 @@ class BucketStatus:
         if not wrong:
             return []
         return [
-            f"parts of version {version.described.version} are missing, or have another size: "
+            f"parts of version {version.manifest.version} are missing, or have another size: "
             f"{in_words(wrong)}; see `dbuffer verify {self._bucket.url}`"
         ]
 
@@ -111,7 +112,7 @@ class BucketStatus:
         """Return the statuses of all receivers of which mirrors have put records."""
         names = {name: each for name, each in there.items() if is_of_receivers(name)}
         self._read_records(names, problems)
-        metadata = {} if version is None else version.described.metadata
+        metadata = {} if version is None else version.manifest.metadata
         records = [
             replace(record, updated_at=each.put_at)
             for name, each in names.items()
@@ -163,10 +164,10 @@ def _writer(pointer: BucketPointer, there: Mapping[str, Listed]) -> dict[str, An
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
-    deltas = map(version.delta_parts, version.described.chain[1:])
+    deltas = map(version.delta_parts, version.manifest.chain[1:])
     return {
         **EMPTY_BUFFER,
-        **version_status(version.described),
+        **version_status(version.manifest),
         "state": "newest",
         "delta_bytes": sum(delta.num_bytes for delta in deltas),
     }
@@ -179,7 +180,7 @@ def _files_of(version: BucketVersion) -> dict[str, Any]:
         "num_bytes": weights.num_bytes,
         "num_parts": len(weights.digests),
     }
-    deltas = {each: version.delta_parts(each) for each in version.described.chain[1:]}
+    deltas = {each: version.delta_parts(each) for each in version.manifest.chain[1:]}
     return {
         "anchor": anchor,
         "deltas": [

@@ -26,13 +26,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 import dbuffer
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.manifest import encode
 from dbuffer.publish import delta_chain
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
 from tests.support.crashes import (
     DELTA_SITUATIONS,
@@ -158,8 +160,8 @@ def assert_recovers_across_a_network(
     with make_sender(store, situation) as sender:
         assert newest(store, verify=True) == expected
         # On another host somebody reads a version that has no name any more.
-        far = {"receiver": "far", "token": "0" * 16, "host": "another-host", "pid": 1}
-        record = ReceiverRecord(**far, held=VersionId("0" * 16, 10**6), updated_at=time.time())
+        far = {"host": "another-host", "pid": 1, "held": VersionId("0" * 16, 10**6)}
+        record = structs.replace(OwnRecord("far").current, **far)
         path = DoubleBuffer(store).record_path(record.receiver, record.token)
         path.write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 4):

@@ -138,7 +138,7 @@ def test_manifest_that_names_a_file_elsewhere(damaged, place):
 def test_a_counter_at_its_end_is_a_clear_error(damaged, name):
     for path in (damaged / "CURRENT", damaged / NEWEST / "manifest.json"):
         values = json.loads(path.read_bytes())
-        values |= {name: f"{values['writer']}-{2**63 - 1}" if name == "id" else 2**63 - 1}
+        values |= {name: [values["writer"], 2**63 - 1] if name == "id" else 2**63 - 1}
         path.write_text(json.dumps(values))
     read(damaged, verify=True, pattern=None)
     with dbuffer.WeightSender(damaged) as sender, pytest.raises(dbuffer.DBufferError):

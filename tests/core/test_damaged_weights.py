@@ -80,7 +80,7 @@ def test_damaged_delta_is_refused_and_the_file_named(
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     with copy_of(chain_template) as store:
         chain = json.loads((store / newest_buffer(store) / "manifest.json").read_bytes())["chain"]
-        path = store / "deltas" / f"{chain[which]}.delta"
+        path = store / "deltas" / "{}-{}.delta".format(*chain[which])
         good = path.read_bytes()
         at = data.draw(st.integers(0, len(good) - 1))
         match data.draw(st.sampled_from(["random", "cut", "flip", "inserted", "another"])):
@@ -95,7 +95,7 @@ def test_damaged_delta_is_refused_and_the_file_named(
                 bad = good[:at] + b"\0" + good[at:]
             case "another":
                 other = data.draw(st.sampled_from([n for n in (1, 2, 3, 4) if n != which]))
-                bad = (store / "deltas" / f"{chain[other]}.delta").read_bytes()
+                bad = (store / "deltas" / "{}-{}.delta".format(*chain[other])).read_bytes()
         path.write_bytes(bad)
         with (
             opening_only_files_in(store),

@@ -125,7 +125,7 @@ def test_extras_resolve_in_a_new_environment(built, tmp_path, environment_of_uv,
     uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
     resolved = run(*uv, str(requirements), cwd=tmp_path, **environment_of_uv).splitlines()
     names = {line.partition(" ")[0].partition("==")[0] for line in resolved}
-    assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < names
+    assert {"dbuffer", "torch", "tensordict", "msgspec", "watchdog", "xxhash"} < names
 
 
 @IN_SOAKS_ALONE

@@ -108,7 +108,7 @@ def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(scene):
         process = subprocess.Popen(["true"])
         process.wait()
         for path, record in records.items():
-            path.write_text(json.dumps(record | {"pid": process.pid, "staged": str(first)}))
+            path.write_text(json.dumps(record | {"pid": process.pid, "staged": first}))
         with pytest.raises(dbuffer.EngineUnreachableError, match="version 2"):
             follower.sync(timeout_s=WAIT_S)
         engine.endpoint = RankEndpoint()

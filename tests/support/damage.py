@@ -198,7 +198,7 @@ def damaged_chain(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
     """A manifest whose fields of deltas were changed, and still may look like some."""
     values = dict(good)
     chain = values["chain"]
-    names = st.sampled_from([*chain, "0123456789abcdef-3", f"{values['writer']}-7"])
+    names = st.sampled_from([*chain, ["0123456789abcdef", 3], [values["writer"], 7]])
     for _ in range(draw(st.integers(1, 2))):
         match draw(
             st.sampled_from(["chain", "cut", "permuted", "anchor", "buffer", "file", "any"])

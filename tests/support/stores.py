@@ -33,7 +33,7 @@ def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
 
 def number_in(record: dict[str, Any], field: str) -> int | None:
     """Return the number of the version that a field of a record, as JSON, names; None: none."""
-    return None if record.get(field) is None else VersionId.parse(record[field]).number
+    return None if record.get(field) is None else VersionId(*record[field]).number
 
 
 RUN = "0123456789abcdef"

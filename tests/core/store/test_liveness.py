@@ -18,17 +18,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import dbuffer
-from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.manifest import encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.listing import _file_state
-from dbuffer.store.liveness import Process, owner_fields
-from dbuffer.store.records import RecordFile
+from dbuffer.store.liveness import Process
+from dbuffer.store.records import OwnRecord, RecordFile
 from dbuffer.tools.status import read_status
 from tests.support.children import Child
 from tests.support.moments import LOOKS, at_call
@@ -150,9 +151,7 @@ def test_a_number_that_another_process_has_by_now_is_dead():
 
 
 def put(store: Path, **changes: Any) -> None:
-    fields: dict[str, Any] = dict(owner_fields())
-    fields |= {"receiver": NAME, "token": TOKEN}
-    record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
+    record = structs.replace(OwnRecord(NAME).current, **{"token": TOKEN} | changes)
     DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
 
 

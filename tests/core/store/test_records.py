@@ -6,11 +6,11 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import dbuffer
 from dbuffer.format.lineage import VersionId

@@ -12,14 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import dbuffer
 from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.manifest import encode
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import owner_fields
+from dbuffer.store.records import OwnRecord
 from tests.support.children import Child
 from tests.support.moments import die
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest, publish
@@ -41,12 +43,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def put_record(store: Path, held: int | None, receiver: str = "far", **owner: Any) -> None:
     """Put the record of a receiver, of another host by default, that reads a version."""
-    record = ReceiverRecord(
-        receiver=receiver,
+    record = structs.replace(
+        OwnRecord(receiver).current,
         held=None if held is None else VersionId(DoubleBuffer(store).pointer().id.run, held),
         token="0" * 16,
         updated_at=0.0,
-        **{"host": "another-host", "pid": 1} | owner,
+        **{"host": "another-host", "pid": 1, "boot": "", "pid_namespace": 0, "started": 0} | owner,
     )
     (store / "receivers" / f"{receiver}.{record.token}.json").write_bytes(encode(record))
 

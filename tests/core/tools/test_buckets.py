@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 
 import dbuffer
@@ -301,8 +302,7 @@ def test_verify_compares_tensors_with_their_checksums(capsys, bucket, url):
     data[5] ^= 1
     weights = [digest(bytes(data)), *record.weights[1:]]
     bucket.put(part_object(name.rpartition("/")[0], 0, weights[0]), bytes(data))
-    fields = {each: getattr(record, each) for each in BucketVersion.TYPES}
-    other = BucketVersion(**fields | {"weights": weights})
+    other = structs.replace(record, weights=weights)
     bucket.put(other.name, encode(other))
     bucket.put(POINTER_OBJECT, encode(BucketPointer.to(other, "0" * 16)))
     code, out, _ = call(capsys, "verify", url)
