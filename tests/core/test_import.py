@@ -133,7 +133,7 @@ def test_the_package_imports_little():
 @pytest.mark.parametrize(
     ("arguments", "at_most"),
     [
-        ("--version", 180),
+        ("--version", 200),
         ("--help", 250),
         ("follow --help", 300),  # typer, and what it reads values with: pydantic
         ("status STORE", 300),

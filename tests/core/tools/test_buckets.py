@@ -146,7 +146,7 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     anchor, deltas = seen["files"]["anchor"], seen["files"]["deltas"]
     assert anchor == {
         "version": 1,
-        "num_bytes": record.manifest["file_bytes"],
+        "num_bytes": record.manifest.file_bytes,
         "num_parts": len(record.weights),
     }
     assert anchor["num_parts"] > 1
