@@ -1,27 +1,27 @@
 """The command line.
 
-A command's module is imported when the command runs; torch, which takes seconds to import, by the
-commands that need it.
+Commands import torch, which takes seconds, and optional packages when they run.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import io
 import logging
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
-import typer.main
 
 import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError, WriterSupersededError
+from dbuffer.tools.commands import keep, mirror, publish, show
+from dbuffer.tools.commands.demo import demo
+from dbuffer.tools.commands.doctor import doctor
+from dbuffer.tools.commands.follow import follow, run_for_each
+from dbuffer.tools.commands.follow_server import follow_server
 from dbuffer.tools.commands.shared import (
     EXIT_FAILED,
     EXIT_SIGNAL,
@@ -29,25 +29,25 @@ from dbuffer.tools.commands.shared import (
     EXIT_TIMEOUT,
     EXIT_USAGE,
 )
-from dbuffer.tools.terminal import LogHandler, print_error, print_line, status_line
+from dbuffer.tools.terminal import LogHandler, print_error, print_line
 
-COMMANDS = {
-    "publish": "publish:publish",
-    "follow": "follow:follow",
-    "exec": "exec:run_for_each",
-    "follow-server": "follow_server:follow_server",
-    "mirror": "mirror:mirror",
-    "status": "status:status",
-    "log": "log:log",
-    "verify": "verify:verify",
-    "ls": "ls:ls",
-    "pin": "keep:pin",
-    "unpin": "keep:unpin",
-    "rollback": "keep:rollback",
-    "doctor": "doctor:doctor",
-    "demo": "demo:demo",
+COMMANDS: dict[str, Callable[..., None]] = {
+    "publish": publish.publish,
+    "follow": follow,
+    "exec": run_for_each,
+    "follow-server": follow_server,
+    "mirror": mirror.mirror,
+    "status": show.status,
+    "log": show.log,
+    "verify": show.verify,
+    "ls": show.ls,
+    "pin": keep.pin,
+    "unpin": keep.unpin,
+    "rollback": keep.rollback,
+    "doctor": doctor,
+    "demo": demo,
 }
-"""Module and function of each command, in the order of the help."""
+"""Function of each command, in the order of the help."""
 
 _DESCRIPTION = """Move weights from a trainer to its inference workers through a directory.
 
@@ -72,32 +72,7 @@ _TELLING = (
 )
 """Loggers that say at the level INFO for whom a command waits, or why it publishes no delta."""
 
-
-class _LazyGroup(typer.core.TyperGroup):
-    """Group that imports a command's module when the command is needed."""
-
-    def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002
-        """Return the commands' names, in the order of the help."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command. For a wrong name all are imported: typer suggests a similar one."""
-        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
-            if name not in self.commands:
-                self.add_command(_command(name))
-        return super().get_command(ctx, cmd_name)
-
-
-class _Command(typer.core.TyperCommand):
-    """Command whose usage line has no braces around its arguments; all of them are required."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage line's words."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
-
-
 app = typer.Typer(
-    cls=_LazyGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # plain text: a narrow terminal wraps it, and cuts no column of a table
@@ -105,6 +80,8 @@ app = typer.Typer(
     help=_DESCRIPTION,
     epilog=_EPILOG,
 )
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -119,6 +96,8 @@ def run(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     _begin_logging(debug=debug)
+    # As Ctrl-C does, so that files are cleaned up.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
     try:
         code = _run(arguments)
         sys.stdout.flush()  # here, so that a broken pipe is noticed
@@ -128,24 +107,8 @@ def run(arguments: Sequence[str]) -> int:
         print_error(traceback.format_exc().rstrip("\n") if debug else f"dbuffer: {error}")
         return _exit_code(error)
     finally:
-        status_line.clear()
+        signal.signal(signal.SIGTERM, before)
     return code
-
-
-def command_named(name: str) -> Callable[..., None]:
-    """Import a command's function."""
-    module, _, function = COMMANDS[name].partition(":")
-    return getattr(importlib.import_module(f"dbuffer.tools.commands.{module}"), function)  # type: ignore[no-any-return]
-
-
-def _command(name: str) -> Any:
-    """Return a command as typer parses and runs it."""
-    function = command_named(name)
-    one = typer.Typer(add_completion=False, rich_markup_mode=None)
-    # Its first line, whole: typer would cut it to the width.
-    summary = inspect.getdoc(function).partition("\n")[0]  # type: ignore[union-attr]
-    one.command(name, cls=_Command, short_help=summary)(function)
-    return typer.main.get_command(one)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 from dbuffer.integrations.vllm import follow
 from dbuffer.publish.sender import WeightSender
-from dbuffer.tools.terminal import print_line, show_elapsed
+from dbuffer.tools.terminal import print_line, progress
 
 Answers: TypeAlias = list[list[int]]
 """Token ids, a row for each prompt."""
@@ -47,7 +47,7 @@ def run_demo() -> bool:
     memory = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="dbuffer-demo-", dir=memory) as scratch:
         print_line("starting a vLLM engine")
-        with show_elapsed("the engine starts"):
+        with progress("the engine starts"):
             engine = _start_engine(trainer.model, Path(scratch, "initial"))
         first = _generate(engine, trainer.prompts, temperature=0.0)
         store = Path(scratch, "store")
@@ -68,7 +68,7 @@ def run_demo() -> bool:
         last = _generate(engine, trainer.prompts, temperature=0.0)
         engine.llm_engine.engine_core.shutdown()
         print_line("starting a fresh engine from the final checkpoint")
-        with show_elapsed("the engine starts"):
+        with progress("the engine starts"):
             fresh = _start_engine(trainer.model, Path(scratch, "final"))
         expected = _generate(fresh, trainer.prompts, temperature=0.0)
         fresh.llm_engine.engine_core.shutdown()

@@ -1,25 +1,24 @@
-"""Output to terminals and pipes: printable text, and a status line.
+"""Output: results on stdout; errors, logs and progress on stderr.
 
 Names, hosts, paths and messages come from other programs, and may contain control sequences. All of
-them pass through :func:`printable`.
+them pass through :func:`printable`. rich, which draws tables and progress, is imported only for
+these.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-from dbuffer.runtime.messages import format_bytes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.live import Live
+    from rich.console import RenderableType
 
-_REDRAW_S = 0.1
+_PIPE_COLUMNS = 1 << 16
+"""Width for pipes: no line is folded."""
 
 
 def printable(text: object) -> str:
@@ -31,120 +30,87 @@ def printable(text: object) -> str:
 
 
 def print_line(text: str) -> None:
-    """Print text on stdout at once, as a pipe may be waiting for it; the status line goes."""
-    status_line.clear()
+    """Print text on stdout at once, as a pipe may be waiting for it."""
     print(printable(text), flush=True)
 
 
+def print_json(value: Any) -> None:
+    """Print one line of JSON."""
+    print_line(json.dumps(value, default=str))
+
+
 def print_error(text: str) -> None:
-    """Print text on stderr; the status line goes."""
-    status_line.clear()
+    """Print text on stderr."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
-class StatusLine:
-    """Line at the end of a terminal that says what a command does or waits for.
+def print_parts(parts: Sequence[RenderableType]) -> None:
+    """Print lines and tables on stdout."""
+    from rich.console import Console
 
-    It is on stderr, and only if that is a terminal. Whatever is printed replaces it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # progress comes from several threads
-        self._live: Live | None = None
-        self._text = ""
-        """Text that is shown."""
-        self._drawn_at = 0.0
-
-    def show(self, text: str) -> None:
-        """Show one line of text, as much of it as fits."""
-        if not sys.stderr.isatty():
-            return
-        from rich.text import Text
-
-        line = Text(printable(text).replace("\n", " "), no_wrap=True, overflow="crop")
-        with self._lock:
-            self._live = self._live or _new_live()
-            self._text = text
-            self._drawn_at = time.monotonic()
-            self._live.start()
-            self._live.console.show_cursor()  # which a killed command would leave hidden
-            self._live.update(line, refresh=True)
-
-    def show_bytes(self, text: str, done: int, total: int) -> None:
-        """Show how many bytes are done, and of how many (0: unknown), ten times a second."""
-        if time.monotonic() - self._drawn_at >= _REDRAW_S:
-            of_total = f" of {format_bytes(total)} ({done / total:.0%})" if total else ""
-            self.show(f"{text}: {format_bytes(done)}{of_total}")
-
-    def clear(self) -> str:
-        """Remove the line, if it is shown, and return its text."""
-        with self._lock:
-            text, self._text = self._text, ""
-            if self._live is not None:
-                self._live.stop()
-            return text
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    Console(width=width).print(*parts, sep="\n")
 
 
-status_line = StatusLine()
-"""The status line of this process."""
+def line(text: object) -> RenderableType:
+    """Return a line of a result; no part of the text is markup."""
+    from rich.text import Text
+
+    return Text(printable(text).replace("\n", "\\n"), overflow="fold")
+
+
+def table(rows: Sequence[Mapping[str, object]], styles: Sequence[str] = ()) -> RenderableType:
+    """Return a table of rows that have the same columns; where it is too wide, cells are folded."""
+    from rich.table import Table
+
+    drawn = Table(box=None, padding=(0, 2, 0, 0))
+    for column in rows[0]:
+        drawn.add_column(column, overflow="fold")
+    for index, row in enumerate(rows):
+        cells = ("" if value is None else value for value in row.values())
+        drawn.add_row(*map(line, cells), style=styles[index] if styles else None)
+    return drawn
 
 
 @contextlib.contextmanager
-def show_elapsed(text: str) -> Iterator[None]:
-    """Show in the status line what takes long, with the seconds so far, during a ``with`` block."""
+def progress(text: str, *, in_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr, if it is a terminal, until the ``with`` block ends.
+
+    Yields:
+        A function that is called with the bytes done, and in all (0: unknown), from any thread.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda *_: None
         return
-    has_ended = threading.Event()
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    def count() -> None:
-        started = time.monotonic()
-        while not has_ended.wait(1.0):
-            status_line.show(f"{text}: {time.monotonic() - started:.0f} s")
-
-    counter = threading.Thread(target=count, name="dbuffer-elapsed", daemon=True)
-    counter.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        counter.join()
-        status_line.clear()
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        *([DownloadColumn()] if in_bytes else []),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # a line above the progress; a pipe keeps its lines
+    ) as shown:
+        task = shown.add_task(printable(text), total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total or None)
 
 
 class LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # no class at run time
-    """Handler that prints records on stderr, above the status line."""
+    """Handler that prints records on stderr, above progress, as printable text."""
 
     def __init__(self, *, debug: bool) -> None:
         super().__init__()
         origin = "%(asctime)s %(name)s" if debug else "dbuffer"
-        self.setFormatter(_PrintableFormatter(f"{origin}: %(levelname)s: %(message)s"))
+        self.setFormatter(logging.Formatter(f"{origin}: %(levelname)s: %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as printable text."""
+        return printable(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        text = status_line.clear()
-        self.stream = sys.stderr  # as it is now
+        self.stream = sys.stderr  # progress replaces it
         super().emit(record)
-        if text:
-            status_line.show(text)
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Formatter of log records, with a traceback if there is one, as printable text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def _new_live() -> Live:
-    from rich.console import Console
-    from rich.live import Live
-
-    # Its redirection would move what is printed on stdout to stderr.
-    return Live(
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dbuffer.errors import (
@@ -118,13 +117,10 @@ def _damaged_parts(bucket: Bucket, version: BucketVersion) -> list[str]:
     return [problems[name] for name in version.part_sizes if name in problems]
 
 
-def verify_store(
-    store: DoubleBuffer, progress: Callable[[str], None] = lambda _: None
-) -> list[BufferCheck]:
+def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
     """Read and check the newest version, and the one before it if the store still has it.
 
-    Both are held while they are read: a publish may wait for that. ``progress`` is called with a
-    text before each.
+    Both are held while they are read: a publish may wait for that.
 
     Raises:
         StoreNotFoundError, StoreAccessError: the store does not exist, or others can write to it.
@@ -136,13 +132,9 @@ def verify_store(
     if pointer is None:
         raise WaitTimeoutError(f"nothing was published in {store.root} yet")
 
-    def verify(buffer: str, newest: int | None = None) -> BufferCheck:
-        progress(f"verifying buffer {buffer} of {store.root}")
-        return _verify_buffer(store, buffer, newest)
-
-    newest = verify(pointer.buffer, pointer.version)
+    newest = _verify_buffer(store, pointer.buffer, pointer.version)
     others = [name for name in BUFFERS if name != newest.buffer and _has_version(store, name)]
-    return [newest, *map(verify, (*others, *store.kept()))]
+    return [newest, *(_verify_buffer(store, name, None) for name in (*others, *store.kept()))]
 
 
 def _has_version(store: DoubleBuffer, buffer: str) -> bool:

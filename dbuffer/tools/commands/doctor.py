@@ -11,11 +11,11 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.tools.commands import shared
-from dbuffer.tools.doctor.finding import Finding
+from dbuffer.tools.doctor import releases
 from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
 from dbuffer.tools.doctor.probes import examine
-from dbuffer.tools.render import doctor_parts, print_parts
-from dbuffer.tools.terminal import status_line
+from dbuffer.tools.tables import doctor_parts
+from dbuffer.tools.terminal import print_json, print_parts, progress
 
 
 def doctor(
@@ -53,46 +53,42 @@ def doctor(
         shared.refuse_for_bucket(
             peer=peer, timeout_s=timeout_s is not None, allow_shared_store=allow_shared_store
         )
-        status_line.show(f"trying {place}")
         from dbuffer.tools.doctor.bucket import examine_bucket
 
-        _report(directory, examine_bucket(place), as_json=as_json)
-        return
-    if peer:
+        with progress(f"trying {place}"):
+            findings = examine_bucket(place)
+    elif peer:
         if allow_shared_store:
             raise OptionError("--allow-shared-store has no effect with --peer")
         _be_peer(place, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
         return
-    with shared.exit_on_sigterm():
-        status_line.show(f"probing {place}")
-        findings = examine(place, allow_shared_store=allow_shared_store)
-        if timeout_s:
-            status_line.show(f"waiting for 'dbuffer doctor {place} --peer' on another host")
-        of_peers = measure_with_peers(
-            place, timeout_s=timeout_s or 0.0, allow_shared_store=allow_shared_store
-        )
-    from dbuffer.tools.doctor import releases
-
-    _report(str(place), [*findings, *of_peers, *releases.findings()], as_json=as_json)
+    else:
+        with progress(f"probing {place}"):
+            findings = examine(place, allow_shared_store=allow_shared_store)
+        with progress(f"measuring with each 'dbuffer doctor {place} --peer' on another host"):
+            of_peers = measure_with_peers(
+                place, timeout_s=timeout_s or 0.0, allow_shared_store=allow_shared_store
+            )
+        findings += [*of_peers, *releases.findings()]
+    is_sound = all(finding.verdict != "broken" for finding in findings)
+    examination = {
+        "is_sound": is_sound,
+        "path": str(place),
+        "host": socket.gethostname(),
+        "findings": list(map(dataclasses.asdict, findings)),
+    }
+    if as_json:
+        print_json(examination)
+    else:
+        print_parts(doctor_parts(examination))
+    if not is_sound:
+        raise typer.Exit(shared.EXIT_FAILED)
     if timeout_s and not of_peers:
         raise typer.Exit(shared.EXIT_TIMEOUT)
 
 
-def _report(place: str, findings: list[Finding], *, as_json: bool) -> None:
-    is_sound = all(finding.verdict != "broken" for finding in findings)
-    if as_json:
-        found = [dataclasses.asdict(finding) for finding in findings]
-        host = socket.gethostname()
-        shared.print_json({"is_sound": is_sound, "path": place, "host": host, "findings": found})
-    else:
-        print_parts(doctor_parts(place, findings))
-    if not is_sound:
-        raise typer.Exit(shared.EXIT_FAILED)
-
-
 def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
-    with shared.exit_on_sigterm():
-        status_line.show(f"waiting for 'dbuffer doctor {directory}' on another host")
+    with progress(f"waiting for 'dbuffer doctor {directory}' on another host"):
         num_seen = wait_for_host(directory, timeout_s=timeout_s)
     if num_seen is None:
         raise WaitTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")

@@ -11,14 +11,13 @@ import typer
 
 from dbuffer.errors import OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.tools.commands import shared
-from dbuffer.tools.terminal import status_line
+from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.server import EngineServer
 
 
-@shared.with_follow_options
 def follow_server(
     store: shared.StoreArgument,
     url: Annotated[
@@ -32,15 +31,7 @@ def follow_server(
             "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
         ),
     ] = "vllm",
-    rename: Annotated[
-        Path | None,
-        typer.Option(
-            help="Rename the store's tensors for the server by the rules in this JSON or TOML file "
-            "(SGLang only; for vLLM, rename where you publish).",
-            metavar="FILE",
-            parser=shared.parse_path,
-        ),
-    ] = None,
+    rename: shared.RenameOption = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -73,8 +64,13 @@ def follow_server(
             "warn once and leave those tensors out."
         ),
     ] = "refuse",
-    *,
-    follow_options: shared.FollowOptions,
+    count: shared.CountOption = None,
+    timeout_s: shared.TimeoutOption = None,
+    receiver_id: shared.ReceiverOption = None,
+    verify: shared.VerifyOption = False,
+    forked: shared.ForkedOption = "follow",
+    as_json: shared.JsonLinesOption = False,
+    allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Keep an inference server on the newest version, and print each switch and how long it took.
 
@@ -82,10 +78,8 @@ def follow_server(
     store under the same path. It is resumed after each switch; a server that was restarted is
     switched again.
     """
-    count, timeout_s = follow_options.count, follow_options.timeout_s
     if engine == "sglang" and partial:
         raise OptionError("--partial has no effect on an SGLang server, which takes whole models")
-    status_line.show(f"looking for a server at {url}")
     from dbuffer.integrations.engine.background import follow_for_ever
     from dbuffer.integrations.engine.engine_options import EngineOptions
     from dbuffer.integrations.engine.follower import Follower
@@ -94,18 +88,22 @@ def follow_server(
     engine_options = EngineOptions(
         store=str(store),
         version=version,
-        engine_id=follow_options.receiver_id,
-        verify=follow_options.verify or "auto",
-        allow_shared_store=follow_options.allow_shared_store,
+        engine_id=receiver_id,
+        verify=verify or "auto",
+        allow_shared_store=allow_shared_store,
         partial=partial,
         unused_tensors=unused_tensors,
-        forked=follow_options.forked,
+        forked=forked,
     )
     server = _server(engine, url, rename, api_key)
     follower = Follower(server, engine_options, pause=pause)
     last = time.monotonic()
     # A switch that has begun must end with the server resumed, even after a signal.
-    with shared.stopped_by_signals() as stop, follower:
+    with (
+        shared.stopped_by_signals() as stop,
+        progress(f"{url} follows {store}"),
+        follower,
+    ):
         follower.require_followable()
         shared.explain_wait(store)
         for outcome in follow_for_ever(follower, stop):
@@ -115,7 +113,7 @@ def follow_server(
                     f"version {outcome.version}: {url} switched, ready after "
                     f"{1e3 * outcome.wait_s:.1f} ms, paused for {1e3 * outcome.pause_s:.1f} ms"
                 )
-                shared.report(outcome, text, as_json=follow_options.as_json)
+                shared.report(outcome, text, as_json=as_json)
                 count = None if count is None else count - 1
                 if count == 0:
                     return
@@ -125,10 +123,6 @@ def follow_server(
                 raise WaitTimeoutError(
                     f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )
-            elif outcome is not None:
-                status_line.show(f"trying {url} again")
-            else:
-                status_line.show(f"{url} serves {follower.weights}; following {store}")
 
 
 def _server(engine: str, url: str, rename: Path | None, api_key: str | None) -> EngineServer:

@@ -15,7 +15,7 @@ from dbuffer.format.places import BUFFERS
 from dbuffer.store import kept
 from dbuffer.store.hold import hold_version
 from dbuffer.tools.commands import shared
-from dbuffer.tools.terminal import status_line
+from dbuffer.tools.terminal import progress
 
 
 def parse_version(text: str) -> int | VersionId:
@@ -90,14 +90,13 @@ def rollback(
         if held.manifest.is_copy:
             raise OptionError(f"{store} is a mirror's copy: roll back where it is published")
         has_checksums = held.manifest.checksums_xxh3 is not None
-    status_line.show(f"publishing version {version} of {store} again")
     sender = dbuffer.WeightSender(
         store,
         checksum=has_checksums,
         keep=len(BUFFERS) + len(view.kept()),  # this drops none
         allow_shared_store=allow_shared_store,
     )
-    with sender:
+    with sender, progress(f"publishing version {version} of {store} again"):
         publication = sender.republish(version)
     text = f"version {publication.version} has the weights of version {version}"
     shared.report(publication, text, as_json=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import dbuffer
 from dbuffer.errors import DBufferError
 from dbuffer.runtime.extras import needed_for
 from dbuffer.tools.commands import shared
-from dbuffer.tools.terminal import status_line
+from dbuffer.tools.terminal import progress
 
 if TYPE_CHECKING:
     from dbuffer.mirror.mirror import Mirror
@@ -65,12 +64,14 @@ def mirror(
     def report(copied: Publication) -> None:
         nonlocal num_copied
         shared.report(copied, shared.describe_copy(copied), as_json=as_json)
-        shared.show_wait(remote, copied.version)
         num_copied += 1
         if num_copied == count:
             stop.set()
 
-    with shared.stopped_by_signals() as stop:
+    with (
+        shared.stopped_by_signals() as stop,
+        progress(f"mirroring {remote}", in_bytes=True) as on_bytes,
+    ):
         copying = dbuffer.Mirror(
             remote,
             local,
@@ -78,14 +79,13 @@ def mirror(
             reader_timeout_s=60.0 if reader_timeout_s is None else reader_timeout_s,
             allow_shared_store=allow_shared_store,
             on_copied=report,
-            progress=functools.partial(status_line.show_bytes, f"copying {remote}"),
+            progress=on_bytes,
         )
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
             if isinstance(remote, Path):
-                shared.explain_wait(remote, local)
-            shared.show_wait(remote, None)
+                shared.explain_wait(remote)
             copying.run(stop)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
 from dbuffer.store.foreign import is_store
 from dbuffer.tools.commands import shared
-from dbuffer.tools.terminal import status_line
+from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
@@ -42,8 +41,10 @@ def _parse_metadata(text: str) -> dict[str, Any]:
 def publish(
     checkpoint: Annotated[
         Path,
-        shared.path_argument(
-            "Directory of a HuggingFace checkpoint, or a .safetensors file.", "CHECKPOINT"
+        typer.Argument(
+            help="Directory of a HuggingFace checkpoint, or a .safetensors file.",
+            metavar="CHECKPOINT",
+            parser=shared.parse_path,
         ),
     ],
     store: shared.StoreArgument,
@@ -92,7 +93,6 @@ def publish(
         raise OptionError(
             f"{checkpoint} is a store, not a checkpoint: did you swap CHECKPOINT and STORE?"
         )
-    status_line.show(f"reading {checkpoint}")
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.publish.sender_options import SenderOptions
 
@@ -110,13 +110,15 @@ def publish(
     SenderOptions(**chosen).make_describer().describe(checkpoint)
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     Contents(view).next_version(version)
-    with dbuffer.WeightSender(store, **chosen) as sender:
-        status_line.show(f"publishing {checkpoint}")
+    with (
+        dbuffer.WeightSender(store, **chosen) as sender,
+        progress(f"publishing {checkpoint}", in_bytes=True) as on_bytes,
+    ):
         publication = sender.send(
             checkpoint,
             version=version,
             metadata=metadata,
-            progress=functools.partial(status_line.show_bytes, f"publishing {checkpoint}"),
+            progress=on_bytes,
         )
     shared.report(publication, shared.describe_copy(publication), as_json=as_json)
 

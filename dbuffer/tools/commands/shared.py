@@ -1,15 +1,11 @@
-"""Parts of all commands: arguments, exit codes, and functions that print results."""
+"""Parts of all commands: arguments, exit codes and signals."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import dataclasses
-import functools
-import inspect
-import json
-import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +19,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.messages import counted, format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.foreign import is_store, other_contents
-from dbuffer.tools.terminal import print_error, print_line, status_line
+from dbuffer.tools.terminal import print_error, print_json, print_line
 
 if TYPE_CHECKING:
     from dbuffer.publish.publication import Publication
@@ -36,56 +32,29 @@ EXIT_SIGNAL = 128
 """Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
 
 
-def parse_path(text: str) -> Path:
-    """Parse a path; an empty one, from a variable that is not set, is wrong usage."""
-    if not text:
-        raise typer.BadParameter("an empty path; is a variable not set?")
-    try:
-        return options.path("path", text)
-    except OptionError as error:  # whose message typer would drop
-        raise typer.BadParameter(str(error)) from None
+def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[str], Any]:
+    """Return a parser of paths; an empty one, from a variable that is not set, is refused."""
+
+    def parsed(text: str) -> Any:
+        if not text:
+            raise typer.BadParameter("an empty path; is a variable not set?")
+        try:
+            return (parse_url if options.is_url(text) else options.path)("path", text)
+        except OptionError as error:  # whose message typer would drop
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
 
 
-def parse_place(text: str) -> Path | str:
-    """Parse a directory's path, or a bucket's URL, of which a path would drop a slash."""
-    return options.directory_or_bucket("place", text) if options.is_url(text) else parse_path(text)
-
-
-def parse_store(text: str) -> Path:
-    """Parse a store's directory; for a bucket's URL the mirrors are named."""
-    try:
-        return options.directory("store", text) if options.is_url(text) else parse_path(text)
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
-    """Return a store as readers see it, for a command that does not wait for one.
-
-    Raises:
-        StoreNotFoundError: the directory has nothing of a store.
-    """
-    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    if view.exists() and not is_store(store):
-        there = view.state_without_version() or ": the directory has nothing of one"
-        raise StoreNotFoundError(f"there is no store at {store}{there}")
-    return view
-
-
-def refuse_for_bucket(**given: object) -> None:
-    """Refuse options that were given and have no effect on a bucket."""
-    for name, value in given.items():
-        if value:
-            raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
-
-
-def path_argument(text: str, metavar: str) -> Any:
-    """Return an argument for a path, with this help."""
-    return typer.Argument(help=text, metavar=metavar, parser=parse_path)
+parse_path = _parser()
+"""Parser of a path."""
+parse_place = _parser(options.directory_or_bucket)
+"""Parser of a directory's path, or a bucket's URL."""
 
 
 StoreArgument = Annotated[
-    Path, typer.Argument(help="Store directory.", metavar="STORE", parser=parse_store)
+    Path,
+    typer.Argument(help="Store directory.", metavar="STORE", parser=_parser(options.directory)),
 ]
 PlaceArgument = Annotated[
     str,
@@ -93,7 +62,7 @@ PlaceArgument = Annotated[
         help="Store directory, or URL of a bucket (s3://BUCKET/PREFIX).", metavar="STORE"
     ),
 ]
-"""Argument that a command parses by :func:`parse_place`: typer knows no union of types."""
+"""Argument that a command parses by :data:`parse_place`: typer knows no union of types."""
 SharedOption = Annotated[
     bool,
     typer.Option(
@@ -116,86 +85,75 @@ CountOption = Annotated[
     int | None,
     typer.Option(help="Stop after N versions.", metavar="N", min=1, show_default="never"),
 ]
-NewerThanOption = Annotated[
-    int | None,
-    typer.Option(help="Start above this version.", show_default="with the newest one in the store"),
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        return options.seconds("timeout_s", float(text))
+    except (OptionError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Stop with exit code 3 if no version comes for this many seconds.",
+        show_default="never",
+        metavar="SECONDS",
+        parser=_parse_seconds,
+    ),
+]
+ReceiverOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Acknowledge versions under this name. Default: `exec` generates one, "
+        "`follow-server` takes the engine's, `follow` does not acknowledge.",
+        metavar="ID",
+    ),
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option("--verify", help="Check every tensor's checksum; the default on a network mount."),
+]
+ForkedOption = Annotated[
+    Forked,
+    typer.Option(
+        help="If another run has published in place of the versions seen so far: follow it, with a "
+        "warning, or refuse it and stop."
+    ),
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FollowOptions:
-    """Options of all commands that follow a store; see :func:`with_follow_options`."""
+def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
+    """Return a store as readers see it, for a command that does not wait for one.
 
-    count: CountOption = None
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Stop with exit code 3 if no version comes for this many seconds.",
-            show_default="never",
-        ),
-    ] = None
-    receiver_id: Annotated[
-        str | None,
-        typer.Option(
-            help="Acknowledge versions under this name. Default: `exec` generates one, "
-            "`follow-server` takes the engine's, `follow` does not acknowledge.",
-            metavar="ID",
-        ),
-    ] = None
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Check every tensor's checksum; the default on a network mount."
-        ),
-    ] = False
-    forked: Annotated[
-        Forked,
-        typer.Option(
-            help="If another run has published in place of the versions seen so far: follow it, "
-            "with a warning, or refuse it and stop."
-        ),
-    ] = "follow"
-    as_json: JsonLinesOption = False
-    allow_shared_store: SharedOption = False
-
-    def __post_init__(self) -> None:
-        if self.timeout_s is not None:
-            options.seconds("timeout_s", self.timeout_s)
+    Raises:
+        StoreNotFoundError: the directory has nothing of a store.
+    """
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    if view.exists() and not is_store(store):
+        there = view.state_without_version() or ": the directory has nothing of one"
+        raise StoreNotFoundError(f"there is no store at {store}{there}")
+    return view
 
 
-def with_follow_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's last parameter by options of the command line, a `FollowOptions`."""
-    fields = inspect.signature(FollowOptions, eval_str=True).parameters
-    *own, last = inspect.signature(command, eval_str=True).parameters.values()
-
-    @functools.wraps(command)
-    def parsed(**arguments: Any) -> None:
-        values = {name: arguments.pop(name) for name in fields}
-        command(**arguments, **{last.name: FollowOptions(**values)})
-
-    parsed.__signature__ = inspect.Signature([*own, *fields.values()])  # type: ignore[attr-defined]  # typer reads it
-    return parsed
-
-
-def print_json(value: Any) -> None:
-    """Print one line of JSON."""
-    print_line(json.dumps(value, default=str))
-
-
-def _fields_of(done: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, with a version's run and number for its id."""
-    fields = dataclasses.asdict(done)
-    version = fields.pop("id", None)
-    named = {} if version is None else {"version": version.number, "run": version.run}
-    return named | fields
+def refuse_for_bucket(**given: object) -> None:
+    """Refuse options that were given and have no effect on a bucket."""
+    for name, value in given.items():
+        if value:
+            raise OptionError(f"--{name.replace('_', '-')} has no effect on a bucket")
 
 
 def report(result: Any, text: str, *, as_json: bool) -> None:
     """Print a result: a dictionary, or the fields of a dataclass, as JSON; or a text."""
-    if as_json:
-        print_json(result if isinstance(result, dict) else _fields_of(result))
-    else:
+    if not as_json:
         print_line(text)
+        return
+    fields = result if isinstance(result, dict) else dataclasses.asdict(result)
+    version = fields.pop("id", None)
+    if version is not None:
+        fields = {"version": version.number, "run": version.run, **fields}
+    print_json(fields)
 
 
 def describe_copy(done: Publication) -> str:
@@ -215,72 +173,39 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
     When the block ends, the command exits with the signal's code.
     """
-    stop = threading.Event()
-    # A handler interrupts this thread anywhere, also while it has the event's lock. Queues of this
-    # kind allow that, and another thread sets the event.
-    received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    first = 0
+    stop, received = threading.Event(), list[int]()
 
-    def wait() -> None:
-        nonlocal first
-        first = received.get()
-        stop.set()
+    def handle(number: int, _: object) -> None:
+        received.append(number)
+        # In another thread: the code that the signal interrupts may have the event's lock.
+        _thread.start_new_thread(stop.set, ())
 
-    thread = threading.Thread(target=wait, name="dbuffer-signals", daemon=True)
-    thread.start()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: received.put(number)) for number in numbers]
+    before = [signal.signal(number, handle) for number in numbers]
     try:
         yield stop
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-        received.put(0)
-        thread.join()
-    if first:
-        raise SystemExit(EXIT_SIGNAL + first)
+    if received:
+        raise SystemExit(EXIT_SIGNAL + received[0])
 
 
-def explain_wait(store: Path, target: Path | str | None = None) -> None:
-    """Print on stderr that a command waits for a store's first version, if it does.
-
-    ``target``: where a mirror copies it to.
-    """
+def explain_wait(store: Path) -> None:
+    """Print on stderr that a command waits for a store's first version, if it does."""
     view = DoubleBuffer(store, allow_shared_store=True)
     # The command itself reads the store next, and reports errors.
     with contextlib.suppress(DBufferError):
         if not view.exists():
-            text = f"there is no store at {store} yet: waiting for one"
+            print_error(f"dbuffer: there is no store at {store} yet: waiting for one")
+        elif (contents := other_contents(store)) is not None:
+            there = f"{store} holds {contents}, and no store (is it the right path?)"
+            print_error(f"dbuffer: {there}: waiting")
         elif view.newest_pointer() is None:
-            contents = other_contents(store)
-            text = f"nothing was published in {store} yet: waiting"
-            if contents is not None:
-                text = f"{store} holds {contents}, and no store (is it the right path?): waiting"
-        else:
-            return
-        print_error(f"dbuffer: {text}{'' if target is None else _describe_target(target)}")
+            print_error(f"dbuffer: nothing was published in {store} yet: waiting")
 
 
-def _describe_target(target: Path | str) -> str:
-    if isinstance(target, str):
-        return f", to be copied into {target}"
-    view = DoubleBuffer(target, allow_shared_store=True)
-    newest = view.newest_pointer() if view.exists() else None
-    there = "holds nothing yet" if newest is None else f"holds version {newest.version}"
-    return f", to be copied into {target}, which {there}"
-
-
-def show_wait(store: Path | str, newer_than: int | None) -> None:
-    """Show in the status line that a command waits for a store's next version."""
+def describe_wait(store: Path | str, newer_than: int | None) -> str:
+    """Return a text for the progress of a command that waits for a store's next version."""
     above = "" if newer_than is None else f" above {newer_than}"
-    status_line.show(f"waiting for a version{above} in {store}")
-
-
-@contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a ``with`` block as Ctrl-C does, so that files in it are cleaned up."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return f"waiting for a version{above} in {store}"

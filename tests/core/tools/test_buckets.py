@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,41 +131,18 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
             until("the mirror relays", engine)
             until("version 5 is in the bucket", lambda: newest_pointer(bucket).version == 5)
             lag = engine()
-        bucket.put("notes/mine.txt", b"not a mirror's")
         seen = status_of(capsys, bucket_url)
         _, out, _ = call(capsys, "status", bucket_url)
-        pointer, record = newest_pointer(bucket), record_of(bucket)
+        pointer = newest_pointer(bucket)
     assert (lag["receiver"], lag["lag_versions"], lag["lag_steps"]) == ("engine-1", 2, 20)
     assert lag["is_alive"] is True
     assert (seen["store"], seen["version"], seen["problems"]) == (bucket_url, 5, [])
-    assert seen["run"] == pointer.id.run
-    assert seen["writer"]["mirror"] == pointer.writer
-    assert 0 <= seen["writer"]["put_age_s"] < 600
+    assert (seen["run"], seen["writer"]) == (pointer.id.run, None)
     [version] = seen["buffers"]
     assert (version["version"], version["num_tensors"], version["has_checksums"]) == (5, 9, True)
     assert (version["num_deltas"], version["is_whole"]) == (3, False)
-    anchor, deltas = seen["files"]["anchor"], seen["files"]["deltas"]
-    assert anchor == {
-        "version": 1,
-        "num_bytes": record.manifest.file_bytes,
-        "num_parts": len(record.weights),
-    }
-    assert anchor["num_parts"] > 1
-    assert [each["num_parts"] for each in deltas] == [1, 1, 1]
-    there = seen["objects"]
-    assert (there["num_versions"], there["num_anchors"]) == (4, 1)
-    # Parts, records of versions, the pointer, and records of a mirror.
-    assert there["num_objects"] == anchor["num_parts"] + 3 + 4 + 1 + 1
-    assert (there["num_others"], there["num_other_bytes"]) == (1, 14)
-    lines = out.splitlines()
-    assert lines[0].startswith(f"{bucket_url} (bucket): version 5; of run {pointer.id.run}, put ")
-    assert f"by mirror {pointer.writer}" in lines[0]
-    assert "consists of\tfiles\tsize\tparts" in lines
-    assert any(line.startswith("anchor, version 1\t1\t") for line in lines)
-    assert any(line.startswith("deltas\t3\t") for line in lines)
-    assert lines[lines.index("versions kept\tanchors\tobjects\tsize\tother objects") + 1].endswith(
-        "\t1, 14 B"
-    )
+    assert out.startswith(f"{bucket_url} (bucket): version 5\n")
+    assert re.search(r"newest +5 +9 +3 deltas, ", out)
 
 
 def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
@@ -186,22 +164,18 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
 
 
 def test_status_names_what_is_wrong(capsys, bucket, url):
-    record, missing = record_of(bucket), parts_of(bucket, "weights")[1]
-    cut = parts_of(bucket, "delta")[0]
+    record = record_of(bucket)
     bucket.put("receivers/mine.json", b"{}")
     seen = status_of(capsys, url)
     assert seen["receivers"] == []
     [problem] = seen["problems"]
     assert f"{url}/receivers/mine.json" in problem
-    bucket.delete(["receivers/mine.json", missing])
-    bucket.put(cut, b"cut")
-    [problem] = status_of(capsys, url)["problems"]
-    assert all(part in problem for part in (missing, cut, f"dbuffer verify {url}"))
     assert call(capsys, "status", url)[1].splitlines()[1] == problem
+    bucket.delete(["receivers/mine.json"])
     for lose in (lambda: damage(bucket, record.name), lambda: bucket.delete([record.name])):
         lose()
         seen = status_of(capsys, url)
-        assert (seen["version"], seen["buffers"], seen["files"]) == (3, [], {})
+        assert (seen["version"], seen["buffers"]) == (3, [])
         [problem] = seen["problems"]
         assert "version 3 cannot be read: " in problem
         assert record.name in problem
@@ -214,11 +188,11 @@ def test_a_status_costs_few_requests(capsys, proxy, url):
     assert made == [("GET", False), ("GET", False), ("GET", True)]
 
 
-def test_a_watched_bucket_is_listed_again_and_nothing_else(proxy, remote, bucket_url):
+def test_a_watched_bucket_is_read_again(proxy, remote, bucket_url):
     with mirrored(remote, bucket_url) as sender, Terminal("status", bucket_url, "--watch") as shown:
-        shown.wait_for(lambda lines: lines and " (bucket): version 3;" in lines[0])
+        shown.wait_for(lambda lines: lines and " (bucket): version 3" in lines[0])
         sender.send(LONG.weights(4))
-        shown.wait_for(lambda lines: lines and " (bucket): version 4;" in lines[0])
+        shown.wait_for(lambda lines: lines and " (bucket): version 4" in lines[0])
         shown.signal(signal.SIGTERM)
         assert shown.wait_for_end() == (-signal.SIGTERM, [])
 
@@ -346,7 +320,7 @@ def test_progress_of_what_takes_long_is_on_the_terminal(proxy, bucket, url):
     weights = f"/{parts_of(bucket, 'weights')[0].rpartition('/')[0]}/"
     proxy.inject(slow(PART_BYTES), when=lambda each: weights in each.path, times=10**6)
     with Terminal("verify", url) as terminal:
-        terminal.wait_for(lambda lines: any(f"verifying {url}: " in line for line in lines))
+        terminal.wait_for(lambda lines: any(f"verifying {url}" in line for line in lines))
         proxy.heal()
         code, lines = terminal.wait_for_end()
     assert (code, lines) == (0, ["version 3 (newest): every byte matches its checksum"])
@@ -468,8 +442,6 @@ def test_nothing_was_published(capsys, bucket_url, has_others):
             assert done == code
             assert (f"nothing was published in {bucket_url}" in err) is (code > 0)
         assert bucket.list("") == before
-    if has_others:
-        assert "of its 2 objects" in call(capsys, "status", bucket_url)[2]
 
 
 BUCKET = "s3://bucket/policy"

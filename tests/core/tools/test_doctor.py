@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import mmap
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import dbuffer
@@ -307,7 +307,7 @@ def put_the_clock_forward() -> None:
     anew = records._anew
 
     def later(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
-        return dataclasses.replace(anew(record, **changes), updated_at=time.time() + 3600.0)
+        return msgspec.structs.replace(anew(record, **changes), updated_at=time.time() + 3600.0)
 
     records._anew = later
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ from safetensors.torch import save_file
 
 import dbuffer
 from dbuffer.format.lineage import VersionId
-from dbuffer.tools.cli import COMMANDS, command_named
-from tests.support.terminals import ROWS, Terminal
+from dbuffer.tools.cli import COMMANDS
+from tests.support.terminals import Terminal
 
 NUM_RECEIVERS = 20
 LONG = f"model.layers.0.{'mlp.experts.w13_weight.' * 5}scale"
@@ -45,27 +42,12 @@ def test_help_is_whole(command):
     lines = shown_by(command, "--help")
     assert "…" not in "".join(lines)
     text = " ".join(" ".join(lines).split())
-    assert " ".join(inspect.getdoc(command_named(command)).split()) in text
+    assert " ".join(inspect.getdoc(COMMANDS[command]).split()) in text
     if command == "follow-server":
         assert " dbuffer.integrations.sglang.load_from_store." in text
         assert "--custom-weight-loader " in text
         lines = shown_by("--help")
         assert all(any(f"  {name} " in line for line in lines) for name in COMMANDS)
-
-
-def test_what_takes_long_shows_its_seconds():
-    program = """
-import time
-from dbuffer.tools.terminal import show_elapsed
-with show_elapsed("the engine starts"):
-    time.sleep(1.5)
-"""
-    terminal, theirs = os.openpty()
-    with os.fdopen(theirs, "wb"):
-        subprocess.run([sys.executable, "-c", program], stderr=theirs, check=True)
-        shown = os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
-    assert "the engine starts: 1 s" in shown
 
 
 def test_names_of_tensors_are_folded(store, tmp_path):
@@ -110,22 +92,7 @@ def test_status_cuts_nothing(store):
     (header,) = (line for line in lines if line.startswith("buffer "))
     assert "checksums" in header
     assert sum(line.startswith("engine-") for line in lines) == NUM_RECEIVERS + 1
-    assert lines[-1] == "engine-19 reports: MemoryError: on rank 3"
-
-
-def test_a_watched_status_shows_problems_first_on_one_screen(store):
-    with receivers_of(store), Terminal("status", store, "--watch") as terminal:
-        lines = terminal.wait_for(lambda lines: lines and lines[-1].startswith("... "))
-        assert len(lines) == ROWS
-        assert lines[0].startswith(str(store))
-        problem = next(i for i, line in enumerate(lines) if "engine-19 reports: " in line)
-        assert problem < next(i for i, line in enumerate(lines) if line.startswith("buffer "))
-        listed = [line.split()[0] for line in lines if line.startswith("engine-")]
-        assert listed[:3] == ["engine-19", "engine-19", "engine-01"], "the longest lag first"
-        more = NUM_RECEIVERS + 1 - len(listed)
-        assert lines[-1] == f"... {more} more receivers, 1 ended receiver"
-        terminal.type("\x03")
-        assert terminal.wait_for_end() == (-signal.SIGINT, []), "what was there before is back"
+    assert "engine-19 reports: MemoryError: on rank 3" in lines[:3], "problems come first"
 
 
 def test_a_watched_status_follows_its_store(store):
@@ -135,7 +102,7 @@ def test_a_watched_status_follows_its_store(store):
             sender.send({"b": torch.ones(2)})
         terminal.wait_for(lambda lines: lines and ": version 3;" in lines[0])
         terminal.signal(signal.SIGTERM)
-        assert terminal.wait_for_end() == (-signal.SIGTERM, [])
+        assert terminal.wait_for_end() == (-signal.SIGTERM, []), "the earlier screen is back"
 
 
 @pytest.mark.parametrize("command", [("follow",), ("exec", "true"), ("mirror", "LOCAL")])
@@ -143,26 +110,27 @@ def test_a_command_says_for_which_version_it_waits(store, local, command):
     name, *more = command
     more = [local if each == "LOCAL" else each for each in more]
     with Terminal(name, store, *more) as terminal:
-        waiting = f"waiting for a version above {{}} in {store}"
-        lines = terminal.wait_for(lambda lines: lines and lines[-1] == waiting.format(2))
-        assert lines[-2].startswith("version 2: 2 tensors")
+        waiting = f"mirroring {store}" if name == "mirror" else f"waiting for a version in {store}"
+        later = waiting.replace("version", "version above 2")
+        terminal.wait_for(lambda lines: any(line[:20] == "version 2: 2 tensors" for line in lines))
+        terminal.wait_for(lambda lines: any(later in line for line in lines))
         with dbuffer.WeightSender(store) as sender:
             sender.send({"b": torch.ones(2)})
-        lines = terminal.wait_for(lambda lines: lines and lines[-1] == waiting.format(3))
-        assert lines[-2].startswith("version 3: 1 tensor,")
-        assert sum("waiting for" in line for line in lines) == 1
-        terminal.type("\x03")
+        later = waiting.replace("version", "version above 3")
+        lines = terminal.wait_for(lambda lines: sum(line[:8] == "version " for line in lines) == 2)
+        lines = terminal.wait_for(lambda lines: any(later in line for line in lines))
+        assert sum(waiting[:11] in line for line in lines) == 1
+        terminal.signal(signal.SIGINT)
         code, lines = terminal.wait_for_end()
     assert code == -signal.SIGINT
-    assert "waiting for" not in "".join(lines)
+    assert waiting[:11] not in "".join(lines)
     assert "Traceback" not in "".join(lines)
 
 
-def test_what_takes_long_says_what_it_does(store, tmp_path):
+def test_what_takes_long_says_what_it_does(store):
     with Terminal("verify", store) as terminal:
         assert terminal.wait_for_end()[0] == 0
-        for buffer in "AB":
-            assert f"verifying buffer {buffer} of {store}" in terminal.written()
+        assert f"verifying {store}" in terminal.written()
         assert not any("verifying" in line for line in terminal.lines())
 
 
