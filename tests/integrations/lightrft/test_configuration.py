@@ -22,6 +22,7 @@ from dbuffer.integrations.lightrft.engines import engines_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
 from tests.support.engines import preforked
+from tests.support.engines.vllm_engines import NEEDS_VLLM
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.patterns import received
@@ -250,8 +251,8 @@ def fail(rank: int, place: Path, engines: list[Any]) -> str:
     ("engines", "kind"),
     [
         ([None, None], "OptionError"),
-        ([None, 5], "UnsupportedError"),
-        (["http://127.0.0.1:1"] * 2, "EngineUnreachableError"),
+        pytest.param([None, 5], "UnsupportedError", marks=NEEDS_VLLM),
+        pytest.param(["http://127.0.0.1:1"] * 2, "EngineUnreachableError", marks=NEEDS_VLLM),
     ],
 )
 def test_no_usable_engine_is_an_error_on_all_ranks_and_publishes_nothing(
