@@ -491,8 +491,16 @@ def start_mirror(
     if isinstance(source, Path):
         if filesystem.real_path(local) == filesystem.real_path(source):
             return None
-        remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (source, local))
-        if not remote_store.exists() and store.exists() and state_of_senders(store) is not None:
+        if has_source_at_local(source, local):
             logger.info("there is no store at %s: reading the sender's store at %s", source, local)
             return None
     return Mirror(remote, local, **more).start()
+
+
+def has_source_at_local(remote: Path, local: Path) -> bool:
+    """Whether ``local`` is a sender's store, and there is none at ``remote``.
+
+    Then both are one store, under names of two hosts, and there is nothing to mirror.
+    """
+    remote_store, store = (DoubleBuffer(p, allow_shared_store=True) for p in (remote, local))
+    return not remote_store.exists() and store.exists() and state_of_senders(store) is not None

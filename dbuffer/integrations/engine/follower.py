@@ -310,18 +310,6 @@ class Follower(Closing):
             self._label(WeightLabel.of(applied, record.metadata if record else {}))
         self._record = record
 
-    def has_lost(self, version: int | None) -> bool:
-        """Whether the engine no longer has ``version`` or a later one, to which it was switched.
-
-        None: it was switched to none. An engine that was restarted has lost what it had, and one
-        that this follower has not begun with may have anything.
-        """
-        if self._view is None:
-            return True
-        if self._is_certain:
-            self._refresh_applied(self._view)
-        return self.has_restarted() or (version is not None and (self.applied or 0) < version)
-
     def has_restarted(self) -> bool:
         """Whether this is not the engine that was switched last, as only a server can be."""
         if self._view is None or not self._engine.is_server:

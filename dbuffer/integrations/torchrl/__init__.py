@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.torchrl.model_metadata import get_model_metadata as get_model_metadata
+    from dbuffer.integrations.torchrl.extraction import get_model_metadata as get_model_metadata
     from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme as DoubleBufferSyncScheme
-    from dbuffer.integrations.torchrl.transport import (
-        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
-    )
     from dbuffer.integrations.torchrl.vllm_collective import (
         VLLMWeightReceiver as VLLMWeightReceiver,
         VLLMWeightSender as VLLMWeightSender,
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
     )
     from dbuffer.integrations.torchrl.vllm_double_buffer import (
         VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
+        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
         VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver,
         VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender,
     )
@@ -36,12 +34,12 @@ else:
         {
             "DoubleBufferSyncScheme": ".scheme",
             "VLLMDoubleBufferSyncScheme": ".vllm_double_buffer",
-            "VLLMDoubleBufferTransport": ".transport",
+            "VLLMDoubleBufferTransport": ".vllm_double_buffer",
             "VLLMDoubleBufferWeightReceiver": ".vllm_double_buffer",
             "VLLMDoubleBufferWeightSender": ".vllm_double_buffer",
             "VLLMWeightReceiver": ".vllm_collective",
             "VLLMWeightSender": ".vllm_collective",
             "VLLMWeightSyncScheme": ".vllm_collective",
-            "get_model_metadata": ".model_metadata",
+            "get_model_metadata": ".extraction",
         },
     )

@@ -1,24 +1,81 @@
-"""`StoreScheme`: the base of our schemes, for collectors and for engines."""
+"""`StoreScheme` and `TransportOptions`: the base of the schemes, and their options."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tensordict import TensorDictBase
-from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_attr
 
-from dbuffer.errors import NotReadyError, OptionError
-from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
+from dbuffer.errors import NotReadyError
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sender_options import SenderOptions
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 
 Strategy = Literal["tensordict", "state_dict"]
 
 DEFAULT_MODEL_ID = "policy"
+
+_SHARED = ("num_threads", "allow_shared_store", "poll_interval_s")
+_RECEIVER = (*_SHARED, "verify")
+_MIRROR = (*_SHARED, "reader_timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions(SenderOptions):
+    """Options of the senders and receivers that a scheme makes.
+
+    They are pickled for workers with the scheme, so a ``rename`` that is a function must pickle.
+    """
+
+    num_threads: int | None = 1
+    """Threads that copy, on either side."""
+    verify: bool | Literal["auto"] = "auto"
+    poll_interval_s: float = 0.5
+    unused_tensors: Literal["refuse", "warn"] = "refuse"
+    """Option of an engine that follows; see :class:`EngineOptions`."""
+
+    def __post_init__(self) -> None:
+        """Refuse options here, before a worker refuses them in its own process."""
+        super().__post_init__()
+        checks.choice("verify", self.verify, (True, False, "auto"))
+        checks.positive_seconds("poll_interval_s", self.poll_interval_s)
+        checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
+
+    def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
+        """Open a store for writing; missing directories above it are made."""
+        checks.directory("store", store).parent.mkdir(parents=True, exist_ok=True)
+        return WeightSender(store, **self._only(field.name for field in fields(SenderOptions)))
+
+    def make_receiver(
+        self, store: str | os.PathLike[str], receiver_id: str | None = None
+    ) -> WeightReceiver:
+        """Open a store, which need not exist yet, for reading."""
+        return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
+
+    def open_reader(
+        self,
+        remote: str | os.PathLike[str],
+        local: str | os.PathLike[str],
+        receiver_id: str | None = None,
+    ) -> tuple[WeightReceiver, Mirror | None]:
+        """Open ``local`` for reading, and keep it a mirror of ``remote``, unless they are one."""
+        mirror = start_mirror(remote, local, **self._only(_MIRROR))
+        return self.make_receiver(local, receiver_id), mirror
+
+    def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
+        """Return the options of an engine that follows ``store``, or its mirror ``local_store``."""
+        given = self._only((*_RECEIVER, "unused_tensors"))
+        return EngineOptions(store=store, local_store=local_store, **given)
+
+    def _only(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
 
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
@@ -48,132 +105,10 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self._sender: Any = None
         self._receiver: Any = None
 
-    @property
-    def model(self) -> Any:
-        """The model that weights are taken from, or loaded into; None if there is none."""
-        model = self._model_ref() if self._model_ref is not None else None
-        return find_model(self.context, self._model_id) if model is None else model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        WeightSyncScheme.model.fset(self, model)
-
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Begin, on either side, after ``init_on_sender`` or ``init_on_receiver``.
-
-        Args:
-            worker_idx: on the receiving side: this worker, counted from 0.
-            weights: on the sending side: the first weights. Default: the model's.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) that was not called, or this was; or an argument is
-                for the other side.
-        """
-        if self.synchronized_on_sender or self.synchronized_on_receiver:
-            raise NotReadyError("connect() cannot be called twice")
-        if not self.initialized_on_sender and not self.initialized_on_receiver:
-            raise NotReadyError("call init_on_sender() or init_on_receiver() before connect()")
-        if self.initialized_on_sender and worker_idx is not None:
-            raise NotReadyError("connect(worker_idx=...) is for the receiving side")
-        if not self.initialized_on_sender and weights is not None:
-            raise NotReadyError("connect(weights=...) is for the sending side")
-        super().connect(worker_idx=worker_idx, weights=weights)
-
-    # Names of TorchRL before 0.12.
-
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Call ``init_on_receiver``."""
-        self.init_on_receiver(model_id=model_id, context=context, **kwargs)
-
-    def get_sender(self) -> Any:
-        """Return the part with ``update_weights``, once ``init_on_sender`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not.
-        """
-        self._require_sender()
-        return self
-
-    def get_receiver(self) -> Any:
-        """Return the part with ``receive``, once ``init_on_receiver`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not.
-        """
-        self._require_receiver()
-        return self
-
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights that did not come through the store.
-
-        Args:
-            weights: a TensorDict or a state dict.
-            inplace: write into the tensors that the model has, instead of replacing them.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
-            OptionError: (a ``ValueError``) there is no model.
-        """
-        if not self.initialized_on_receiver:
-            raise NotReadyError("call init_on_receiver() before applying weights")
-        if self._model_ref is None:
-            raise OptionError("no model to apply weights to: give init_on_receiver() one")
-        super().apply_weights(weights, inplace=inplace)
-
-    def prepare_weights(
-        self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
-    ) -> Any:
-        """Extract weights with TorchRL's strategy, from anything that ``send`` takes.
-
-        Args:
-            weights: a module, its name in the context, or None for the model ``model_id``; anything
-                else is returned unchanged.
-            model_id: a name. Default: that given to ``init_on_sender``.
-            strategy: a ``WeightStrategy``. Default: the scheme's.
-            context: where a name is searched: by its ``get_model``, or as a path of attributes.
-                Default: that given to ``init_on_sender``.
-
-        Raises:
-            OptionError: (a ``ValueError``) there is no model of the name ``weights``.
-        """
-        context = self.context if context is None else context
-        if weights is None:
-            weights = find_model(context, model_id or self._model_id)
-        weights = self._find_weights(weights, context)
-        if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
-            return (strategy or self._strategy).extract_weights(weights)
-        return weights
-
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of other schemes
-        **kwargs: Any,  # noqa: ARG002
-    ) -> VLLMDoubleBufferTransport:
-        """Return a transport, which writes and reads the store by hand; collectors need none."""
-        remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
-        return VLLMDoubleBufferTransport(remote, local, options=self.options)
-
-    def _store_at(self, address: str) -> str | Path:
-        """The model's store, below an address or at it."""
-        return address
-
     def shutdown(self) -> None:
         """Close the store on this side. A second call does nothing."""
         super().shutdown()
         self._close()
-
-    def _find_weights(self, weights: Any, context: Any) -> Any:
-        """Return the model that a name stands for; the scheme's own weights for None."""
-        if weights is None:
-            return self._own_weights()
-        if not isinstance(weights, str):
-            return weights
-        if (model := find_model(context, weights)) is None:
-            raise OptionError(f"there is no model {weights!r} in {context!r:.200}")
-        return model
-
-    def _own_weights(self) -> Any:
-        return self.model
 
     def _require_sender(self) -> Any:
         if self._sender is None:
@@ -217,15 +152,3 @@ def find_model(context: Any, model_id: str) -> Any:
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model
-
-
-def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the factory that all workers of a collector share; None without one."""
-    if model_id != DEFAULT_MODEL_ID:
-        return None
-    factories = getattr(context, "policy_factory", None)
-    if callable(factories):
-        return factories()
-    if not factories or factories[0] is None or any(f is not factories[0] for f in factories):
-        return None
-    return factories[0]()

@@ -1,20 +1,21 @@
-"""A model as what a store holds: named tensors, and JSON for the rest of its extra state.
+"""A model as a store holds it: named tensors, and the bytes of its extra state.
 
 Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
-Its tensors travel as tensors, named ``__extra_state__.0``, ``.1`` and so on; the structure they
-stood in, and plain values, travel in the version's metadata (:class:`VersionInfo`).
+Each module's is a tensor of bytes, named ``__extra_state__.0``, ``.1`` and so on; the paths of the
+modules are in the version's metadata (:class:`VersionInfo`).
 """
 
 from __future__ import annotations
 
-import functools
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.receive.snapshot import Snapshot
@@ -30,16 +31,14 @@ EXTRA_STATE = "__extra_state__"
 _KEY = "torchrl"
 """Metadata key of a version's `VersionInfo`."""
 
-Structure = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
     """One model's weights, ready to be published."""
 
     tensors: dict[str, torch.Tensor | LazyTensor]
-    extra_state: dict[str, Structure] = field(default_factory=dict)
-    """Structure by the module's path in the model; the model itself is ``""``."""
+    extra_state: list[str] = field(default_factory=list)
+    """Paths of the modules that have extra state; the model itself is ``""``."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to publish: a store holds at least one tensor."""
@@ -50,8 +49,8 @@ class Extracted:
 class VersionInfo:
     """Metadata of a version for the workers of a collector."""
 
-    extra_state: dict[str, Structure] = field(default_factory=dict)
-    """The structure of the extra state, by the path of the module that it is of."""
+    extra_state: list[str] = field(default_factory=list)
+    """Paths of the modules that have extra state."""
     is_initial: bool = False
     """Whether a run begins with it: then it does not count as a version of the policy."""
     after_version: int = 0
@@ -69,7 +68,7 @@ class VersionInfo:
         except TypeError as error:
             raise StoreCorruptError(f"{snapshot.path}: {_KEY!r} in its metadata: {error}") from None
         types = (type(info.extra_state), type(info.is_initial), type(info.after_version))
-        if types != (dict, bool, int):
+        if types != (list, bool, int):
             raise StoreCorruptError(
                 f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
             )
@@ -84,6 +83,29 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     Raises:
         InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.
     """
+    tensors, states = _collect(weights, extract_weights)
+    for index, (path, state) in enumerate(states.items()):
+        tensors[f"{EXTRA_STATE}.{index}"] = _packed(state, path or "the model")
+    return Extracted(tensors, [clean_path(path) for path in states])
+
+
+def extract_for_vllm(
+    weights: Any, extract_weights: Callable[[nn.Module], Any]
+) -> dict[str, torch.Tensor | LazyTensor]:
+    """Extract the tensors that a checkpoint would have; engines have no place for extra state."""
+    weights = without_torchrl_wrapper(weights)
+    tensors, _ = _collect(weights, extract_weights)
+    if not isinstance(weights, nn.Module):
+        return tensors
+    never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
+    kept = {name: tensor for name, tensor in tensors.items() if name not in never_saved}
+    return dict(as_checkpoint(weights, kept))
+
+
+def _collect(
+    weights: Any, extract_weights: Callable[[nn.Module], Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return tensors by dotted name, and extra states by the paths of their modules."""
     collected: dict[str, Any] = {}
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
         named = _named_values(extract_weights(weights))
@@ -94,23 +116,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
         named = _named_values(weights)
         for key in [key for key in named if _is_extra_state(key)]:
             collected[key.rpartition(".")[0]] = named.pop(key)
-    tensors: dict[str, torch.Tensor] = {}
-    extra_state = {
-        clean_path(path): _encode_state(state, path or "the model", tensors)
-        for path, state in collected.items()
-    }
-    return Extracted(named | tensors, extra_state)
-
-
-def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Extract the tensors that a checkpoint would have."""
-    weights = without_torchrl_wrapper(weights)
-    extracted = extract(weights, extract_weights)
-    if not isinstance(weights, nn.Module):
-        return extracted
-    never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
-    kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
-    return Extracted(dict(as_checkpoint(weights, kept)), extracted.extra_state)
+    return named, collected
 
 
 def without_torchrl_wrapper(model: Any) -> Any:
@@ -118,6 +124,18 @@ def without_torchrl_wrapper(model: Any) -> Any:
     is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
     inner = getattr(model, "model", None) if is_wrapper else None
     return inner if isinstance(inner, nn.Module) else model
+
+
+def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return dtype and shape of each tensor that a sender publishes of this model, by its name.
+
+    LoRA adapters are merged, as TorchRL's function of this name does.
+    """
+    model = without_torchrl_wrapper(model)
+    strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
+    extract = WeightStrategy(extract_as=strategy).extract_weights
+    tensors = extract_for_vllm(model, extract)
+    return {name: (tensor.dtype, torch.Size(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def clean_path(path: str) -> str:
@@ -141,45 +159,30 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
         )
 
 
-def decode_state(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
-    """Rebuild encoded extra state; ``get_tensor`` fetches tensors by name."""
-    match structure:
-        case {"tensor": str(name)}:
-            return get_tensor(name)
-        case {"value": value}:
-            return value
-        case {"list": list(items)}:
-            return [decode_state(item, get_tensor) for item in items]
-        case {"tuple": list(items)}:
-            return tuple(decode_state(item, get_tensor) for item in items)
-        case {"dict": dict(items)}:
-            return {key: decode_state(item, get_tensor) for key, item in items.items()}
-        case {"tensordict": dict(items), "batch_size": list(batch_size)}:
-            decoded = {key: decode_state(item, get_tensor) for key, item in items.items()}
-            return TensorDict(decoded, batch_size=batch_size)
-    raise StoreCorruptError(f"invalid extra state in the metadata: {structure!r:.200}")
+def unpacked(packed: torch.Tensor) -> Any:
+    """Return extra state from its bytes. Nothing in them is executed."""
+    try:
+        data = io.BytesIO(packed.numpy().tobytes())
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for bytes that it did not write
+        raise StoreCorruptError(f"invalid extra state of a module: {error}") from error
 
 
-def _encode_state(state: Any, owner: str, tensors: dict[str, torch.Tensor]) -> Structure:
-    """Return a state as JSON values; add its tensors to ``tensors``, numbered in their order."""
-    encode = functools.partial(_encode_state, owner=owner, tensors=tensors)
-    if isinstance(state, torch.Tensor):
-        name = f"{EXTRA_STATE}.{len(tensors)}"
-        tensors[name] = state
-        return {"tensor": name}
-    if isinstance(state, TensorDictBase):
-        items = {str(key): encode(value) for key, value in state.items()}
-        return {"tensordict": items, "batch_size": list(state.batch_size)}
-    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-        return {"dict": {key: encode(value) for key, value in state.items()}}
-    if isinstance(state, list | tuple):
-        return {"list" if isinstance(state, list) else "tuple": [encode(value) for value in state]}
-    if state is None or isinstance(state, bool | int | float | str):
-        return {"value": state}
-    raise InvalidWeightsError(
-        f"the extra state of {owner} holds a {type(state).__name__}: tensors, numbers, strings, "
-        "and lists and dictionaries of them can be published"
-    )
+def _packed(state: Any, owner: str) -> torch.Tensor:
+    """Return the bytes of a module's extra state."""
+    if isinstance(state, TensorDictBase):  # TorchRL's own receivers get it flat, too
+        state = state.flatten_keys(".").to_dict()
+    data = io.BytesIO()
+    try:
+        torch.save(state, data)
+        packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+        unpacked(packed)
+    except Exception as error:  # a class of its own may raise anything as it is pickled
+        raise InvalidWeightsError(
+            f"the extra state of {owner} cannot be published, but tensors, numbers, strings, and "
+            f"lists and dictionaries of them: {error}"
+        ) from error
+    return packed
 
 
 def _named_values(weights: Any) -> dict[str, Any]:
@@ -188,9 +191,7 @@ def _named_values(weights: Any) -> dict[str, Any]:
         extra = weights.get(EXTRA_STATE, None)
         if extra is None:
             return dict(tensordict_tensors(weights))
-        # TorchRL's own receivers hand it to set_extra_state flat, too.
-        flat = extra.flatten_keys(".").to_dict() if isinstance(extra, TensorDictBase) else extra
-        return {**tensordict_tensors(weights.exclude(EXTRA_STATE)), EXTRA_STATE: flat}
+        return {**tensordict_tensors(weights.exclude(EXTRA_STATE)), EXTRA_STATE: extra}
     if isinstance(weights, Mapping):
         return _flattened(weights)
     if callable(weights):

@@ -18,10 +18,9 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import (
     EXTRA_STATE,
     Extracted,
-    Structure,
     VersionInfo,
     clean_path,
-    decode_state,
+    unpacked,
 )
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
@@ -103,21 +102,20 @@ class StagedVersion:
 
     def _states_of(self, model: Any) -> list[tuple[nn.Module, Any]]:
         """Return the modules whose extra state was published, each with its state."""
-        structures: Mapping[str, Structure] = self.info.extra_state
-        if not structures:
+        if not self.info.extra_state:
             return []
         modules: dict[str, nn.Module] = {}
         if isinstance(model, nn.Module):
             for path, module in model.named_modules():
                 modules[clean_path(path)] = module
-        if missing := structures.keys() - modules.keys():
+        if missing := set(self.info.extra_state) - modules.keys():
             raise WeightsMismatchError(
                 f"extra state was published for {sorted(missing)}, which the model has no modules "
                 "for"
             )
         return [
-            (modules[path], decode_state(structure, self._copy_of))
-            for path, structure in structures.items()
+            (modules[path], unpacked(self._copy_of(f"{EXTRA_STATE}.{index}")))
+            for index, path in enumerate(self.info.extra_state)
         ]
 
     def _tensor(self, index: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from dbuffer.errors import OptionError
 from dbuffer.format.places import POINTER_FILE
+from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo
-from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.publish.sender import WeightSender
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
@@ -14,13 +13,12 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import DistributedCollector
 from torchrl.weight_update import WeightSyncScheme
 
-from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.errors import NotReadyError, OptionError, UnsupportedError
 from dbuffer.integrations.torchrl.base import (
     DEFAULT_MODEL_ID,
     StoreScheme,
     Strategy,
     find_model,
-    model_of_factory,
 )
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
@@ -78,20 +76,21 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # These three reach the workers with the pickled scheme: which store their first weights
-        # come in, the newest versions of earlier runs, and the number that workers count from.
-        self._first_weights_for: Literal["all", "worker", "none"] = "all"
+        # These three reach the workers with the pickled scheme: whether first weights come, the
+        # newest versions of earlier runs, and the number that workers count from.
+        self._has_first_weights = True
         self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
-        self._source: Callable[[], Any] | None = None
-        self._made_model: Any = None
+        self._kept_model: Any = None
+        """Model that nothing else may keep alive."""
         self._guard = ForwardGuard()
 
     @property
     def model(self) -> Any:
         """The model that weights are taken from, or loaded into; None if there is none."""
-        model = super().model
-        return self._made_model if model is None else model
+        model = self._model_ref() if self._model_ref is not None else None
+        model = find_model(self.context, self._model_id) if model is None else model
+        return self._kept_model if model is None else model
 
     @model.setter
     def model(self, model: Any) -> None:
@@ -108,42 +107,36 @@ class DoubleBufferSyncScheme(StoreScheme):
         model_id: str | None = None,
         context: Any = None,
         *,
-        weights: Any = None,
         model: Any = None,
-        params_map: Mapping[int, TensorDictBase] | None = None,
-        devices: list[Any] | None = None,
-        device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
-        remote_collectors: list[Any] | None = None,
         **kwargs: Any,  # noqa: ARG002 - of other schemes: a multiprocessing context
     ) -> None:
-        """Open the store, and see which weights the workers begin with."""
-        others = [value for value in (weights, model, context) if value is not None]
-        if params_map is not None and others:
-            raise OptionError("params_map excludes weights, model and context")
-        if weights is not None and model is not None:
-            raise OptionError("weights and model exclude each other")
+        """Open the store, and see whether the workers begin with weights."""
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
-        self.model = model
+        self.model = self._kept_model = model
         if num_workers is None:
-            num_workers = _count_workers(context, params_map, devices, remote_collectors)
+            # A single collector has no workers to wait for.
+            is_single = context is None or isinstance(context, Collector)
+            num_workers = 0 if is_single else int(getattr(context, "num_workers", 0))
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._earlier_versions = self._find_earlier_versions()
+        store = store_of(self.remote_addr, self._model_id)
         self._sender = ModelPublisher(
             self.remote_addr,
             self._model_id,
             num_workers,
             self.options,
-            last_version=self._earlier_versions.get(self._store_at(self.remote_addr).name, 0),
+            last_version=self._earlier_versions.get(store.name, 0),
         )
         try:
-            source = self._source_of(weights, model, params_map)
-            if device_map_fn is not None:
-                source = _mapped(source(), device_map_fn, num_workers)
-            self._source = source
-            self._first_weights_for = self._choose_first_weights(source())
+            if self.model is None:
+                self._kept_model = model_of_factory(context, self._model_id)
+            source = self._trained_model()
+            self._has_first_weights = has_weights(source) or (
+                source is not None and bool(self._extract(source))
+            )
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
                 # A node starts its own workers with the policy before its scheme is initialized,
                 # which would be too late to give them memory that the trainer does not share.
@@ -152,20 +145,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         except BaseException:
             self._close()
             raise
-
-    def _source_of(
-        self, weights: Any, model: Any, params_map: Mapping[int, TensorDictBase] | None
-    ) -> Callable[[], Any]:
-        """Return a function for the weights that are sent when no others are given."""
-        if params_map is not None:
-            distinct = {id(value): value for value in params_map.values()}
-            given = next(iter(distinct.values())) if len(distinct) == 1 else dict(params_map)
-            return lambda: given
-        if weights is not None or model is not None:
-            return lambda: model if weights is None else weights
-        if self.model is None:
-            self._made_model = model_of_factory(self.context, self._model_id)
-        return self._trained_model
 
     def _trained_model(self) -> Any:
         """Return the model to take weights from; None if there is none."""
@@ -181,14 +160,6 @@ class DoubleBufferSyncScheme(StoreScheme):
         """Whether this is the sender of a collector that runs the model itself."""
         return self._sender is not None and isinstance(self.context, Collector)
 
-    def _choose_first_weights(self, weights: Any) -> Literal["all", "worker", "none"]:
-        """Return whose store the first weights come in."""
-        if _is_by_worker(weights):
-            return "worker"
-        if isinstance(weights, nn.Module) and has_weights(weights):
-            return "all"
-        return "all" if weights is not None and self._extract(weights) else "none"
-
     def _setup_connection_and_weights_on_sender_impl(
         self,
         *,
@@ -197,10 +168,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     ) -> None:
         """Publish the first weights, without waiting: workers may only be starting."""
         published: list[PublishedVersion] = []
-        if weights is not None or self._first_weights_for != "none":
-            published = self._publish(
-                self._find_weights(weights, self.context), None, is_initial=True
-            )
+        if weights is not None or self._has_first_weights:
+            published = self._publish(weights, None, is_initial=True)
         if isinstance(self.context, DistributedCollector):
             # It gives its nodes 10 s for their first answer from here on, whatever state they are
             # in; TorchRL's own scheme returns from this when they are there.
@@ -212,13 +181,13 @@ class DoubleBufferSyncScheme(StoreScheme):
         """Publish weights, and wait until the workers that they are for have applied them.
 
         Args:
-            weights: a module, a TensorDict, a state dict, the name of a model, or None: the
-                scheme's own model. A dictionary by worker: to each its own.
+            weights: a module, a TensorDict, a state dict, or None: the scheme's own model. A
+                dictionary by worker: to each its own.
             worker_ids: for these workers only. None: for all.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) ``init_on_sender`` or ``connect`` was not called.
-            OptionError: (a ``ValueError``) there is no such worker, or no such model.
+            OptionError: (a ``ValueError``) there is no such worker.
             InvalidWeightsError: (a ``ValueError``) something in the weights cannot be published.
             WaitTimeoutError: (a ``TimeoutError``) some worker has not applied them.
             ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
@@ -227,19 +196,14 @@ class DoubleBufferSyncScheme(StoreScheme):
             raise NotReadyError("call init_on_sender() before sending weights")
         if not self.synchronized_on_sender:
             raise NotReadyError("call connect() before sending weights")
-        published = self._publish(self._find_weights(weights, self.context), worker_ids)
+        published = self._publish(weights, worker_ids)
         if self.sync:
             self._require_sender().wait(published, self.timeout_s)
-
-    def update_weights(self, weights: Any = None) -> None:
-        self.send(weights)
-
-    def _own_weights(self) -> Any:
-        return self._source() if self._source is not None else self.model
 
     def _publish(
         self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
     ) -> list[PublishedVersion]:
+        weights = self._trained_model() if weights is None else weights
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         parts: list[tuple[Any, Iterable[int] | None]] = [(weights, workers)]
         if _is_by_worker(weights):
@@ -305,7 +269,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if model is None:
             model = find_model(context, self._model_id)
         if model is None:
-            model = self._made_model = model_of_factory(context, self._model_id)
+            model = self._kept_model = model_of_factory(context, self._model_id)
             if model is not None:
                 context.policy = model  # for the collector's own workers, and to keep it
         self.model = model
@@ -317,12 +281,10 @@ class DoubleBufferSyncScheme(StoreScheme):
     ) -> None:
         """Load the first weights, and follow the stores from then on."""
         receiver = self._require_receiver()
-        if self._first_weights_for == "none" and not is_on_meta(self.model):
-            receiver.load_newer()
+        if self._has_first_weights or is_on_meta(self.model):
+            receiver.wait_for_first(self.timeout_s)
         else:
-            receiver.wait_for_first(
-                for_all=self._first_weights_for != "worker", timeout_s=self.timeout_s
-            )
+            receiver.load_newer()
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -367,8 +329,13 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def _store_at(self, address: str) -> Path:
-        return store_of(address, self._model_id)
+    def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - of other schemes
+        """Refuse: TorchRL's collectors ask for no transport.
+
+        Raises:
+            UnsupportedError: (a ``NotImplementedError``) always.
+        """
+        raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 
     def _find_earlier_versions(self) -> dict[str, int]:
         is_shared = self.options.allow_shared_store
@@ -380,19 +347,9 @@ class DoubleBufferSyncScheme(StoreScheme):
         if not self.initialized_on_sender and not self.initialized_on_receiver:
             # It goes to a worker before there is a sender, as an RPC collector's does. That one
             # begins to send when all workers have connected: a worker must not wait for it.
-            state["_first_weights_for"] = "none"
+            state["_has_first_weights"] = False
             state["_earlier_versions"] = self._find_earlier_versions()
-        return state | {"_source": None, "_made_model": None}
-
-
-def _count_workers(context: Any, *given: Mapping[int, Any] | list[Any] | None) -> int:
-    for workers in given:
-        if workers is not None:
-            return len(workers)
-    # A single collector has no workers to wait for.
-    if context is None or isinstance(context, Collector):
-        return 0
-    return int(getattr(context, "num_workers", 0))
+        return state | {"_kept_model": None}
 
 
 def _is_by_worker(weights: Any) -> bool:
@@ -401,11 +358,13 @@ def _is_by_worker(weights: Any) -> bool:
     return all(isinstance(worker, int) for worker in weights)
 
 
-def _mapped(
-    source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: int
-) -> Callable[[], dict[int, Any]]:
-    def for_each_worker() -> dict[int, Any]:
-        weights = TensorDict.from_module(source).data if isinstance(source, nn.Module) else source
-        return {worker: device_map_fn(worker, weights) for worker in range(num_workers)}
-
-    return for_each_worker
+def model_of_factory(context: Any, model_id: str) -> Any:
+    """Make a policy with the factory that all workers of a collector share; None without one."""
+    if model_id != DEFAULT_MODEL_ID:
+        return None
+    factories = getattr(context, "policy_factory", None)
+    if callable(factories):
+        return factories()
+    if not factories or factories[0] is None or any(f is not factories[0] for f in factories):
+        return None
+    return factories[0]()

@@ -28,20 +28,13 @@ from dbuffer.errors import (
     EngineBusyError,
     NotReadyError,
     OptionError,
-    WeightsMismatchError,
+    WaitTimeoutError,
 )
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import raise_worst
-from dbuffer.integrations.torchrl.addresses import Addresses, Stores
-from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
-from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
-from dbuffer.integrations.torchrl.model_metadata import (
-    ModelMetadata,
-    published_metadata,
-    require_same,
-)
-from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
+from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, TransportOptions, find_model
+from dbuffer.integrations.torchrl.extraction import extract_for_vllm
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 from dbuffer.integrations.vllm.vllm_engine import (
     IN_ITS_EVENT_LOOP,
@@ -49,9 +42,13 @@ from dbuffer.integrations.vllm.vllm_engine import (
     is_async,
     vllm_engine_of,
 )
-from dbuffer.io.tensors import DTYPE_NAMES
+from dbuffer.mirror.mirror import Mirror, has_source_at_local
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.trouble import log_once
+from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +92,35 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of other schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> VLLMDoubleBufferTransport:
+        """Return a transport, which writes and reads the store by hand."""
+        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
+
+    # Names of TorchRL before 0.12.
+
+    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Call ``init_on_receiver``."""
+        self.init_on_receiver(model_id=model_id, context=context, **kwargs)
+
     def get_sender(self) -> VLLMDoubleBufferWeightSender:
+        """Return the sender, once ``init_on_sender`` was called.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it was not.
+        """
         sender: VLLMDoubleBufferWeightSender = self._require_sender()
         return sender
 
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
+        """Return the receiver, once ``init_on_receiver`` was called.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) it was not.
+        """
         receiver: VLLMDoubleBufferWeightReceiver = self._require_receiver()
         return receiver
 
@@ -164,6 +185,116 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return self._require_receiver().poll_and_apply(timeout or 0.0) or None
 
 
+class VLLMDoubleBufferTransport:
+    """Publish into a store by hand, and read from it by hand; nothing follows it.
+
+    Args:
+        remote_addr: the store, as the sender sees it.
+        local_addr: the store that the receiver reads: one in shared memory, to which every version
+            is copied once; or the same store under another name. Default: ``remote_addr`` itself.
+        num_threads: threads that copy, on either side.
+        options: for both; ``num_threads`` is theirs then.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+        *,
+        options: TransportOptions | None = None,
+    ) -> None:
+        self.remote_addr = os.fspath(remote_addr)
+        self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
+        self._options = options or TransportOptions(num_threads=num_threads)
+        self.num_threads = self._options.num_threads
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
+        self._mirror: Mirror | None = None
+        self._received: int | None = None
+        self._matcher = Matcher()
+
+    def send_weights(self, model_id: str, weights: Any) -> Publication:
+        """Publish the tensors that a checkpoint of these weights would have.
+
+        Args:
+            model_id: for the log.
+            weights: a module, a TensorDict or a state dict.
+
+        Raises:
+            InvalidWeightsError: something in it cannot be published.
+            StoreBusyError: another sender has the store.
+        """
+        tensors = extract_for_vllm(weights, TensorDict.from_module)
+        publication = self.open_sender().send(tensors)
+        logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
+        return publication
+
+    def open_sender(self) -> WeightSender:
+        if self._sender is None:
+            self._sender = self._options.make_sender(self.remote_addr)
+        return self._sender
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,  # noqa: ARG002
+        strategy: Any = None,  # noqa: ARG002
+    ) -> Any | None:
+        """Return a copy of the newest version; None if it was received before, or there is none.
+
+        Args:
+            timeout: seconds to wait for it. Default: return at once.
+            weights: a TensorDict, or a dictionary by dotted name, to copy into and to return.
+                Default: a new TensorDict with flat keys.
+            model: ignored, as in TorchRL.
+            strategy: ignored, as in TorchRL.
+
+        Raises:
+            WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not touched.
+            SnapshotEvictedError: copying took longer than the sender waits; the copy must not be
+                used.
+        """
+        receiver = self._open_receiver()
+        try:
+            with receiver.open(self._received, timeout or 0.0) as snapshot:
+                if weights is None:
+                    received = TensorDict(dict(snapshot.copy()), batch_size=[])
+                    for alias, name in snapshot.aliases.items():
+                        received[alias] = received[name]
+                else:
+                    snapshot.fill(self._matcher.match(weights, snapshot.layout))
+                    received = weights
+        except WaitTimeoutError:
+            if self._received is None:
+                log_nothing(self.remote_addr, self.local_addr)
+            return None
+        self._received = snapshot.version
+        return received
+
+    def _open_receiver(self) -> WeightReceiver:
+        """Open the store that is read; wait until its mirror, if any, is up to date."""
+        if self._receiver is None:
+            opened = self._options.open_reader(self.remote_addr, self.local_addr)
+            self._receiver, self._mirror = opened
+        if self._mirror is not None:
+            self._mirror.wait_until_current()
+        return self._receiver
+
+    def check_connection(self) -> bool:
+        """Return True, as TorchRL's does: there is no connection that could be lost."""
+        return True
+
+    def close(self) -> None:
+        """Close the store. Its versions stay."""
+        for part in (self._sender, self._receiver, self._mirror):
+            if part is not None:
+                part.close()
+        self._sender = self._receiver = self._mirror = None
+
+
 class VLLMDoubleBufferWeightSender:
     """Publishes a model's weights. Made by :meth:`VLLMDoubleBufferSyncScheme.create_sender`."""
 
@@ -195,8 +326,8 @@ class VLLMDoubleBufferWeightSender:
             StoreBusyError: another sender has the store.
         """
         weights = self._registered_model() if weights is None else weights
-        extracted = extract_for_vllm(weights, self._strategy.extract_weights)
-        self._deliver(self._transport.publish(extracted).version)
+        tensors = extract_for_vllm(weights, self._strategy.extract_weights)
+        self._deliver(self._transport.open_sender().send(tensors).version)
         for collector in self._collectors:
             try:
                 collector.increment_version()
@@ -229,32 +360,18 @@ class VLLMDoubleBufferWeightReceiver:
     it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
-    _receiver_id: str | None = None
-    """Name of :attr:`_receiver` in the store; None: no sender waits for it."""
-
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
-        self._options = scheme.options
-        self._addresses = Addresses(
-            scheme.remote_addr,
-            scheme.local_addr,
-            allow_shared_store=scheme.options.allow_shared_store,
-        )
-        self._vllm_engine = vllm_engine
+        self._scheme = scheme
         self._context: Any = None
         """Object that is searched for an engine that is registered by its path."""
-        self._stores = self._addresses.expected
-        self._followers: list[Follower | RayFollower] = []
-        """A follower of the stores for each engine."""
         self._receiver: WeightReceiver | None = None
-        """Receiver of the followed store, which waits for versions; None: nothing is followed."""
-        self._applied: int | None = None
-        """Version that all engines were switched to; None: to none, or one has lost it since."""
-        self._skipped: int | None = None
-        """Newest version that was published before the engines' weights were applied by hand."""
+        """Receiver of the store, which waits for versions."""
         self._closed = threading.Event()
         self._in_call = threading.RLock()
         """Held in each call that needs the followers."""
-        self._follow_newest()
+        self._vllm_engine = vllm_engine
+        self._followers = self._followers_of(vllm_engine)
+        """A follower for each engine."""
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -276,19 +393,29 @@ class VLLMDoubleBufferWeightReceiver:
             ClosedError: this receiver was shut down, before or meanwhile.
         """
         timeout_s = checks.seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout_s
         with self._open():
-            version = self._wait_for_newer(timeout_s)
-            if version is not None:
-                return self._sync(version)
-            if self._applied is None:
-                self._addresses.log_once_if_nothing_is_there()
-            return False
+            while True:
+                receiver = self._find_receiver()
+                newest = receiver.wait_or_follow_fork(None, 0.0)
+                if newest is not None and self._sync(newest):
+                    return True
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                # No longer than this: weights may come to the other address, or be lost.
+                wait_s = min(left_s, self._scheme.options.poll_interval_s)
+                receiver.wait_or_follow_fork(newest, wait_s, self._closed)
+                self._require_open()
+        if newest is None:
+            log_nothing(self._scheme.remote_addr, self._scheme.local_addr)
+        return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the engine now.
 
-        Weights that are given are no version of the store: the next version replaces them, and
-        nothing brings them back if the engine loses them, as in ``sleep(level=2)``.
+        Weights that are given are no version of the store: the next poll replaces them by its
+        newest, as in TorchRL.
 
         Args:
             weights: what a transport's ``receive_weights`` returned, or any others that fit. None:
@@ -304,11 +431,9 @@ class VLLMDoubleBufferWeightReceiver:
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         with self._open():
-            newest = self._follow_newest().wait_or_follow_fork(None, 0.0)
             if weights is not None:
-                self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
-                self._applied, self._skipped = None, newest
-            elif newest is not None:
+                self._apply_by_hand(weights)
+            elif (newest := self._find_receiver().wait_or_follow_fork(None, 0.0)) is not None:
                 self._sync(newest)
 
     # Names of TorchRL before 0.12.
@@ -337,23 +462,13 @@ class VLLMDoubleBufferWeightReceiver:
             raise OptionError(
                 f"there is no {model_ref!r} in {self._context!r:.200}: call set_context() first"
             )
-        self._follow_anew(engine, self._addresses)
+        with self._open():
+            followers = self._followers_of(engine)
+            self._stop_following()
+            self._vllm_engine, self._followers = engine, followers
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """Read this transport's store from now on; a pipe, which other schemes need, is ignored."""
-        if isinstance(pipe, VLLMDoubleBufferTransport):
-            self._follow_anew(self._vllm_engine, pipe.addresses)
-
-    def _follow_anew(self, engine: Any, addresses: Addresses) -> None:
-        with self._open():
-            before = self._vllm_engine, self._addresses
-            self._stop_following()
-            self._vllm_engine, self._addresses = engine, addresses
-            try:
-                self._follow_newest()
-            except BaseException:
-                self._vllm_engine, self._addresses = before
-                raise
+        """Do nothing: a pipe is for other schemes."""
 
     def shutdown(self) -> None:
         """Stop following, after the switch that is under way. The engine keeps its weights.
@@ -367,10 +482,14 @@ class VLLMDoubleBufferWeightReceiver:
         self._closed.set()
         with self._in_call:
             self._stop_following()
+            if self._receiver is not None:
+                self._receiver.close()
+            self._followers, self._receiver = [], None
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
         """Make a call that :meth:`shutdown` waits for."""
+        require_another_thread(engine_in(self._vllm_engine))
         with self._in_call:
             self._require_open()
             yield
@@ -379,26 +498,23 @@ class VLLMDoubleBufferWeightReceiver:
         if self._closed.is_set():
             raise ClosedError("this receiver was shut down")
 
-    def _follow_newest(self) -> WeightReceiver:
-        """Follow the store that has weights now, and return its receiver."""
-        if self._receiver is None:
-            return self._start_following(self._addresses.find() or self._addresses.expected)
-        if self._addresses.are_one:
-            return self._receiver
-        stores = self._addresses.find()
-        if stores is None or stores == self._stores:
-            return self._receiver
-        logger.info("now following %s instead of %s", stores, self._stores)
-        self._stop_following()
-        return self._start_following(stores)
+    def _followers_of(self, engine: Any) -> list[Follower | RayFollower]:
+        remote, local = self._scheme.remote_addr, self._scheme.local_addr
+        options = self._scheme.options.for_engine(remote, None if local == remote else local)
+        return followers_of(engine, options)
 
-    def _start_following(self, stores: Stores) -> WeightReceiver:
-        self._stores = store, local_store = stores
-        self._followers = followers_of(
-            self._vllm_engine, self._options.for_engine(store, local_store)
-        )
-        self._receiver = self._options.make_receiver(store, self._receiver_id)
-        return self._receiver
+    def _find_receiver(self) -> WeightReceiver:
+        """Return the receiver of the store, which this host may know by either address."""
+        receiver, store = self._receiver, Path(self._scheme.remote_addr)
+        if receiver is not None and receiver.seen is not None:
+            return receiver
+        if has_source_at_local(store, local := Path(self._scheme.local_addr)):
+            store = local
+        if receiver is None or receiver.store != store:
+            if receiver is not None:
+                receiver.close()
+            self._receiver = receiver = self._scheme.options.make_receiver(store)
+        return receiver
 
     def _stop_following(self) -> None:
         for follower in self._followers:
@@ -408,47 +524,6 @@ class VLLMDoubleBufferWeightReceiver:
             except Exception:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
-        if self._receiver is not None:
-            self._receiver.record.remove()
-            self._receiver.close()
-        self._followers, self._receiver = [], None
-        self._applied = self._skipped = None
-
-    def _require_fit(self, model_metadata: ModelMetadata) -> None:
-        """Refuse metadata that differs from the newest version's, or does not fit the engine."""
-        receiver = self._follow_newest()
-        published = published_metadata(receiver)
-        if published is not None:
-            require_same(model_metadata, published, f"the newest version in {receiver.store}")
-        tensors = [
-            (name, DTYPE_NAMES[dtype], list(shape))
-            for name, (dtype, shape) in model_metadata.items()
-        ]
-        mismatches = [m for follower in self._followers for m in follower.mismatches(tensors)]
-        if mismatches:
-            raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
-
-    def _wait_for_newer(self, timeout_s: float) -> int | None:
-        """Return the newest version if the engines do not have it; None: nothing newer came."""
-        deadline = time.monotonic() + timeout_s
-        if any(follower.has_lost(self._applied) for follower in self._followers):
-            self._applied = self._skipped = None
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            receiver = self._follow_newest()
-            seen = receiver.seen
-            # No longer than this: weights may come to the other address.
-            wait_s = min(left_s, self._options.poll_interval_s)
-            newer_than = self._applied or self._skipped
-            version = receiver.wait_or_follow_fork(newer_than, wait_s, self._closed)
-            self._require_open()
-            now = receiver.seen
-            if seen is not None and (now is None or not now.reaches(seen.id)):
-                # Another run's, maybe the next experiment's: the engine's follower logs that, and
-                # switches to it.
-                self._applied = self._skipped = None
-            if version is not None or left_s == 0:
-                return version
 
     def _sync(self, version: int) -> bool:
         """Switch all engines; return whether one did not have the version.
@@ -467,20 +542,20 @@ class VLLMDoubleBufferWeightReceiver:
             failures = [future.exception() for future in futures]
             raise_worst([failure for failure in failures if isinstance(failure, DBufferError)])
             switches = [future.result() for future in futures]
-        self._applied = version
         return any(switch is not None for switch in switches)
 
-    def _apply_by_hand(self, weights: Extracted) -> None:
+    def _apply_by_hand(self, weights: Any) -> None:
         """Apply weights that are in no store, through a temporary one.
 
         It is beside the followed store, so that workers on other hosts see it, too.
         """
-        store = Path(self._stores[0])
+        tensors = extract_for_vllm(weights, TensorDict.from_module)
+        store = self._find_receiver().store
         store.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))
         try:
-            with self._options.make_sender(scratch / "store") as sender:
-                sender.send(weights.tensors)
+            with self._scheme.options.make_sender(scratch / "store") as sender:
+                sender.send(tensors)
             for follower in self._followers:
                 follower.apply_once(str(scratch / "store"))
         finally:
@@ -526,3 +601,14 @@ def engine_in(target: Any) -> Any:
         if held is not None:
             return engine_in(held)
     return target
+
+
+def log_nothing(remote: str, local: str) -> None:
+    """Log once where weights were looked for, if there are none."""
+    log_once(
+        logger,
+        "no weights so far in %s (remote_addr) and %s (local_addr): has the trainer published, and "
+        "do both sides see one directory?",
+        remote,
+        local,
+    )

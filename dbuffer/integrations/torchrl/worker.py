@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer import errors
+from dbuffer.integrations.torchrl.base import TransportOptions
 from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.loading import StagedVersion, own_memory
 from dbuffer.integrations.torchrl.model_stores import receiver_id, store_of
-from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
@@ -100,17 +100,16 @@ class WorkerReceiver:
             earlier = earlier_versions.get(store.name)
             return Feed(receiver, mirror, worker_or_all is None, earlier, seen=earlier)
 
-        self._for_all, self._for_worker = feed_of(None), feed_of(worker)
-        self._feeds = (self._for_all, self._for_worker)
+        self._feeds = feed_of(None), feed_of(worker)
 
-    def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
+    def wait_for_first(self, timeout_s: float) -> None:
         """Load the first weights of this run, and wait for them.
 
         Raises:
             WaitTimeoutError: they did not come in time.
         """
         self._register()
-        self._load(self._for_all if for_all else self._for_worker, timeout_s)
+        self._load(self._feeds[0], timeout_s)
         self.load_newer()
 
     def load_newer(self) -> None:

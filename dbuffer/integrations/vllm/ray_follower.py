@@ -59,10 +59,6 @@ class RayFollower:
         self._actor = actor
         self._options = options
 
-    def has_lost(self, version: int | None) -> bool:
-        """Whether it lost a version, as in :meth:`Follower.has_lost`; so does a restarted actor."""
-        return self._call(Follower.has_lost, version)
-
     def sync(
         self,
         *,

@@ -304,8 +304,9 @@ def test_a_buffer_that_no_state_dict_has_reaches_a_wrapped_model(scheme, has_ext
 
 
 def test_policy_factory_update_weights(scheme):
-    """Initialised beforehand, with a model that nobody else holds."""
-    scheme.init_on_sender(model=parts.linear_policy(1.0), devices=["cpu"] * 2, model_id="policy")
+    """Initialised beforehand, with a model."""
+    model = parts.linear_policy(1.0)
+    scheme.init_on_sender(model=model, num_workers=2, model_id="policy")
     weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
     with parts.collecting(
         None, scheme, policy_factory=parts.linear_policy, device="cpu"
@@ -572,35 +573,18 @@ def ask(*workers: Child) -> list[float]:
     return [worker.receive() for worker in workers]
 
 
-def _sources(policy: parts.ConstantPolicy) -> dict[str, dict[str, Any]]:
-    weights = parts.TensorDict.from_module(policy)
-    return {
-        "weights": {"weights": weights, "devices": [torch.device("cpu")] * 2, "num_workers": 2},
-        "model": {"model": policy, "devices": ["cpu", "cpu"]},
-        "params_map": {"params_map": {0: weights, 1: weights}},
-        "device_map_fn": {
-            "weights": weights,
-            "device_map_fn": lambda worker, given: given.data + worker,
-            "num_workers": 2,
-        },
-    }
-
-
-@pytest.mark.parametrize("source", ["weights", "model", "params_map", "device_map_fn"])
-def test_mp_flow(scheme, source):
-    """A scheme that was given the workers' weights sends what they hold later."""
+def test_mp_flow(scheme):
+    """A scheme that was given a model sends the values that it has later."""
     policy = parts.ConstantPolicy(1.5)
-    named = {} if source == "params_map" else {"model_id": "policy"}
-    scheme.init_on_sender(**named, **_sources(policy)[source])
+    begin(scheme, policy, num_workers=2)
     with Child(_follow, scheme, 0) as first, Child(_follow, scheme, 1) as second:
         scheme.connect()
-        started = [first.receive(), second.receive()]
-        assert started == ([1.5, 2.5] if source == "device_map_fn" else [1.5, 1.5])
+        assert [first.receive(), second.receive()] == [1.5, 1.5]
         scheme.send(weights_of(3.0))
         assert ask(first, second) == [3.0, 3.0]
         fill(policy, 4.0)
         scheme.send()
-        assert ask(first, second) == ([4.0, 5.0] if source == "device_map_fn" else [4.0, 4.0])
+        assert ask(first, second) == [4.0, 4.0]
         let_go(first, second)
 
 

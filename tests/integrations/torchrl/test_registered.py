@@ -1,13 +1,12 @@
-"""Receivers that follow by themselves in other processes, and what a sender learns of them.
+"""Receivers of engines, and senders that wait for engines.
 
-The receivers are TorchRL's, with a stand-in for the engine's follower, or with a light engine. What
-vLLM's engines make of them: `tests/integrations/torchrl/test_vllm.py`.
+Engines are stand-ins, in other processes and in this one. What vLLM's engines make of them:
+`tests/integrations/torchrl/test_vllm.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,16 +21,12 @@ import torch
 
 import dbuffer
 from dbuffer.errors import EngineBusyError
-from dbuffer.format.lineage import VersionId
-from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
-    VLLMDoubleBufferTransport,
     VLLMWeightReceiver,
-    VLLMWeightSender,
     VLLMWeightSyncScheme,
     vllm_collective,
     vllm_double_buffer,
@@ -41,7 +36,6 @@ from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child, preload
 from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
 from tests.support.patterns import SMALL
-from tests.support.stores import remove_store
 from tests.support.waiting import Gate, until
 
 preload("dbuffer.integrations.torchrl.vllm_collective")
@@ -56,16 +50,17 @@ class Reader:
     def __init__(self, store: str, delay_s: float) -> None:
         self._receiver = dbuffer.WeightReceiver(store)
         self._delay_s = delay_s
+        self._version = 0
 
-    def sync(self, *, at_least: int, stop_event: threading.Event) -> int:
-        with self._receiver.open(at_least - 1, acknowledge=False) as snapshot:
+    def sync(self, *, at_least: int, stop_event: threading.Event) -> int | None:
+        if at_least == self._version:
+            return None
+        with self._receiver.open(at_least - 1) as snapshot:
             if "refused" in snapshot.tensors:
                 raise dbuffer.EngineUpdateError("there is no place for 'refused'")
             time.sleep(self._delay_s)
+        self._version = snapshot.version
         return snapshot.version
-
-    def has_lost(self, version: int | None) -> bool:
-        return False
 
     def stop_workers(self) -> None:
         pass
@@ -75,7 +70,8 @@ class Reader:
 
 
 def scheme_of(store: Path, **more: Any) -> VLLMWeightSyncScheme:
-    return VLLMWeightSyncScheme(remote_addr=store, timeout_s=WAIT_S, poll_interval_s=0.05, **more)
+    settings = {"timeout_s": WAIT_S, "poll_interval_s": 0.05} | more
+    return VLLMWeightSyncScheme(remote_addr=store, **settings)
 
 
 def follow(connection: Connection, store: Path, delay_s: float) -> None:
@@ -90,86 +86,28 @@ def follow(connection: Connection, store: Path, delay_s: float) -> None:
     connection.send("left")
 
 
-@pytest.fixture
-def store(mount: str, tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def sender(store: Path) -> VLLMWeightSender:
-    return scheme_of(store).create_sender()
-
-
-def update(sender: VLLMWeightSender, name: str = "weight") -> None:
-    sender.update_weights({name: torch.ones(2)})
-
-
-def applied(store: Path) -> list[int | None]:
-    """The versions of TorchRL's receivers that are in the store."""
-    return [record.applied_version for record in records(store)]
-
-
-def records(store: Path) -> list[ReceiverRecord]:
-    """The records of TorchRL's receivers that are in the store."""
-    receivers = DoubleBuffer(store).receivers()
-    return [record for record in receivers if record.receiver.startswith("torchrl-vllm-")]
-
-
-def test_receivers_that_were_there_first_are_waited_for(store, sender):
+def test_update_returns_when_all_replicas_have_the_weights(mount, tmp_path):
+    store = tmp_path / "store"
+    sender = scheme_of(store, num_replicas=2).create_sender()
+    weights = {"weight": torch.ones(2)}
     with Child(follow, store, 0.2) as one, Child(follow, store, 0.0) as other:
         assert [one.receive(), other.receive()] == ["following"] * 2
-        for version in (1, 2):
-            update(sender)
-            assert applied(store) == [version, version]
-            double = DoubleBuffer(store)
-            published = double.manifest_of(double.pointer().id).metadata
-            assert published
-            assert [record.metadata for record in records(store)] == [published] * 2
+        sender.update_weights(weights)  # nothing is waited for yet
+        sender.init_all_workers_group({"weight": (torch.float32, torch.Size([2]))})
+        for version in (2, 3):
+            sender.update_weights(weights)
+            assert [r.applied_version for r in DoubleBuffer(store).receivers()] == [version] * 2
         one.send()
         assert one.receive() == "left"
-        assert applied(store) == [2]
-        with pytest.raises(dbuffer.ReceiverFailedError, match="refused"):
-            update(sender, "refused")
-        update(sender)
-        assert applied(store) == [4]
     sender.shutdown()
-
-
-def test_receiver_that_was_killed_is_told_once(store, sender):
-    with Child(follow, store, 0.0) as child:
-        assert child.receive() == "following"
-        update(sender)
-        child.signal(signal.SIGKILL)
-        child.wait()
-        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended"):
-            update(sender)
-        update(sender)
+    sender = scheme_of(store, timeout_s=SOON_S).create_sender()
+    sender.init_all_workers_group({})
+    with pytest.raises(dbuffer.WaitTimeoutError, match="0 of 1 receivers applied version 4"):
+        sender.update_weights(weights)
     sender.shutdown()
 
 
 # With engines of this process.
-
-
-class Llm(LightEngine):
-    """A light engine that generates as an `LLM` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_generating = False
-        self.requests: list[str] = []
-        self.engine_core = SimpleNamespace()
-        self.llm_engine = self
-
-    def has_unfinished_requests(self) -> bool:
-        return self.is_generating
-
-    def add_request(self, request: str) -> None:
-        self.requests.append(request)
-
-    def pause(self, mode: str) -> None:
-        if self.is_generating:
-            raise EngineBusyError("it is generating")
-        super().pause(mode)
 
 
 @pytest.fixture
@@ -192,30 +130,6 @@ def receiver_of(light_engines: None, tmp_path: Path) -> Iterator[Callable[..., V
     yield make
     for receiver in receivers:
         receiver.shutdown()
-
-
-@pytest.mark.parametrize("is_removed", [True, False])
-def test_generation_waits_for_a_switch_only_while_a_version_is_ready(
-    receiver_of, tmp_path, is_removed
-):
-    engine, store = Llm(), tmp_path / "light"
-    receiver_of(engine)
-    with dbuffer.WeightSender(store) as sender:
-        sender.send(SMALL.weights(1))
-        until("version 1 is served", lambda: engine.version == 1, WAIT_S)
-        engine.is_generating = True
-        sender.send(SMALL.weights(2))
-        until("a switch is due", lambda: engine.engine_core.is_switch_due, WAIT_S)
-        if not is_removed:
-            engine.receiver._stager._may_stage = lambda: False  # version 3 takes long
-            sender.send(SMALL.weights(3))
-    if is_removed:
-        remove_store(store)
-    engine.is_generating = False
-    next_one = threading.Thread(target=engine.add_request, args=("next",), daemon=True)
-    next_one.start()
-    next_one.join(WAIT_S)
-    assert engine.requests == ["next"]
 
 
 @pytest.mark.parametrize("scheme_class", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
@@ -262,11 +176,6 @@ def test_names_of_older_documents(light_engines, tmp_path, scheme_class):
         receiver.register_model("policy")
     receiver.register_model(first)
     serve(first, 3)
-    with dbuffer.WeightSender(tmp_path / "other") as sender:
-        sender.send(SMALL.weights(7))
-        transport = VLLMDoubleBufferTransport(tmp_path / "other")
-        receiver.register_worker_transport(transport)
-        until("it is read", lambda: receiver.receive() or first.version == 7, WAIT_S)
     receiver.shutdown()
     worker.shutdown()
     trainer.shutdown()
@@ -378,58 +287,29 @@ def test_metadata_may_name_unused_tensors_before_the_first_version(receiver_of, 
         receiver.init_all_workers_group({"value_head": (torch.float32, torch.Size([3]))})
 
 
-def test_record_says_what_the_engine_has_and_lost_weights_are_brought_back(receiver_of, tmp_path):
+def test_lost_weights_are_brought_back(receiver_of, tmp_path):
     engine, store = LightEngine(), tmp_path / "light"
     receiver = receiver_of(engine)
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
-        until("version 1 is applied", lambda: applied(store) == [1], WAIT_S)
+        until("version 1 is served", lambda: engine.version == 1, WAIT_S)
         engine.endpoint.note_asleep(is_lost=True)
         engine.model.tensors = {name: torch.zeros(1) for name in SMALL.names}
-        until("it has none", lambda: applied(store) == [None], WAIT_S)
-        until("it says why", lambda: "EngineBusyError" in str(records(store)[0].problem), WAIT_S)
+        with pytest.raises(EngineBusyError):
+            receiver.poll_and_apply(0)
         engine.endpoint.note_awake()
         receiver.poll_and_apply(0)  # at once; by itself it would do so soon
         assert engine.serves == (1, "1")
-        until("version 1 is applied again", lambda: applied(store) == [1], WAIT_S)
-        receiver.apply_weights(SMALL.weights(7))
-        until("it has none of the store", lambda: applied(store) == [None], WAIT_S)
-        assert receiver.poll_and_apply(0.1) is False
-        assert engine.serves == (7, "unknown")
-        sender.send(SMALL.weights(2))
-        until("version 2 is applied", lambda: applied(store) == [2], WAIT_S)
 
 
-def test_version_of_another_run_is_acknowledged_as_its_own(receiver_of, tmp_path, monkeypatch):
-    """The store is replaced after the receiver has seen version 2, and before the engine does."""
+def test_weights_applied_by_hand_stay_until_the_next_poll(light_engines, tmp_path):
     engine, store = LightEngine(), tmp_path / "light"
-    runs, acknowledged, sync = [], [], Follower.sync
-    acknowledge = dbuffer.WeightReceiver.acknowledge
-
-    def send(first: int) -> None:
-        with dbuffer.WeightSender(store) as sender:
-            for version in (1, 2)[first - 1 :]:
-                runs.append(sender.send(SMALL.weights(version)).id.run)
-
-    def sync_later(follower: Follower, *, at_least: int, **more: Any) -> Any:
-        if at_least == 2 and not replaced:
-            replaced.append(at_least)
-            remove_store(store)
-            send(1)
-        return sync(follower, at_least=at_least, **more)
-
-    def note(receiver: dbuffer.WeightReceiver, version: int) -> None:
-        acknowledge(receiver, version)
-        acknowledged.append(receiver.record.current.applied)
-
-    replaced: list[int] = []
-    monkeypatch.setattr(Follower, "sync", sync_later)
-    monkeypatch.setattr(dbuffer.WeightReceiver, "acknowledge", note)
-    receiver_of(engine)
+    receiver = VLLMDoubleBufferSyncScheme(store).create_receiver(engine)
     with dbuffer.WeightSender(store) as sender:
-        runs.append(sender.send(SMALL.weights(1)).id.run)
-        until("version 1 is applied", lambda: applied(store) == [1], WAIT_S)
-    send(2)
-    until("the last is applied", lambda: VersionId(runs[-1], 2) in acknowledged, WAIT_S)
-    assert engine.serves == (2, "2")
-    assert acknowledged == [VersionId(runs[0], 1), VersionId(runs[-1], 2)]
+        sender.send(SMALL.weights(1))
+        assert [receiver.poll_and_apply(0), receiver.poll_and_apply(0)] == [True, False]
+        receiver.apply_weights(SMALL.weights(7))
+        assert engine.serves == (7, "unknown")
+        assert receiver.poll_and_apply(0) is True
+        assert engine.serves == (1, "1")
+    receiver.shutdown()

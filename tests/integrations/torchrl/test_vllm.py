@@ -13,13 +13,11 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.programs import torchrl_engines
-from tests.programs.torchrl_engines import HEAD, NORM, WRONG_METADATA, wrong_metadata
 from tests.support.engines.tiny_models import make_model
 from tests.support.engines.vllm_engines import NEEDS_VLLM, environment, observe
 from tests.support.later import Later
@@ -30,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch
     from tensordict import TensorDict
-    from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
+    from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 import dbuffer
 from dbuffer.integrations.torchrl import (
@@ -415,29 +413,6 @@ def test_collective_scheme_must_be_given_a_store():
         VLLMWeightSyncScheme(master_address="localhost", master_port=1, num_replicas=2)
 
 
-def test_sender_refuses_metadata_that_is_not_the_models(store):
-    model = make_model("qwen3", 1)
-    metadata = get_model_metadata(model)
-    sender = VLLMWeightSyncScheme(remote_addr=str(store)).create_sender()
-    sender.register_model(model)
-    sender.init_all_workers_group(metadata)
-
-    def refusal_of(metadata: Any) -> str:
-        with pytest.raises(dbuffer.WeightsMismatchError) as refusal:
-            sender.init_all_workers_group(metadata)
-        return str(refusal.value)
-
-    for wrong, (name, _) in WRONG_METADATA.items():
-        refusal = refusal_of(wrong_metadata(metadata, wrong))
-        assert name in refusal
-        assert ";" not in refusal  # one difference, and no other
-    for wrong in ("a name too few", "a name too many", "another shape"):
-        metadata = wrong_metadata(metadata, wrong)
-    refusal = refusal_of(metadata)
-    assert all(name in refusal for name in (NORM, "bogus", HEAD))
-    sender.shutdown()
-
-
 @pytest.mark.parametrize("has_local", [False, True])
 def test_nothing_at_any_address_is_said_once(tmp_path, has_local, caplog):
     local = tmp_path / "local" / "store" if has_local else None
@@ -449,52 +424,6 @@ def test_nothing_at_any_address_is_said_once(tmp_path, has_local, caplog):
     assert scheme.remote_addr in line
     assert scheme.local_addr in line
     receiver.shutdown()
-
-
-@EXPERIMENTAL
-@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-def test_prepare_weights(scheme, extract_as):
-    strategy = WeightStrategy(extract_as=extract_as)
-    model = torch.nn.Linear(1, 1)
-    context = SimpleNamespace(policy=model, env=SimpleNamespace(value_net=model))
-    given = {"weight": torch.ones(1)}
-    assert scheme.prepare_weights(given, "policy", strategy, context) is given
-    for weights, model_id, where in (
-        (None, "policy", context),
-        (model, "policy", None),
-        ("env.value_net", "policy", context),
-    ):
-        prepared = scheme.prepare_weights(weights, model_id, strategy, where)
-        assert isinstance(prepared, dict if extract_as == "state_dict" else TensorDict)
-        assert torch.equal(prepared["weight"], model.weight)
-
-
-class OnlyGetModel:
-    """A context whose models are found by asking it."""
-
-    def __init__(self, **models: Any) -> None:
-        self._models = models
-
-    def get_model(self, model_id: str) -> Any:
-        return self._models[model_id]
-
-
-@pytest.mark.parametrize("kind", ["VLLMDoubleBufferSyncScheme", COLLECTORS])
-def test_prepare_weights_asks_the_context_and_knows_what_the_sender_was_given(kind, store):
-    model = torch.nn.Linear(1, 1)
-    context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
-    scheme = ours(kind)(str(store))
-    prepared = scheme.prepare_weights("critic", "policy", WeightStrategy(), context)
-    assert prepared["weight"].shape == (2, 2)
-    with pytest.raises(dbuffer.OptionError, match="actor"):
-        scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
-    for given, where in (({}, context), ({"model": model}, None), ({"context": context}, None)):
-        if given:
-            scheme.init_on_sender("policy", **given)
-        prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), where)
-        assert torch.equal(prepared["weight"], model.weight)
-        scheme.shutdown()
-        scheme = ours(kind)(str(store))
 
 
 # With engines.
