@@ -69,10 +69,11 @@ class TransportOptions(SenderOptions):
         mirror = start_mirror(remote, local, **self._only(_MIRROR))
         return self.make_receiver(local, receiver_id), mirror
 
-    def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
-        """Return the options of an engine that follows ``store``, or its mirror ``local_store``."""
+    def for_engine(self, remote: str, local: str) -> EngineOptions:
+        """Return the options of an engine that follows ``remote``, or its mirror ``local``."""
+        local_store = None if local == remote else local
         given = self._only((*_RECEIVER, "unused_tensors"))
-        return EngineOptions(store=store, local_store=local_store, **given)
+        return EngineOptions(store=remote, local_store=local_store, **given)
 
     def _only(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

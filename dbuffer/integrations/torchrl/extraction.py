@@ -1,16 +1,15 @@
 """A model as a store holds it: named tensors, and the bytes of its extra state.
 
 Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
-Each module's is a tensor of bytes, named ``__extra_state__.0``, ``.1`` and so on; the paths of the
-modules are in the version's metadata (:class:`VersionInfo`).
+That of all modules is one tensor of bytes, named ``__extra_state__``.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -26,31 +25,20 @@ from dbuffer.weights.sources import is_extra_state, own_tensors, tensordict_tens
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 EXTRA_STATE = "__extra_state__"
-"""TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
+"""Name of the tensor, and TorchRL's key for extra state in a TensorDict of weights."""
 
 _KEY = "torchrl"
 """Metadata key of a version's `VersionInfo`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extracted:
-    """One model's weights, ready to be published."""
-
-    tensors: dict[str, torch.Tensor | LazyTensor]
-    extra_state: list[str] = field(default_factory=list)
-    """Paths of the modules that have extra state; the model itself is ``""``."""
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to publish: a store holds at least one tensor."""
-        return bool(self.tensors)
+Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
+"""One model's weights by their names, ready to be published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInfo:
     """Metadata of a version for the workers of a collector."""
 
-    extra_state: list[str] = field(default_factory=list)
-    """Paths of the modules that have extra state."""
     is_initial: bool = False
     """Whether a run begins with it: then it does not count as a version of the policy."""
     after_version: int = 0
@@ -67,8 +55,7 @@ class VersionInfo:
             info = cls(**values)
         except TypeError as error:
             raise StoreCorruptError(f"{snapshot.path}: {_KEY!r} in its metadata: {error}") from None
-        types = (type(info.extra_state), type(info.is_initial), type(info.after_version))
-        if types != (list, bool, int):
+        if (type(info.is_initial), type(info.after_version)) != (bool, int):
             raise StoreCorruptError(
                 f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
             )
@@ -84,14 +71,10 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
         InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.
     """
     tensors, states = _collect(weights, extract_weights)
-    for index, (path, state) in enumerate(states.items()):
-        tensors[f"{EXTRA_STATE}.{index}"] = _packed(state, path or "the model")
-    return Extracted(tensors, [clean_path(path) for path in states])
+    return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
 
 
-def extract_for_vllm(
-    weights: Any, extract_weights: Callable[[nn.Module], Any]
-) -> dict[str, torch.Tensor | LazyTensor]:
+def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
     """Extract the tensors that a checkpoint would have; engines have no place for extra state."""
     weights = without_torchrl_wrapper(weights)
     tensors, _ = _collect(weights, extract_weights)
@@ -160,26 +143,32 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def unpacked(packed: torch.Tensor) -> Any:
-    """Return extra state from its bytes. Nothing in them is executed."""
+    """Return extra states by the paths of their modules. Nothing in the bytes is executed."""
     try:
         data = io.BytesIO(packed.numpy().tobytes())
         return torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises for bytes that it did not write
-        raise StoreCorruptError(f"invalid extra state of a module: {error}") from error
+        raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
-def _packed(state: Any, owner: str) -> torch.Tensor:
-    """Return the bytes of a module's extra state."""
-    if isinstance(state, TensorDictBase):  # TorchRL's own receivers get it flat, too
-        state = state.flatten_keys(".").to_dict()
+def _packed(states: Mapping[str, Any]) -> torch.Tensor:
+    """Return the bytes of modules' extra states."""
+    plain = {
+        # TorchRL's own receivers hand it to set_extra_state flat, too.
+        clean_path(path): state.flatten_keys(".").to_dict()
+        if isinstance(state, TensorDictBase)
+        else state
+        for path, state in states.items()
+    }
     data = io.BytesIO()
     try:
-        torch.save(state, data)
+        torch.save(plain, data)
         packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
         unpacked(packed)
     except Exception as error:  # a class of its own may raise anything as it is pickled
+        owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
-            f"the extra state of {owner} cannot be published, but tensors, numbers, strings, and "
+            f"the extra state of {owners} cannot be published, but tensors, numbers, strings, and "
             f"lists and dictionaries of them: {error}"
         ) from error
     return packed

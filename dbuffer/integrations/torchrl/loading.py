@@ -17,7 +17,6 @@ from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import (
     EXTRA_STATE,
-    Extracted,
     VersionInfo,
     clean_path,
     unpacked,
@@ -26,7 +25,6 @@ from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.weights.names import clean_names
-from dbuffer.weights.sources import Describer
 from dbuffer.weights.targets import Match, Matcher, tensordict_targets
 
 logger = logging.getLogger(__name__)
@@ -45,15 +43,6 @@ class StagedVersion:
     def of(cls, snapshot: Snapshot, info: VersionInfo) -> Self:
         """Copy a version. The copy is valid once the snapshot was left without an error."""
         return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
-
-    @classmethod
-    def of_extracted(cls, version: int, extracted: Extracted) -> Self:
-        """Take a version from the weights that were published as it, without a copy."""
-        source = Describer().describe(extracted.tensors)
-        layout = Layout.of(source.specs, source.aliases)
-        info = VersionInfo(extra_state=extracted.extra_state)
-        tensors = {spec.name: t for spec, t in zip(source.specs, source.fetched(), strict=True)}
-        return cls(version, info, layout, tensors)
 
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
         """Load the version into a model, while none of its forward calls runs.
@@ -95,35 +84,29 @@ class StagedVersion:
             if tensor.is_meta and isinstance(model, nn.Module):
                 targets[name] = to_install[name] = torch.empty_like(tensor, device="cpu")
         # Matched as well, so that all published tensors are accounted for.
-        extra = {name: self._copy_of(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
+        extra = {EXTRA_STATE: self.tensors[EXTRA_STATE]} if EXTRA_STATE in names else {}
         match = matcher.match(targets | extra, self.layout)
         match.require_ties(self._tensor)
         return match, to_install, self._states_of(model)
 
     def _states_of(self, model: Any) -> list[tuple[nn.Module, Any]]:
         """Return the modules whose extra state was published, each with its state."""
-        if not self.info.extra_state:
+        if EXTRA_STATE not in self.tensors:
             return []
+        states: dict[str, Any] = unpacked(self.tensors[EXTRA_STATE])
         modules: dict[str, nn.Module] = {}
         if isinstance(model, nn.Module):
             for path, module in model.named_modules():
                 modules[clean_path(path)] = module
-        if missing := set(self.info.extra_state) - modules.keys():
+        if missing := states.keys() - modules.keys():
             raise WeightsMismatchError(
                 f"extra state was published for {sorted(missing)}, which the model has no modules "
                 "for"
             )
-        return [
-            (modules[path], unpacked(self._copy_of(f"{EXTRA_STATE}.{index}")))
-            for index, path in enumerate(self.info.extra_state)
-        ]
+        return [(modules[path], state) for path, state in states.items()]
 
     def _tensor(self, index: int) -> torch.Tensor:
         return self.tensors[self.layout.specs[index].name]
-
-    def _copy_of(self, name: str) -> torch.Tensor:
-        """Return a copy of a tensor, by any of its names."""
-        return self.tensors[self.layout.aliases.get(name, name)].clone()
 
 
 def own_memory(model: Any, guard: ForwardGuard) -> None:
@@ -188,7 +171,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         }
         saved = model.state_dict(keep_vars=True).keys()
         # "module.weight" of a TensorDictModule is published as "weight", unless with extra state.
-        extra = [name for name in published if name.startswith(f"{EXTRA_STATE}.")]
+        extra = [EXTRA_STATE] if EXTRA_STATE in published else []
         return {
             name: tensors[name]
             for name, cleaned in zip(tensors, clean_names([*tensors, *extra]), strict=False)

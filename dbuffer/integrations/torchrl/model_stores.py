@@ -86,15 +86,11 @@ class ModelPublisher:
                 f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
         if set(chosen) == set(self._workers):
-            info = VersionInfo(extra_state=weights.extra_state, is_initial=is_initial)
+            info = VersionInfo(is_initial=is_initial)
             published = self._send(None, weights, info)
             self._last_version = published[1]
             return [published]
-        info = VersionInfo(
-            extra_state=weights.extra_state,
-            is_initial=is_initial,
-            after_version=self._last_version,
-        )
+        info = VersionInfo(is_initial=is_initial, after_version=self._last_version)
         return [self._send(worker, weights, info) for worker in chosen]
 
     def wait_present(self, timeout_s: float) -> None:
@@ -117,7 +113,7 @@ class ModelPublisher:
 
     def _send(self, worker: int | None, weights: Extracted, info: VersionInfo) -> PublishedVersion:
         sender = self._sender(worker)
-        version = sender.send(weights.tensors, metadata=info.to_metadata()).version
+        version = sender.send(weights, metadata=info.to_metadata()).version
         return sender, version, self._workers if worker is None else (worker,)
 
     def _sender(self, worker: int | None) -> WeightSender:

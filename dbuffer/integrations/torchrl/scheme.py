@@ -30,6 +30,7 @@ from dbuffer.integrations.torchrl.model_stores import (
     versions_below,
 )
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
+from dbuffer.publish.sender import WeightSender
 from dbuffer.runtime import options as checks
 from dbuffer.weights.targets import Matcher
 
@@ -223,18 +224,19 @@ class DoubleBufferSyncScheme(StoreScheme):
                 extracted, for_workers, is_initial=is_initial
             )
             if self._has_no_workers:
-                self._load_into_collector(part, extracted, published[-1])
+                self._load_into_collector(part, published[-1][0])
         return published
 
-    def _load_into_collector(
-        self, weights: Any, extracted: Extracted, published: PublishedVersion
-    ) -> None:
-        """Load weights into the model that a collector without workers runs."""
+    def _load_into_collector(self, weights: Any, sender: WeightSender) -> None:
+        """Load published weights into the model that a collector without workers runs."""
         model = find_model(self.context, self._model_id)
         if model is not None and model is not weights:
             self._guard.attach(model)
-            _, version, _ = published
-            staged = StagedVersion.of_extracted(version, extracted)
+            with (
+                self.options.make_receiver(sender.store) as receiver,
+                receiver.open(acknowledge=False) as snapshot,
+            ):
+                staged = StagedVersion.of(snapshot, VersionInfo.of(snapshot))
             staged.load(model, self._guard, Matcher())
 
     def _extract(self, weights: Any) -> Extracted:

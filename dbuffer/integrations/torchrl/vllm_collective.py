@@ -100,13 +100,16 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any | None = None
     ) -> None:
-        """Let each update wait for engines from now on.
+        """Let ``update_weights`` return when engines have the weights, from now on.
+
+        It then raises a ``WaitTimeoutError`` if too few of them have these in time, which says what
+        keeps each from them; and an ``EngineUpdateError`` if ``vllm_engine`` cannot be switched.
 
         Args:
             model_metadata: dtype and shape of each tensor.
-            vllm_engine: an engine that `update_weights` switches itself. Default: ``num_replicas``
-                engines, of the scheme, are waited for; they have a :class:`VLLMWeightReceiver`, or
-                follow the store by themselves.
+            vllm_engine: an engine that `update_weights` switches itself. Default: as many engines
+                as the scheme's ``num_replicas`` are waited for, which have a
+                :class:`VLLMWeightReceiver`, or follow the store by themselves.
 
         Raises:
             WeightsMismatchError: the engine differs from the metadata; the message lists how.
@@ -116,22 +119,6 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
             return
         self._receiver = VLLMWeightReceiver(self._scheme, vllm_engine, follows=False)
         self._receiver.init_all_workers_group(model_metadata)
-
-    def update_weights(self, weights: Any | None = None) -> None:
-        """Publish weights; return when the engines have them.
-
-        ``init_all_workers_group`` says which ones. Before that was called, none is waited for.
-
-        Raises:
-            WaitTimeoutError: (a ``TimeoutError``) too few engines have them in time; the message
-                says which version each has, and what keeps it from this one.
-            EngineUpdateError: the engine that this sender switches serves on with its weights.
-            NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
-                gone.
-            InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
-            StoreBusyError: another sender has the store.
-        """
-        super().update_weights(weights)
 
     def _deliver(self, version: int) -> None:
         if self._receiver is not None:

@@ -135,9 +135,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         self.model_id = model_id
-        # Some contexts can have no weak reference, which is what the scheme keeps.
-        with contextlib.suppress(TypeError):
-            self.context = context
         self._sender = self.create_sender()
         model = find_model(context, model_id) if model is None else model
         if model is not None:
@@ -165,13 +162,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         """Publish weights, if any are given: an engine has those that it was started with."""
         if weights is not None:
             self.send(weights)
-
-    def _setup_connection_and_weights_on_receiver_impl(
-        self,
-        *,
-        worker_idx: int | None = None,
-    ) -> None:
-        pass  # nothing to wait for: receive() looks at the store
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
         """Publish weights, where ``init_on_sender`` was called."""
@@ -499,9 +489,8 @@ class VLLMDoubleBufferWeightReceiver:
             raise ClosedError("this receiver was shut down")
 
     def _followers_of(self, engine: Any) -> list[Follower | RayFollower]:
-        remote, local = self._scheme.remote_addr, self._scheme.local_addr
-        options = self._scheme.options.for_engine(remote, None if local == remote else local)
-        return followers_of(engine, options)
+        addresses = self._scheme.remote_addr, self._scheme.local_addr
+        return followers_of(engine, self._scheme.options.for_engine(*addresses))
 
     def _find_receiver(self) -> WeightReceiver:
         """Return the receiver of the store, which this host may know by either address."""

@@ -108,7 +108,7 @@ class WorkerReceiver:
         Raises:
             WaitTimeoutError: they did not come in time.
         """
-        self._register()
+        self._register()  # before it waits
         self._load(self._feeds[0], timeout_s)
         self.load_newer()
 

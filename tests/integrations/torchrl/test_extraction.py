@@ -44,8 +44,7 @@ def extracted(weights: Any, strategy: str = "tensordict") -> Any:
 
 def back(found: Any) -> dict[str, Any]:
     """The extra state as it comes out at the other end."""
-    packed = enumerate(found.extra_state)
-    return {path: unpacked(found.tensors[f"__extra_state__.{index}"]) for index, path in packed}
+    return unpacked(found["__extra_state__"])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -54,10 +53,9 @@ def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy):
         nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), in_keys=["a"], out_keys=["b"]
     )
     found = extracted(policy, strategy)
-    assert found.tensors.keys() == policy.state_dict().keys()
+    assert found.keys() == policy.state_dict().keys()
     for name, tensor in policy.state_dict(keep_vars=True).items():
-        assert found.tensors[name].data_ptr() == tensor.data_ptr()
-    assert not found.extra_state
+        assert found[name].data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -69,7 +67,7 @@ def test_a_transformers_model_is_extracted_for_an_engine_as_its_checkpoint(strat
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # A collector's workers have the module, and get its own.
-    assert extracted(model, strategy).tensors.keys() >= model.state_dict().keys()
+    assert extracted(model, strategy).keys() >= model.state_dict().keys()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -77,8 +75,8 @@ def test_tied_tensors_have_all_their_names(strategy):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     found = extracted(model, strategy)
-    assert {"0.weight", "1.weight"} <= found.tensors.keys()
-    assert found.tensors["0.weight"].data_ptr() == found.tensors["1.weight"].data_ptr()
+    assert {"0.weight", "1.weight"} <= found.keys()
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -92,8 +90,8 @@ def test_tensordicts_and_state_dicts_may_be_nested_or_flat(nested):
         OrderedDict(layer=TensorDict(inner, batch_size=[])) if nested else OrderedDict(flat),
     ):
         found = extracted(weights)
-        assert found.tensors.keys() == flat.keys()
-        assert torch.equal(found.tensors["layer.weight"], weight)
+        assert found.keys() == flat.keys()
+        assert torch.equal(found["layer.weight"], weight)
 
 
 STATES = [
@@ -124,8 +122,7 @@ def test_extra_state_comes_out_as_it_went_in(state, strategy):
     states = back(found)
     assert states.keys() == {"1"}
     assert same(states["1"], state), states
-    plain = {name for name in found.tensors if not name.startswith("__extra_state__.")}
-    assert plain == {"0.weight", "0.bias"}
+    assert found.keys() == {"0.weight", "0.bias", "__extra_state__"}
 
 
 def test_every_module_that_has_extra_state_is_found_and_compilation_changes_no_path():
@@ -138,7 +135,6 @@ def test_every_module_that_has_extra_state_is_found_and_compilation_changes_no_p
 def test_extra_state_of_the_model_itself_and_none_at_all():
     assert back(extracted(Counting({"n": 3}))) == {"": {"n": 3}}
     for nothing in (None, {}):
-        assert not extracted(Counting(nothing)).extra_state
         assert not extracted(Counting(nothing))
 
 
@@ -149,7 +145,7 @@ def test_what_torchrl_has_extracted_already():
     found = extracted(weights)
     # Flat, as TorchRL's receivers hand it to set_extra_state.
     assert same(back(found), {"": {"inner.mean": torch.ones(2), "count": torch.tensor(3)}})
-    assert {"linear.weight", "linear.bias"} <= found.tensors.keys()
+    assert {"linear.weight", "linear.bias"} <= found.keys()
 
 
 def test_a_state_dict_brings_its_own_extra_states():

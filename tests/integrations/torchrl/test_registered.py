@@ -292,7 +292,7 @@ def test_lost_weights_are_brought_back(receiver_of, tmp_path):
     receiver = receiver_of(engine)
     with dbuffer.WeightSender(store) as sender:
         sender.send(SMALL.weights(1))
-        until("version 1 is served", lambda: engine.version == 1, WAIT_S)
+        sender.wait_applied(1, timeout_s=WAIT_S)
         engine.endpoint.note_asleep(is_lost=True)
         engine.model.tensors = {name: torch.zeros(1) for name in SMALL.names}
         with pytest.raises(EngineBusyError):
