@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from dbuffer.errors import DBufferError
 from dbuffer.format import places
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
@@ -64,7 +65,7 @@ class NetworkFiles(WeightsFiles):
                     self.close_at(path)
                     path.unlink(missing_ok=True)
                 else:
-                    self._retire(path, self._versions_of(path, old))
+                    self._retire(path, _versions_of(path, old))
         # And what a publish left that failed between its mark and this.
         self.sweep(buffer, keep=keep)
         self._remove_unneeded()
@@ -90,12 +91,6 @@ class NetworkFiles(WeightsFiles):
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
         # It has no size yet: what is allocated over a network may not be there.
         filesystem.check_room(path, num_bytes)
-
-    def _versions_of(self, path: Path, old: Manifest) -> range | None:
-        """Versions that a file was needed for, up to the one of a manifest that named it."""
-        is_its_own = not old.chain
-        first = self.made_for.get(path, old.version if is_its_own else None)
-        return None if first is None else range(first, old.version + 1)
 
     def _retire(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
         """Retire a file that no manifest has named for ``age_s``, for :meth:`_remove_unneeded`.
@@ -175,6 +170,14 @@ class NetworkFiles(WeightsFiles):
     def _named_versions(self) -> set[int]:
         manifests = map(self.store.undamaged_manifest, places.BUFFERS)
         return {manifest.version for manifest in manifests if manifest is not None}
+
+
+def _versions_of(path: Path, old: Manifest) -> range:
+    """Versions that a file was needed for, up to the one of a manifest that named it."""
+    made_for = old.anchor or old.id
+    if places.is_delta_file(path.name):
+        made_for = VersionId.parse(path.stem)
+    return range(made_for.number, old.version + 1)
 
 
 def _was_never_published(manifest: Manifest) -> bool:

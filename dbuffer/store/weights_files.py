@@ -31,7 +31,6 @@ class WeightsFiles(ABC):
         self.store = store
         self.reader_timeout_s = reader_timeout_s
         self.open: dict[Path, Descriptor] = {}
-        self.made_for: dict[Path, int] = {}
 
     def reuse(
         self,
@@ -82,17 +81,12 @@ class WeightsFiles(ABC):
     def note_published(self, read_back: Callable[[], None]) -> None:
         """Follow up on a publish; ``read_back`` compares the store with what was written."""
 
-    def note_version(self, path: Path, version: int) -> None:
-        """Remember for which version a file is made; it may serve later ones, too."""
-        self.made_for[path] = version
-
     def forget(self, file: Descriptor) -> None:
         self.open = {path: known for path, known in self.open.items() if known is not file}
         file.close()
 
     def close_at(self, path: Path) -> None:
         """Close what is at ``path``, just before it is removed; see `replace_file`."""
-        self.made_for.pop(path, None)
         if (file := self.open.get(path)) is not None:
             self.forget(file)
 

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +56,7 @@ from dbuffer.store.hold import Held, Patience
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.medium import LocalMedium, NetworkMedium
 from dbuffer.store.network_files import NetworkFiles
+from dbuffer.store.retention import Retention
 from dbuffer.store.weights_files import LocalFiles, WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,6 @@ class BufferWriter:
         keep_bytes: int | None = None,
     ) -> None:
         self._keep = keep
-        self._keep_bytes = keep_bytes
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         filesystem.make_directory(self.root, parents=True, durable=durable)
@@ -127,6 +126,13 @@ class BufferWriter:
         self._sync = durable or self.medium.reaches_other_hosts
         self._open_records: dict[Path, Descriptor | None] = {}
         self._files = FILES[self.medium.name](self.store, reader_timeout_s)
+        self._retention = Retention(
+            self.store,
+            self._files,
+            num_kept=keep,
+            max_kept_bytes=keep_bytes,
+            durable=self._sync,
+        )
         self._generation = 0
         self._written_before: dict[tuple[str, str], float] = {}
         """Times of receivers' records, by id and token, when it began."""
@@ -136,9 +142,6 @@ class BufferWriter:
         """Trainer's step of the last version, of its run or that it began upon, that names one."""
         self.steps_back = 0
         """Number of its run's versions whose step was below the last."""
-        self._spared: str | None = None
-        """Buffer of the kept version that is being published again."""
-        self._has_deltas = False
         self._forgot_at = time.monotonic()
         # Between hosts epochs show a second writer; on a local disk readers need locks as well.
         path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
@@ -225,12 +228,12 @@ class BufferWriter:
             buffer = contents.idle_buffer
             old, newest = contents.manifests[buffer], contents.manifests[other_buffer(buffer)]
             if self._keep and old is not None and contents.has_published(old):
-                self._keep_version(buffer, old)
-            needed = self._files_of(contents, other_buffer(buffer))
+                self._retention.keep(buffer, old)
+            stay = self._retention.reasons([(other_buffer(buffer), newest)])
             file, name, held_before = None, None, None
             if with_file and not self._keep and old is not None:
                 # The newest version may be a chain of deltas from the file of this buffer.
-                if self.root / buffer / old.file not in needed:
+                if self.root / buffer / old.file not in stay:
                     file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
                 if file is not None:
                     undo.callback(self._files.forget, file)
@@ -239,22 +242,12 @@ class BufferWriter:
             self.store.require_writer(self.record)
             marked = self._mark(buffer, version, contents.last_generation, name)
             path = self.root / buffer / marked.file
-            keep = needed | self._drop_kept(needed, newest, version)
-            if file is None:
-                self._files.retire(buffer, old, keep=keep)
-            if self._has_deltas:
-                self._files.sweep(places.DELTAS_DIRECTORY, keep=keep)
+            replaced = (buffer, old) if file is None else None
+            self._retention.sweep(stay, newest, version, replaced)
             if file is None and with_file:
                 file = self._files.make(path, file_bytes)
-                self._files.note_version(path, version.id.number)
             undo.pop_all()
             return Claim(buffer, path, file, marked, held_before)
-
-    def _keep_version(self, buffer: str, manifest: Manifest) -> None:
-        try:
-            kept.keep(self.store, buffer, manifest, durable=self._sync)
-        except StoreNotFoundError as error:
-            logger.warning("version %d is not kept: %s", manifest.version, str(error))
 
     def _mark(
         self, buffer: str, version: Lineage, last_generation: int, file: str | None
@@ -288,62 +281,6 @@ class BufferWriter:
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         return marked
 
-    def _files_of(self, contents: Contents, *buffers: str) -> set[Path]:
-        manifests = [(buffer, contents.manifests[buffer]) for buffer in buffers]
-        return {
-            path
-            for buffer, manifest in manifests
-            if manifest is not None
-            for path in self._files.named_by(buffer, manifest)
-        }
-
-    def _drop_kept(
-        self, needed: set[Path], newest: Manifest | None, next_one: Lineage
-    ) -> set[Path]:
-        """Drop versions beyond what is to be kept; return the files of those that stay.
-
-        One that does not lead to the next was lost: it stays only if it is pinned.
-        """
-        if not (self.root / places.KEPT_DIRECTORY).is_dir():
-            return set()
-        stay: set[Path] = set()
-        drop: dict[str, Manifest] = {}
-        num_kept, num_bytes = 0, 0
-        for buffer, manifest in reversed(self.store.kept().items()):
-            files = set(self._files.named_by(buffer, manifest))
-            if manifest != newest and not kept.is_pinned(self.store, buffer):
-                is_lost = not next_one.reaches(manifest.id)
-                if not is_lost:
-                    num_kept += 1
-                    num_bytes += sum(filesystem.size_at(path) for path in files - stay)
-                too_many = num_kept > self._keep
-                too_large = self._keep_bytes is not None and num_bytes > self._keep_bytes
-                is_excess = (too_many or too_large or is_lost) and buffer != self._spared
-                if is_excess and kept.withdraw(self.store, buffer):
-                    drop[buffer] = manifest
-                    continue
-            stay |= files
-        for buffer, manifest in drop.items():
-            self._files.retire(buffer, manifest, keep=needed | stay)
-        self._remove_dropped()
-        return stay
-
-    def _remove_dropped(self) -> None:
-        """Remove what is left of dropped versions, also by writers that died meanwhile.
-
-        A version whose manifest is damaged is lost to all readers, and dropped unless it is pinned.
-        """
-        for buffer, directory in self.store.kept_directories().items():
-            kept.restore_pinned(self.store, buffer)
-            if (directory / places.MANIFEST_FILE).exists() and (
-                self.store.undamaged_manifest(buffer) is not None
-                or kept.is_pinned(self.store, buffer)
-            ):
-                continue
-            self._files.sweep(buffer, keep=())
-            if not self._files.all_in(buffer):
-                shutil.rmtree(directory, ignore_errors=True)
-
     def idle_file(self) -> tuple[int, int] | None:
         """Identity of the file that the next version is written over; None: it gets a new one."""
         contents = Contents(self.store)
@@ -368,9 +305,7 @@ class BufferWriter:
         path = self.store.delta_path(version)
         with os_errors("write a delta", path):
             filesystem.make_directory(directory, durable=self._sync)
-            self._has_deltas = True
             path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
-            self._files.note_version(path, claim.marked.version)
             try:
                 claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
             except BaseException:
@@ -484,11 +419,11 @@ class BufferWriter:
         with os_errors("publish", self.root):
             held = kept.hold(self.store, version, durable=self._sync)
         with held:
-            self._spared = held.buffer
+            self._retention.spared = held.buffer
             try:
                 yield held
             finally:
-                self._spared = None
+                self._retention.spared = None
 
     def republish(self, held: Held, number: int, metadata: dict[str, Any]) -> Manifest:
         """Publish the weights file of a held version again, by a further name.
@@ -588,7 +523,6 @@ class BufferWriter:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
         contents = Contents(self.store)
-        self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._generation = contents.last_generation
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
@@ -599,16 +533,7 @@ class BufferWriter:
         self._put(self.root / places.WRITER_FILE, record)
         scratch = self.root / places.SCRATCH_DIRECTORY
         filesystem.remove_stale_temporaries(scratch, filesystem.time_at(scratch))
-        # Of dead writers; what a manifest names may be the newest version, and one that is not dead
-        # may have published it since we looked: now it knows that it is superseded.
-        keep = self._files_of(Contents(self.store), *places.BUFFERS)
-        for buffer, manifest in self.store.kept().items():
-            keep |= set(self._files.named_by(buffer, manifest))
-        self._remove_dropped()
-        for directory in (
-            (*places.BUFFERS, places.DELTAS_DIRECTORY) if self._has_deltas else places.BUFFERS
-        ):
-            self._files.sweep(directory, keep=keep)
+        self._retention.recover()
         self._forget_dead_receivers()
         with contextlib.suppress(DBufferError, OSError):  # logged by the line above
             records = self.store.receivers()
