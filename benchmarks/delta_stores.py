@@ -18,7 +18,7 @@ from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.patching import CHANGED, step
 from benchmarks.processes import as_network, scratch_folder
-from dbuffer.format.delta import Integers
+from dbuffer.format.words import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
 

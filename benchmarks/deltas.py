@@ -22,13 +22,11 @@ from benchmarks.patching import run as patching_of_an_engine
 from benchmarks.targets import Check
 from benchmarks.transfers import Times
 from dbuffer.format import delta
-from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.format.lineage import VersionId
-from dbuffer.io.changes import Diff, Words, cut_work
+from dbuffer.io.changes import Changes, bytes_in, cut_work, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
-from dbuffer.io.find_changes import find_changes
+from dbuffer.io.delta import apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import FileTensors
 
 _RUN = "0" * 16
@@ -51,7 +49,7 @@ _MIN_SPEED = 0.5
 _MAX_TIME = 0.25
 _WARM_UPS = 1
 
-MEMCPY, FIND, HASHED, ENCODE, APPLY = "memcpy", "find", "find, checksums", "encode", "apply"
+MEMCPY, FIND, HASHED, APPLY = "memcpy", "find, encode", "find, encode, checksums", "apply"
 COMPARE, TAKE, SCATTER = (
     "floor of find: compare alone",
     "floor of find: compare, take what differs",
@@ -66,7 +64,7 @@ _PIECE = 1 << 17
 
 class _Versions(NamedTuple):
     before: FileTensors
-    after: list[torch.Tensor]
+    after: FileTensors
     layout_xxh3: str
 
 
@@ -152,9 +150,8 @@ def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
     weights = torch.randn(4_000_000, generator=generator).mul_(_SPREAD)
     update = torch.randn(4_000_000, generator=generator).mul_(spread)
     versions = _versions([weights.bfloat16()], [(weights + update).bfloat16()])
-    found = find_changes(versions.before, versions.after, copier)
-    encoded = _encode(versions, copier)
-    return found.num_changed / len(weights), encoded.num_bytes / found.num_changed
+    found = _find(versions, copier)
+    return found.num_changed / len(weights), _num_bytes(_file(versions, found)) / found.num_changed
 
 
 def _size_check(spread: float, share: float, num_bytes: float) -> Check:
@@ -167,25 +164,27 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
     """Bytes of a delta where 1 % changed, of all bytes; and seconds, in turns."""
     before = [torch.randn(shape).mul_(_SPREAD).bfloat16() for shape in shapes.values()]
     versions = _versions(before, [models.nudged(tensor) for tensor in before])
-    encoded = _encode(versions, copier)
+    found = _find(versions, copier)
+    encoded, *chunks = _file(versions, found)
     prefix_bytes = delta.PREFIX_BYTES
-    _, xxh3 = delta.decode_prefix(encoded.header[:prefix_bytes])
-    layout, header = versions.before.layout, encoded.header[prefix_bytes:]
+    _, xxh3 = delta.decode_prefix(encoded[:prefix_bytes])
+    layout, header = versions.before.layout, encoded[prefix_bytes:]
     decoded = delta.decode_header(header, xxh3, layout, versions.layout_xxh3)
     target, copied = _contents(layout), _contents(layout)
     words = np.frombuffer(target.raw, np.uint16)
-    found = find_changes(versions.before, versions.after, copier)
-    places, values = _places(found)
+    positions = changed_positions(decoded, chunks.__getitem__, copier)
+    places = np.concatenate([at + layout.offsets[i] // 2 for i, at in positions.items()])
+    values = np.frombuffer(versions.after.raw, np.uint16)[places]
+    tensors = versions.after.views
     del before
     times_s: Times = defaultdict(list)
     for turn in range(_WARM_UPS + samples):
         target.data.copy_(versions.before.data)
         actions = {
-            MEMCPY: lambda: copier.write(copied, versions.after),
-            FIND: lambda: find_changes(versions.before, versions.after, copier),
+            MEMCPY: lambda: copier.write(copied, tensors),
+            FIND: lambda: _find(versions, copier),
             HASHED: lambda: _find_and_hash(versions, copier),
-            ENCODE: lambda: _encode(versions, copier, found),
-            APPLY: lambda: apply_delta(decoded, encoded.chunks.__getitem__, target, copier),
+            APPLY: lambda: apply_delta(decoded, chunks.__getitem__, target, copier),
             COMPARE: lambda: _compare(versions.before, copied, copier, takes=False),
             TAKE: lambda: _compare(versions.before, copied, copier, takes=True),
             SCATTER: lambda: scatter(places, values, words, copier),
@@ -194,12 +193,15 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
             took_s = timed(action)
             if turn >= _WARM_UPS:
                 times_s[name].append(took_s)
-    return encoded.num_bytes / layout.num_bytes, times_s
+    return _num_bytes([encoded, *chunks]) / layout.num_bytes, times_s
+
+
+def _find(versions: _Versions, copier: Copier) -> Changes:
+    return find_changes(versions.before, bytes_in(versions.after), copier)
 
 
 def _find_and_hash(versions: _Versions, copier: Copier) -> None:
-    found = find_changes(versions.before, versions.after, copier)
-    copier.checksums(versions.before, [change.tensor for change in found.changes])
+    copier.checksums(versions.before, _find(versions, copier).tensors)
 
 
 def _compare(before: FileTensors, after: FileTensors, copier: Copier, *, takes: bool) -> None:
@@ -218,45 +220,32 @@ def _compare(before: FileTensors, after: FileTensors, copier: Copier, *, takes: 
     copier.in_parallel(work, cut_work([to - at for at, to in cuts], copier))
 
 
-def _places(found: Diff) -> tuple[Integers, Words]:
-    """Where all that changed is in the memory of all tensors, and what is there then."""
-    offsets, changes = found.layout.offsets, found.changes
-    places = [
-        np.arange(len(change.values)) if change.positions is None else change.positions
-        for change in changes
-    ]
-    starts = [offsets[change.tensor] // change.values.itemsize for change in changes]
-    return (
-        np.concatenate(
-            [at.astype(np.int64) + start for at, start in zip(places, starts, strict=True)]
-        ),
-        np.concatenate([change.values for change in changes]),
-    )
-
-
 def _versions(before: list[torch.Tensor], after: list[torch.Tensor]) -> _Versions:
     specs = [TensorSpec(f"t{i}", "bfloat16", tuple(t.shape)) for i, t in enumerate(before)]
-    contents = _contents(Layout.of(specs))
-    for view, tensor in zip(contents.views, before, strict=True):
-        view.copy_(tensor)
-    return _Versions(contents, after, digest(contents.layout.encode()))
+    layout = Layout.of(specs)
+    sides = _contents(layout), _contents(layout)
+    for side, tensors in zip(sides, (before, after), strict=True):
+        for view, tensor in zip(side.views, tensors, strict=True):
+            view.copy_(tensor)
+    return _Versions(*sides, digest(layout.encode()))
 
 
 def _contents(layout: Layout) -> FileTensors:
     return FileTensors(torch.zeros(layout.checksums_offset, dtype=torch.uint8), layout)
 
 
-def _encode(versions: _Versions, copier: Copier, found: Diff | None = None) -> EncodedDelta:
-    if found is None:
-        found = find_changes(versions.before, versions.after, copier)
+def _file(versions: _Versions, found: Changes) -> list[bytes]:
     return encode_delta(
         found,
-        copier,
-        checksums=None,
+        None,
         base=VersionId(_RUN, 1),
         version=VersionId(_RUN, 2),
         layout_xxh3=versions.layout_xxh3,
     )
+
+
+def _num_bytes(parts: list[bytes]) -> int:
+    return sum(map(len, parts))
 
 
 def _table(times_s: Times) -> str:
@@ -270,7 +259,7 @@ def _table(times_s: Times) -> str:
 
 def _checks(what: str, share: float, times_s: Times) -> list[Check]:
     copied_s = median(times_s[MEMCPY])
-    speed = copied_s / (median(times_s[FIND]) + median(times_s[ENCODE]))
+    speed = copied_s / median(times_s[FIND])
     applied = median(times_s[APPLY]) / copied_s
     return [
         _share_check(f"bytes of a delta, 1 % changed by one in the last place, {what}", share),

@@ -6,20 +6,19 @@ It is, in this order::
     header       one line of JSON (:class:`DeltaRecord`), then two tables
     chunks       one after another, each with its digest in the header
 
-The first table has a row for each changed tensor, in the order of the layout. The second has one
-for each chunk: a range of the weights file, from a changed word to a changed word. Chunks are
-sorted by the bytes of their words, then by place. A table is stored byte plane by byte plane, as
-values are.
+A version with checksums has a row in the first table for each tensor whose checksum changed. The
+second table has a row for each chunk: a range of the weights file, from a changed word to a changed
+word. Chunks are sorted by the bytes of their words, then by place. A table is stored byte plane by
+byte plane, as values are.
 
 A *word* is an element's bits as an unsigned number. An element of 16 bytes is two words of 8. A
-chunk changes words of one size, in tensors that have words of this size and a row; its positions
-count words of this size through the whole range, whatever else lies in it.
+chunk changes words of one size, in tensors that have words of this size; its positions count words
+of this size through the whole range, whatever else lies in it.
 
 A chunk is, in this order: the stored length of each of its streams (4 bytes, little-endian), then
-the streams. The first ones say where the changed words are: two for gaps, the low and the high
-bytes of 16-bit numbers, one for a mask, none if all words of these tensors in the range come. Then
-comes one for each byte of a word: the lowest byte of each changed word, the next one of each, and
-so on.
+the streams. The first two are the low and the high bytes of *gaps*: the number of unchanged words
+before each changed one, in 16 bits: 65535 as often as it fits, then the rest. Then comes one stream
+for each byte of a word: the lowest byte of each changed word, the next one of each, and so on.
 
 A stream, and the two tables together, are stored as a frame of zstd if that is shorter than what is
 in it, and as they are if not. How long each is, unpacked, follows from the header alone.
@@ -50,15 +49,7 @@ DELTA_FORMAT = 1
 _PREFIX = struct.Struct("<8sIIQ")
 PREFIX_BYTES = _PREFIX.size
 
-GAPS, MASK, WHOLE = 0, 1, 2
-"""Codes of the positions of a chunk's changed words.
-
-GAPS: the number of unchanged words before each: 65535 as often as it fits, then the rest. MASK: a
-bit for each word, the lowest of a byte first. WHOLE: all words of the tensors in the range.
-"""
-
-NUM_STREAMS = (2, 1, 0)
-"""Number of streams of each code of positions."""
+NUM_GAP_STREAMS = 2
 
 DIFFERENCES, NEW_WORDS = 0, 1
 """Codes of a changed word: new minus old (zigzag, so that small differences of either sign are
@@ -67,17 +58,14 @@ small numbers), or the new word."""
 ESCAPE = 65535
 
 MAX_HEADER_BYTES = 1 << 28
-MAX_TABLE_BYTES = 1 << 30
-MAX_CHUNK_BYTES = 8 << 20
-"""No chunk is longer, unpacked. With the next, it bounds the memory that a thread needs for one."""
-MAX_CHUNK_WORDS = 1 << 25
-MIN_CHUNK_BYTES = 1 << 14
-"""There are no more chunks than tensors, and one for so many bytes of all tensors."""
+MAX_TABLE_BYTES = 1 << 28
+CHUNK_BYTES = 4 << 20
+"""Longest range of a chunk. It bounds the memory that a thread needs for one."""
 
 _MAX_LINE_BYTES = 4096
 
 _TENSOR_ROW = np.dtype([("tensor", "<u4"), ("xxh3", "<u8")])
-_CHUNK_ROW = np.dtype(
+CHUNK_ROW = np.dtype(
     [
         ("word_bytes", "u1"),
         ("first_word", "<u8"),
@@ -86,12 +74,10 @@ _CHUNK_ROW = np.dtype(
         ("raw_bytes", "<u4"),
         ("stored_bytes", "<u4"),
         ("xxh3", "<u8"),
-        ("positions", "u1"),
         ("values", "u1"),
     ]
 )
 
-Integers = npt.NDArray[np.int64]
 Table = npt.NDArray[np.void]
 
 
@@ -106,7 +92,7 @@ class DeltaRecord(Record, frozen=True, kw_only=True):
     """Version that it leads to."""
     layout_xxh3: Token
     is_hashed: bool
-    """Whether the rows of tensors hold checksums; without, they hold 0."""
+    """Whether the version has checksums."""
     num_tensors: Count
     num_chunks: Count
 
@@ -125,8 +111,6 @@ class Chunk(NamedTuple):
     stored_bytes: int
     xxh3: int
     """Checksum of the stored bytes."""
-    positions: int
-    """Code of the positions."""
     values: int
     """Code of the changed words."""
 
@@ -138,8 +122,8 @@ class DeltaHeader:
     record: DeltaRecord
     layout: Layout
     tensors: Table
-    """``tensor`` (its index in the layout) and ``xxh3`` of the tensor after the change, as
-    `Copier.checksums` has it."""
+    """``tensor`` (its index in the layout) and ``xxh3`` of each tensor whose checksum changed, as
+    `Copier.checksums` has it; none if the version has no checksums."""
     chunks: list[Chunk]
     header_bytes: int
     """Size as stored, without the prefix."""
@@ -156,31 +140,9 @@ class DeltaHeader:
         """Size of the whole file."""
         return self.places[-1]
 
-    @cached_property
-    def _by_width(self) -> dict[int, tuple[Integers, Integers, Integers]]:
-        """Index, first word and end, in the file, of changed tensors, by the bytes of a word."""
-        indices = self.tensors["tensor"].astype(np.int64)
-        widths, offsets, sizes = (
-            np.array(column, np.int64)[indices]
-            for column in (self.layout.widths, self.layout.offsets, self.layout.sizes)
-        )
-        tables = {}
-        for width in (1, 2, 4, 8):
-            (rows,) = (widths == width).nonzero()
-            starts = offsets[rows] // width
-            tables[width] = indices[rows], starts, starts + sizes[rows] // width
-        return tables
-
-    def tensors_in(self, chunk: Chunk) -> tuple[Integers, Integers, Integers]:
-        """Return index, first word and end, in the file, of the tensors in a chunk's range."""
-        indices, starts, ends = self._by_width[chunk.word_bytes]
-        first = int(ends.searchsorted(chunk.first_word, side="right"))
-        end = int(starts.searchsorted(chunk.first_word + chunk.num_words))
-        return indices[first:end], starts[first:end], ends[first:end]
-
     @property
     def checksums(self) -> dict[int, int] | None:
-        """Checksum of each changed tensor after the change, by index; None if there are none."""
+        """Changed checksums, by the tensor's index; None if the version has no checksums."""
         if not self.record.is_hashed:
             return None
         return dict(
@@ -200,7 +162,7 @@ def tensor_table(num_rows: int) -> Table:
 
 def encode_header(record: DeltaRecord, tensors: Table, chunks: list[Chunk]) -> bytes:
     """Return the prefix and the header."""
-    rows = np.array(chunks, _CHUNK_ROW)
+    rows = np.array(chunks, CHUNK_ROW)
     data = encode(record) + pack(_encode_table(tensors) + _encode_table(rows))
     return _PREFIX.pack(MAGIC, DELTA_FORMAT, len(data), int(digest(data), 16)) + data
 
@@ -252,83 +214,62 @@ def decode_header(
             f"delta: made for the layout {record.layout_xxh3}, and this version has {layout_xxh3}"
         )
     tensors, chunks = _decode_tables(record, data[line_bytes:], layout)
-    _check_tensors(record, tensors, layout)
+    _check_tensors(tensors, layout)
     _check_chunks(chunks, layout)
-    _check_changed(tensors, chunks, layout)
     return DeltaHeader(record, layout, tensors, [Chunk(*row) for row in chunks.tolist()], len(data))
 
 
 def _decode_tables(
     record: DeltaRecord, data: bytes | memoryview, layout: Layout
 ) -> tuple[Table, Table]:
-    most = record.num_tensors + layout.num_bytes // MIN_CHUNK_BYTES
-    if record.num_tensors > len(layout.specs) or record.num_chunks > most:
+    if record.num_tensors > (len(layout.specs) if record.is_hashed else 0):
         raise StoreCorruptError(
-            f"delta: {record.num_tensors} changed tensors and {record.num_chunks} chunks, of a "
-            f"layout of {len(layout.specs)} tensors"
+            f"delta: {record.num_tensors} checksums of {len(layout.specs)} tensors"
         )
     first_bytes = record.num_tensors * _TENSOR_ROW.itemsize
-    raw_bytes = first_bytes + record.num_chunks * _CHUNK_ROW.itemsize
+    raw_bytes = first_bytes + record.num_chunks * CHUNK_ROW.itemsize
     if raw_bytes > MAX_TABLE_BYTES:
         raise StoreCorruptError(f"delta: tables of {raw_bytes} bytes, above {MAX_TABLE_BYTES}")
     tables = unpack(data, raw_bytes)
     first, second = tables[:first_bytes], tables[first_bytes:]
-    return _decode_table(first, _TENSOR_ROW), _decode_table(second, _CHUNK_ROW)
+    return _decode_table(first, _TENSOR_ROW), _decode_table(second, CHUNK_ROW)
 
 
-def _check_tensors(record: DeltaRecord, tensors: Table, layout: Layout) -> None:
+def _check_tensors(tensors: Table, layout: Layout) -> None:
     indices = tensors["tensor"].astype(np.int64)
     if (np.diff(indices) <= 0).any() or (indices >= len(layout.specs)).any():
         _refuse("its tensors are out of order, or not in the layout")
-    if not record.is_hashed and tensors["xxh3"].any():
-        _refuse("a checksum, where there are to be none")
 
 
 def _check_chunks(chunks: Table, layout: Layout) -> None:
     """Check that chunks are of known codes, apart, in order, and of possible sizes."""
     if not np.isin(chunks["word_bytes"], (1, 2, 4, 8)).all():
         _refuse("a chunk has words of no known size")
-    if (chunks["positions"] > WHOLE).any() or (chunks["values"] > NEW_WORDS).any():
+    if (chunks["values"] > NEW_WORDS).any():
         _refuse("a chunk is encoded in no known way")
     if (chunks["first_word"] > layout.checksums_offset).any():
         _refuse("words beyond the end of the file")
-    widths, first, words, changed, raw, stored, code = (
+    widths, first, words, changed, raw, stored = (
         chunks[name].astype(np.int64)
         for name in (
-            *("word_bytes", "first_word", "num_words", "num_changed"),
-            *("raw_bytes", "stored_bytes", "positions"),
+            *("word_bytes", "first_word", "num_words"),
+            *("num_changed", "raw_bytes", "stored_bytes"),
         )
     )
     if (first + words > layout.checksums_offset // widths).any():
         _refuse("words beyond the end of the file")
-    if (changed < 1).any() or (changed > words).any() or (words > MAX_CHUNK_WORDS).any():
+    if (changed < 1).any() or (changed > words).any() or (words * widths > CHUNK_BYTES).any():
         _refuse("a chunk has another number of words than those changed")
     is_behind = (np.diff(widths) > 0) | (first[1:] >= (first + words)[:-1])
     if (np.diff(widths) < 0).any() or not is_behind.all():
         _refuse("a chunk is out of order, or two hold the same words")
-    rest = raw - changed * widths
-    least = np.choose(code, [2 * changed, -(-words // 8), 0 * words])
-    most = np.where(code == GAPS, 2 * (changed + words // ESCAPE), least)
-    is_odd = (code == GAPS) & (rest % 2 == 1)
-    if ((rest < least) | (rest > most) | is_odd | (raw > MAX_CHUNK_BYTES)).any():
+    gaps = raw - changed * widths
+    most = 2 * (changed + words // ESCAPE)
+    if ((gaps < 2 * changed) | (gaps > most) | (gaps % 2 == 1)).any():
         _refuse("a chunk's size does not go with its counts")
-    lengths = 4 * (widths + np.array(NUM_STREAMS)[code])
+    lengths = 4 * (NUM_GAP_STREAMS + widths)
     if (stored <= lengths).any() or (stored > lengths + raw).any():
         _refuse("a chunk is stored in more bytes than it holds")
-
-
-def _check_changed(tensors: Table, chunks: Table, layout: Layout) -> None:
-    """Check that the range of a chunk reaches into each tensor."""
-    widths, starts, sizes = (
-        np.array(column, np.int64)[tensors["tensor"]]
-        for column in (layout.widths, layout.offsets, layout.sizes)
-    )
-    for width in (1, 2, 4, 8):
-        is_so, some = widths == width, chunks[chunks["word_bytes"] == width]
-        firsts, lengths = (some[name].astype(np.int64) for name in ("first_word", "num_words"))
-        num_before = (width * (firsts + lengths)).searchsorted(starts[is_so], side="right")
-        if ((width * firsts).searchsorted((starts + sizes)[is_so]) <= num_before).any():
-            _refuse("no chunk changes a tensor that it names")
 
 
 def _refuse(why: str) -> None:
@@ -386,7 +327,7 @@ class _Tools(threading.local):
 
     @cached_property
     def decompressor(self) -> Any:
-        return self.zstandard.ZstdDecompressor(max_window_size=MAX_CHUNK_BYTES)
+        return self.zstandard.ZstdDecompressor(max_window_size=2 * CHUNK_BYTES)
 
 
 _tools = _Tools()

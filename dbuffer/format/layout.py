@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import xxhash
 from msgspec import Meta
@@ -33,6 +33,9 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format.lineage import Count, Positive
 from dbuffer.format.manifest import FORMAT, Record, decode
 from dbuffer.runtime.lazy import cached_property
+
+if TYPE_CHECKING:
+    from dbuffer.format.words import WordRanges
 
 ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
@@ -227,6 +230,16 @@ class Layout:
     def widths(self) -> list[int]:
         """Bytes of one of each tensor's *words*: an element, or 8 of one that is longer."""
         return [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
+
+    @cached_property
+    def word_ranges(self) -> dict[int, WordRanges]:
+        """Places of the tensors, by the bytes of their words: 1, 2, 4 or 8."""
+        from dbuffer.format.words import WordRanges  # numpy is much to import for a command
+
+        return {
+            width: WordRanges.of(self.offsets, self.sizes, self.widths, width)
+            for width in (1, 2, 4, 8)
+        }
 
     def _cuts(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.delta import (
@@ -26,6 +25,7 @@ from dbuffer.format.delta import (
 from dbuffer.format.layout import Layout, Piece, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
+from dbuffer.format.words import Integers
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, ReadChunk, apply_delta, changed_positions
 from dbuffer.io.tensors import FileTensors, unpack_checksums
@@ -124,18 +124,16 @@ class ChainReader:
                 on_bytes,
             )
 
-    def changed_since(
-        self, version: VersionId, copier: Copier
-    ) -> dict[int, npt.NDArray[np.int64] | None]:
+    def changed_since(self, version: VersionId, copier: Copier) -> dict[int, Integers]:
         """Positions at which the held version differs from an earlier one of its chain.
 
         Returns:
-            Flat positions of elements, ascending, by the tensor's index; None: anywhere in it.
+            Flat positions of elements, ascending, by the tensor's index.
         """
-        parts: dict[int, list[npt.NDArray[np.int64] | None]] = {}
+        parts: dict[int, list[Integers]] = {}
         for later in self._held.manifest.deltas_after(version):
             changed = self._use(later, lambda header, read: changed_positions(header, read, copier))
-            for index, positions in changed:
+            for index, positions in changed.items():
                 parts.setdefault(index, []).append(positions)
         words = {index: words_per_element(self._layout.specs[index]) for index in parts}
         return {index: _united(some, words[index]) for index, some in parts.items()}
@@ -230,16 +228,13 @@ def _read_at(path: Path | str, file: Descriptor, offset: int, num_bytes: int) ->
         return filesystem.read_at(file.number, offset, num_bytes)
 
 
-def _united(parts: list[npt.NDArray[np.int64] | None], words: int) -> npt.NDArray[np.int64] | None:
+def _united(parts: list[Integers], words: int) -> Integers:
     """Positions of elements that are in any of the parts, which count words; ascending."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    if len(known) == 1 and words == 1:
-        return known[0]
+    if len(parts) == 1 and words == 1:
+        return parts[0]
     # Not np.unique, whose table of hashes takes ten times as long as sorting does.
-    together = np.sort(np.concatenate(known)) // words
+    together = np.sort(np.concatenate(parts)) // words
     is_first = np.ones(len(together), bool)
     is_first[1:] = together[1:] != together[:-1]
-    first: npt.NDArray[np.int64] = together[is_first]
+    first: Integers = together[is_first]
     return first

@@ -1,14 +1,13 @@
-"""Differences between two versions of one layout: what they are, and how they are written.
+"""Changes between two versions of one layout, found and encoded a chunk at a time.
 
-`dbuffer.io.find_changes` finds them.
-
-Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. Positions count a tensor's
-*words*, which are its elements; one of 16 bytes (complex128) is two words of 8.
+Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. `dbuffer.format.delta`
+describes words and chunks; `dbuffer.io.delta` makes a file of the chunks, and applies it.
 """
 
 from __future__ import annotations
 
-import operator
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,89 +15,81 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from dbuffer.errors import InvalidWeightsError
 from dbuffer.format import delta
-from dbuffer.format.delta import Integers
-from dbuffer.format.layout import Layout
+from dbuffer.format.delta import CHUNK_BYTES, Chunk
+from dbuffer.format.layout import BLOCK_BYTES, Layout
+from dbuffer.format.words import Integers, WordRanges
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, flat_view, split_evenly
 
 Words = npt.NDArray[Any]
 """Unsigned numbers of one size."""
 
-Positions = npt.NDArray[np.integer[Any]]
-"""Places of words, as wide as they need to be."""
+Bytes = npt.NDArray[np.uint8]
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes of words of a tensor: torch computes with few unsigned ones."""
+_RUN_BYTES = 2 * BLOCK_BYTES
+"""Bytes that are compared together. Each call of numpy lets go of the interpreter's lock, and then
+waits while another thread has it: few calls, then; and yet a core's cache holds most of a run."""
 
-_GROUP_CHANGES = 1 << 16
-"""Changed words that are handled together: each stream of a delta's chunk is then one block of
-zstd, or less."""
-
-_NEAR_CHANGES = 1 << 11
-"""Changed words that are read, and then written: few enough to stay in a core's cache meanwhile,
-each with its neighbors."""
-
-_WHOLE_BYTES = 4 << 20
-"""Bytes of a whole tensor that are handled together."""
+_SAMPLE_WORDS = 1 << 14
 
 _SHARES_A_THREAD = 8
 """Threads take pieces of work one by one; more of them, and the last one is waited for less."""
 
 
-class TensorDiff(NamedTuple):
-    """Words that differ in one tensor."""
-
-    tensor: int
-    """Index of the tensor in the layout."""
-    positions: Positions | None
-    """Ascending positions of the changed words in the flat tensor; None: the whole tensor."""
-    values: Words
-    """The new words: one a position, or all. Those of a whole tensor may be the very memory that
-    was compared: encode or write them before it changes."""
-    replaced: Words | None = None
-    """The words that were at these positions, if they were kept. Those of a whole tensor may be
-    the very memory of the version before: encode them before it changes."""
-    first: int = 0
-    """First word, of a part of a whole tensor."""
-
-    def part(self, start: int, end: int) -> TensorDiff:
-        """Return some of the changed words."""
-        if (start, end) == (0, len(self.values)):
-            return self
-        some = slice(start, end)
-        positions = None if self.positions is None else self.positions[some]
-        replaced = None if self.replaced is None else self.replaced[some]
-        return TensorDiff(self.tensor, positions, self.values[some], replaced, start)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Diff:
-    """Words that differ in all tensors of a layout."""
+class Changes:
+    """Chunks of a delta, in the order of the file."""
 
-    layout: Layout
-    changes: list[TensorDiff]
-    """One for each tensor that differs, in the order of the tensors."""
+    chunks: list[tuple[Chunk, bytes]]
     num_changed: int
-    """Words that differ, also of tensors that go whole."""
+    """Words that differ. If these are more than was asked for, some chunks are missing."""
+    tensors: set[int]
+    """Indices of the tensors that differ, in the layout of the memory that was compared."""
+
+    @classmethod
+    def joined(cls, parts: Iterable[Changes]) -> Changes:
+        """Join the changes of several parts of a version."""
+        parts = list(parts)
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        return cls(
+            sorted(chunks, key=lambda chunk: chunk[0][:2]),
+            sum(part.num_changed for part in parts),
+            {tensor for part in parts for tensor in part.tensors},
+        )
 
 
-def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a plain tensor."""
-    data: npt.NDArray[np.uint8] = flat_view(tensor).numpy()
-    return data
+class Patch(NamedTuple):
+    """New words of one size, at named places."""
+
+    places: Integers
+    """Ascending places in the file, counted in words of this size."""
+    words: Words
+
+    @property
+    def width(self) -> int:
+        return self.words.itemsize
 
 
-def narrowed(positions: Integers, num_bytes: int) -> Positions:
-    """Return positions in a tensor of so many bytes, in half the memory wherever that can be.
+class _Range(NamedTuple):
+    """Words of one size in a range of bytes, which make a chunk."""
 
-    They may take more memory than the weights.
-    """
-    return positions.astype(np.uint32 if num_bytes < 1 << 32 else np.int64)
+    width: int
+    start: int
+    end: int
+
+
+class _Differences(NamedTuple):
+    """Words that differ in a range."""
+
+    places: Integers
+    """Ascending places in the memory that was compared, counted in words of their size."""
+    old: Words
+    new: Words
 
 
 def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
@@ -106,173 +97,235 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
     return split_evenly(sizes, copier.num_threads * _SHARES_A_THREAD)
 
 
-def cut_changes(layout: Layout, changes: Iterable[TensorDiff]) -> list[list[TensorDiff]]:
-    """Cut changes into groups of a bounded number of words, in a bounded range of the file.
+def find_changes(
+    before: FileTensors,
+    after: Bytes,
+    copier: Copier,
+    *,
+    first_byte: int = 0,
+    file_starts: Sequence[int] | None = None,
+    share: tuple[int, int] = (0, 1),
+    max_changed: float = math.inf,
+) -> Changes:
+    """Compare a version with the bytes of the next, and encode what differs.
 
-    A group holds parts of changes in tensors with words of one size, all of whole tensors or none.
-    Groups are in the order of the bytes of their words, then in that of the changes.
+    Args:
+        before: the version to start from.
+        after: bytes of the next version, from ``first_byte`` on.
+        copier: its threads do it.
+        first_byte: a tensor's first byte in the memory of ``before``.
+        file_starts: where each tensor of ``before`` begins in the weights file; None if they have
+            the file's layout.
+        share: number of this rank, and number of ranks; each compares its share of the file.
+        max_changed: words that may differ. When more do, the comparison ends.
     """
-    by_width: dict[int, list[TensorDiff]] = {width: [] for width in WORDS}
-    for change in changes:
-        by_width[layout.widths[change.tensor]].append(change)
-    return [group for width, some in by_width.items() for group in _groups(layout, some, width)]
+    layout, end = before.layout, first_byte + len(after)
+    ranges = list(_ranges(layout, first_byte, end))
+    first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
+    ranges = ranges[first:last]
+    found: dict[int, list[tuple[Chunk, bytes]]] = {}
+    changed: set[int] = set()
+    num_changed = 0
+    old = bytes_in(before)
+
+    def work(first: int, end: int) -> None:
+        nonlocal num_changed
+        mask = np.empty(_RUN_BYTES // 8, np.bool_)
+        for number in range(first, end):
+            if num_changed > max_changed:
+                return
+            part = ranges[number]
+            new = after[part.start - first_byte : part.end - first_byte]
+            tensors = _tensors_in(layout, part)
+            differs = _compare(part, old[part.start : part.end], new, tensors, mask)
+            found[number] = list(_encoded(tensors, differs, file_starts))
+            changed.update(_owners(tensors, differs.places))
+            num_changed += len(differs.places)  # less, if another thread does so now: no harm
+
+    copier.in_parallel(work, cut_work([part.end - part.start for part in ranges], copier))
+    chunks = [chunk for number in sorted(found) for chunk in found[number]]
+    return Changes(chunks, sum(chunk.num_changed for chunk, _ in chunks), changed)
 
 
-def _groups(
-    layout: Layout, changes: Iterable[TensorDiff], width: int
-) -> Iterator[list[TensorDiff]]:
-    group: list[TensorDiff] = []
-    is_whole, room, limit = False, 0, 0
-    for change in changes:
-        at, total, positions = 0, len(change.values), change.positions
-        start = layout.offsets[change.tensor] // width
-        last = start + layout.sizes[change.tensor] // width - 1
-        if is_whole == (positions is None) and total <= room and last < limit:
-            group.append(change)
-            room -= total
-            continue
-        if is_whole != (positions is None):
-            is_whole, room = not is_whole, 0
-        while at < total:
-            first = start + (at if positions is None else int(positions[at]))
-            if not room or first >= limit:
-                if group:
-                    yield group
-                group, room = [], _WHOLE_BYTES // width if is_whole else _GROUP_CHANGES
-                limit = first + delta.MAX_CHUNK_WORDS
-            end = min(at + room, total)
-            if last >= limit:  # some words of the tensor are too far away
-                places = np.arange(at, end) if positions is None else positions[at:end]
-                end = at + max(1, int(places.searchsorted(limit - start)))
-            group.append(change.part(at, end))
-            room -= end - at
-            at = end
-    if group:
-        yield group
+def apply_patches(patches: Iterable[Patch], contents: FileTensors) -> Changes:
+    """Write patches into memory that holds the version before; return what that changed."""
+    chunks: list[tuple[Chunk, bytes]] = []
+    changed: set[int] = set()
+    for patch in sorted(patches, key=lambda patch: patch.width):
+        width, words = patch.width, file_words(contents, patch.width)
+        cuts = np.diff(patch.places * width // CHUNK_BYTES).nonzero()[0] + 1
+        for places, new in zip(
+            np.split(patch.places, cuts), np.split(patch.words, cuts), strict=True
+        ):
+            old = words[places]
+            (differs,) = (old != new).nonzero()
+            if len(differs):
+                chunks.append(_encode_chunk(places[differs], old[differs], new[differs]))
+                changed.update(_owners(contents.layout.word_ranges[width], places[differs]))
+            words[places] = new
+    return Changes(chunks, sum(chunk.num_changed for chunk, _ in chunks), changed)
 
 
-def check_change(layout: Layout, change: TensorDiff) -> None:
-    """Check that a change is of a tensor and has a new word for each position in it.
+def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
+    """Yield the ranges of all chunks, sorted as those, between two bytes."""
+    for width, tensors in layout.word_ranges.items():
+        tensors = tensors.within(start // width, -(-end // width))
+        firsts = (tensors.starts * width).clip(min=start)
+        lasts = (tensors.ends * width).clip(max=end) - 1
+        num_open = np.zeros(-(-end // CHUNK_BYTES) + 1, np.int64)
+        np.add.at(num_open, firsts // CHUNK_BYTES, 1)
+        np.add.at(num_open, lasts // CHUNK_BYTES + 1, -1)
+        for number in num_open.cumsum().nonzero()[0].tolist():
+            at = number * CHUNK_BYTES
+            yield _Range(width, max(at, start), min(at + CHUNK_BYTES, end))
 
-    Raises:
-        InvalidWeightsError: it does not fit the layout.
+
+def _tensors_in(layout: Layout, part: _Range) -> WordRanges:
+    start, end = part.start // part.width, part.end // part.width
+    return layout.word_ranges[part.width].within(start, end)
+
+
+def _owners(tensors: WordRanges, places: Integers) -> list[int]:
+    """Return the indices of the tensors that ascending places are in."""
+    counts = np.diff(places.searchsorted(tensors.ends), prepend=0)
+    found: list[int] = tensors.tensors[counts > 0].tolist()
+    return found
+
+
+def _compare(
+    part: _Range, old: Bytes, new: Bytes, tensors: WordRanges, mask: npt.NDArray[np.bool_]
+) -> _Differences:
+    """Find the words that differ in a range."""
+    dtype, start = WORDS[part.width], part.start // part.width
+    found = []
+    for at in range(0, len(old), _RUN_BYTES):
+        sides = old[at : at + _RUN_BYTES], new[at : at + _RUN_BYTES]
+        positions, *words = _compare_run(*sides, dtype, mask)
+        found.append((positions + (start + at // part.width), *words))
+    places, old_words, new_words = map(_joined, zip(*found, strict=True))
+    end = part.end // part.width
+    covered = (tensors.ends.clip(max=end) - tensors.starts.clip(min=start)).sum()
+    if covered < end - start:  # padding and other tensors may differ, too
+        inside = tensors.owners(places) >= 0
+        places, old_words, new_words = places[inside], old_words[inside], new_words[inside]
+    return _Differences(places, old_words, new_words)
+
+
+def _compare_run(
+    old: Bytes, new: Bytes, dtype: np.dtype[Any], mask: npt.NDArray[np.bool_]
+) -> tuple[Integers, Words, Words]:
+    """Return the positions of the words that differ, the old words there and the new.
+
+    Eight bytes are compared at a time, and single words only where these differ.
     """
-    if not 0 <= change.tensor < len(layout.specs):
-        raise InvalidWeightsError(f"a change of tensor {change.tensor}, which is not there")
-    positions, values = change.positions, change.values
-    num_words = layout.sizes[change.tensor] // layout.widths[change.tensor]
-    count = num_words if positions is None else len(positions)
-    if (
-        values.dtype != WORDS[layout.widths[change.tensor]]
-        or not len(values) == count > 0
-        or (positions is not None and not 0 <= int(positions[0]) <= int(positions[-1]) < num_words)
-    ):
-        raise InvalidWeightsError(
-            f"a change does not fit {layout.specs[change.tensor]!s:.200}: {len(values)} values of "
-            f"{values.dtype}, at {count} positions, or at some that are not in the tensor"
-        )
+    end = len(old) // 8 * 8
+    old_eights, new_eights = old[:end].view(np.uint64), new[:end].view(np.uint64)
+    mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
+    old_words, new_words = old.view(dtype), new.view(dtype)
+    if end < len(old) or np.count_nonzero(mask) * 4 > len(mask):
+        (positions,) = (old_words != new_words).nonzero()
+        return positions, old_words.take(positions), new_words.take(positions)
+    eights = _true_in(mask)
+    some_old, some_new = (side.take(eights).view(dtype) for side in (old_eights, new_eights))
+    (hits,) = (some_old != some_new).nonzero()
+    positions = _positions_in(eights, hits, 8 // dtype.itemsize)
+    return positions, some_old.take(hits), some_new.take(hits)
 
 
-def places_of(layout: Layout, group: Sequence[TensorDiff]) -> tuple[int, list[slice] | Positions]:
-    """Return the places of a group's words in the file.
-
-    Returns:
-        The first word's place, counted in words of its size. The words' places from there on:
-        ranges, for whole tensors.
-    """
-    width = group[0].values.itemsize
-    starts = [layout.offsets[change.tensor] // width for change in group]
-    positions = [change.positions for change in group if change.positions is not None]
-    if not positions:
-        first = starts[0] + group[0].first
-        firsts = [start + change.first - first for start, change in zip(starts, group, strict=True)]
-        lengths = [len(change.values) for change in group]
-        return first, list(map(slice, firsts, map(operator.add, firsts, lengths)))
-    places = np.concatenate(positions)
-    first = starts[0] + int(places[0])
-    # A tensor may begin further than 2 ** 32 words from the first place, or before it. But sums of
-    # 32 bits wrap around, and all places lie within a group's range, `delta.MAX_CHUNK_WORDS`.
-    shifts = np.array(starts, np.int64) - first
-    places += np.repeat(shifts.astype(places.dtype), [len(each) for each in positions])
-    return first, places
+def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
+    """Return the positions of the few that are true, by looking at eight together."""
+    end = len(mask) // 8 * 8
+    eights = mask[:end].view(np.uint64)
+    (some,) = (eights != 0).nonzero()
+    (hits,) = eights.take(some).view(np.bool_).nonzero()
+    positions = _positions_in(some, hits, 8)
+    (rest,) = mask[end:].nonzero()
+    return np.concatenate([positions, rest + end])
 
 
-def join_words(parts: Sequence[Words]) -> Words:
-    """Concatenate arrays; one alone is not copied."""
+def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
+    """Return the positions of hits, which count in some groups of ``size``, side by side."""
+    shift = size.bit_length() - 1  # a division takes several times as long
+    return (groups.take(hits >> shift) << shift) + (hits & size - 1)
+
+
+def _encoded(
+    tensors: WordRanges, differs: _Differences, file_starts: Sequence[int] | None
+) -> Iterator[tuple[Chunk, bytes]]:
+    """Yield the chunks of the words that differ in a range."""
+    places, old, new = differs
+    if file_starts is None:
+        if len(places):
+            yield _encode_chunk(*differs)
+        return
+    cuts = [0, *places.searchsorted(tensors.ends).tolist()]
+    for number, (first, end) in enumerate(itertools.pairwise(cuts)):
+        if first < end:
+            in_file = file_starts[int(tensors.tensors[number])] // old.itemsize
+            moved = places[first:end] + (in_file - tensors.starts[number])
+            yield _encode_chunk(moved, old[first:end], new[first:end])
+
+
+def _encode_chunk(places: Integers, old: Words, new: Words) -> tuple[Chunk, bytes]:
+    """Encode words at ascending places in the file."""
+    code, values = delta.DIFFERENCES, _zigzag(new - old)
+    num_words = int(places[-1] - places[0]) + 1
+    if 2 * len(places) > num_words and not _is_shorter(values, new):
+        code, values = delta.NEW_WORDS, new
+    streams = [*delta.split_planes(_gaps_of(places)), *delta.split_planes(values)]
+    stored = [delta.pack(stream) for stream in streams]
+    body = b"".join([np.array(list(map(len, stored)), "<u4").tobytes(), *stored])
+    chunk = Chunk(
+        word_bytes=new.itemsize,
+        first_word=int(places[0]),
+        num_words=num_words,
+        num_changed=len(places),
+        raw_bytes=sum(map(len, streams)),
+        stored_bytes=len(body),
+        xxh3=xxhash.xxh3_64_intdigest(body),
+        values=code,
+    )
+    return chunk, body
+
+
+def _gaps_of(places: Integers) -> Words:
+    """Return the gaps before each place, as 16-bit numbers."""
+    gaps = np.zeros(len(places), np.int64)
+    gaps[1:] = places[1:] - places[:-1] - 1
+    if gaps.max() >= delta.ESCAPE:
+        (long,) = (gaps >= delta.ESCAPE).nonzero()
+        times, gaps[long] = np.divmod(gaps.take(long), delta.ESCAPE)
+        gaps = np.insert(gaps, np.repeat(long, times), delta.ESCAPE)
+    return gaps.astype(np.uint16)
+
+
+def _zigzag(differences: Words) -> Words:
+    top = 8 * differences.dtype.itemsize - 1
+    return (differences << 1) ^ -(differences >> top)
+
+
+def _is_shorter(differences: Words, values: Words) -> bool:
+    """Whether words are stored in fewer bytes as differences, judged by a sample of them."""
+    step = max(1, len(values) // _SAMPLE_WORDS)
+
+    def size(words: Words) -> int:
+        return sum(len(delta.pack(plane)) for plane in delta.split_planes(words[::step]))
+
+    return size(differences) <= size(values)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: Copier) -> None:
-    """Write changes into memory that holds the version before; writing them twice is harmless.
-
-    The changes must fit the layout, as those of :func:`find_changes` do: nothing is checked.
-    """
-    groups = cut_changes(contents.layout, changes)
-
-    def work(first: int, end: int) -> None:
-        for group in groups[first:end]:
-            if group[0].positions is None:  # joined first, they would take twice as long
-                for change in group:
-                    part = slice(change.first, change.first + len(change.values))
-                    words_of(contents, change.tensor)[part] = change.values
-            else:
-                first, places = places_of(contents.layout, group)
-                values = join_words([change.values for change in group])
-                words = file_words(contents, values.itemsize)[first:]
-                write_words(words, places, values, is_added=False)
-
-    copier.in_parallel(work, cut_work(list(map(num_words, groups)), copier))
+def words_in(tensor: torch.Tensor) -> Words:
+    """Return the memory of a plain tensor as words."""
+    return flat_view(tensor).numpy().view(WORDS[min(tensor.itemsize, 8)])
 
 
-def write_words(
-    words: Words,
-    places: list[slice] | Positions,
-    values: Words,
-    *,
-    is_added: bool,
-) -> None:
-    """Write values to places, or add them to the words there."""
-    if isinstance(places, np.ndarray):
-        places = places.astype(np.intp, copy=False)  # as an index, others take a third longer
-        if not is_added:
-            words[places] = values
-            return
-        for start in range(0, len(places), _NEAR_CHANGES):
-            some = slice(start, start + _NEAR_CHANGES)
-            near = places[some]
-            words[near] = words.take(near) + values[some]
-        return
-    end = 0
-    for place in places:
-        start, end = end, end + place.stop - place.start
-        if is_added:
-            words[place] += values[start:end]
-        else:
-            words[place] = values[start:end]
-
-
-def num_words(group: Sequence[TensorDiff]) -> int:
-    """Return the number of words in a group."""
-    return sum([len(change.values) for change in group])
-
-
-def change_at(tensor: int, positions: Positions, values: torch.Tensor) -> TensorDiff:
-    """Return the change that puts ``values``, plain and flat, at ``positions``, ascending.
-
-    Positions and values count elements.
-    """
-    item_bytes = values.dtype.itemsize
-    words = bytes_of(values).view(WORDS[min(item_bytes, 8)])
-    if (times := item_bytes // 8) > 1:
-        positions = (positions[:, None] * times + np.arange(times)).reshape(-1)
-    return TensorDiff(tensor, positions, words)
-
-
-def words_of(contents: FileTensors, tensor: int) -> Words:
-    """Return the words of a tensor, in the memory of ``contents``."""
-    layout = contents.layout
-    start, num_words = layout.offsets[tensor], layout.sizes[tensor] // layout.widths[tensor]
-    return np.frombuffer(contents.raw, WORDS[layout.widths[tensor]], num_words, start)
+def bytes_in(contents: FileTensors) -> Bytes:
+    """Return all the memory of ``contents``."""
+    return np.frombuffer(contents.raw, np.uint8)[: contents.layout.checksums_offset]
 
 
 def file_words(contents: FileTensors, width: int) -> Words:

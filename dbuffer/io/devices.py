@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,10 +41,6 @@ _LONG_BYTES = 1 << 20
 
 _REGISTER_READ_ONLY = 8
 """``cudaHostRegisterReadOnly``."""
-
-_MOST_CHANGED = 0.25
-"""Larger shares of changed words are only counted: their positions would take a device's memory,
-eight bytes each, and more time than all words."""
 
 
 def any_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
@@ -86,47 +82,12 @@ def from_device(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> None:
             piece.take(copy_in_memory)
 
 
-class PieceDiff(NamedTuple):
-    """Elements that differ between main memory and a device, in flat tensors one behind the other.
-
-    Those of a long tensor are in several pieces.
-    """
-
-    parts: list[Part]
-    num_changed: int
-    changed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Positions of what differs, counted through all parts, in 32 bits; the elements there on the
-    device, and in main memory. None: so many differ that they were only counted."""
-
-
-def compare(pairs: Sequence[Pair], copy_in_memory: CopyInMemory) -> Iterator[PieceDiff]:
-    """Compare flat tensors of one integer dtype on the device, and return what differs there.
-
-    What is in main memory crosses the link, and of the device's elements only those that differ.
-    The next piece crosses it while one is compared.
-    """
-    with _Transfer(pairs, direct=False) as transfer:
-        for piece in transfer.uploaded(copy_in_memory):
-            old = torch.cat(piece.device_views())
-            new = torch.cat([part.device for part in piece.parts])
-            differs = old != new
-            num_changed, changed = int(differs.count_nonzero()), None
-            if num_changed <= _MOST_CHANGED * len(new):
-                positions = differs.nonzero().reshape(-1)
-                changed = positions.int().cpu(), new[positions].cpu(), old[positions].cpu()
-            yield PieceDiff(piece.parts, num_changed, changed)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A pair, or a part of one that is too long for a piece."""
 
     host: torch.Tensor
     device: torch.Tensor
-    index: int
-    """Index of the pair."""
-    first: int = 0
-    """First element, if the pair was flat."""
 
 
 class _Slot:
@@ -146,11 +107,6 @@ class _Slot:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-
-    def wait_on_device(self) -> None:
-        """Have the current stream do what :meth:`wait` does."""
-        if self._event is not None:
-            self._event.wait(torch.cuda.current_stream(self.device.device))
 
 
 class _Piece:
@@ -204,49 +160,22 @@ class _Transfer(Closing):
 
     Args:
         pairs: at least one; all of one device.
-        direct: whether pairs may be copied as they are.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, direct: bool = True) -> None:
+    def __init__(self, pairs: Sequence[Pair]) -> None:
         self._device = pairs[0][1].device
-        self._ahead: torch.cuda.Stream | None = None
         self.direct: list[Pair] = []
         self._others: list[Part] = []
-        for index, (host, on_device) in enumerate(pairs):
-            if direct and _can_be_direct(host, on_device):
+        for host, on_device in pairs:
+            if _can_be_direct(host, on_device):
                 self.direct.append((host, on_device))
             elif host.nbytes:
-                self._others.append(Part(host, on_device, index))
+                self._others.append(Part(host, on_device))
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            # Both use the slots' memory, which the device gives to others from now on.
+            # It uses the slots' memory, which the device gives to others from now on.
             torch.cuda.current_stream(self._device).synchronize()
-            if self._ahead is not None:
-                self._ahead.synchronize()
-
-    def uploaded(self, copy_in_memory: CopyInMemory) -> Iterator[_Piece]:
-        """Yield each piece when it is on the device, as the current stream sees it.
-
-        The next one is on its way, on a stream of its own. A piece is done with when the next one
-        is asked for: whatever was queued for it has been waited for.
-        """
-        if self._device.type == "cuda":
-            self._ahead = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        before: _Piece | None = None
-        for piece in self.pieces():
-            if before is None and self._ahead is not None:
-                # What the slots' memory was used for before may still be queued.
-                self._ahead.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._ahead):
-                piece.upload(copy_in_memory)
-            if before is not None:
-                before.slot.wait_on_device()
-                yield before
-            before = piece
-        if before is not None:
-            before.slot.wait_on_device()
-            yield before
 
     def pieces(self) -> Iterator[_Piece]:
         if not self._others:
@@ -298,13 +227,13 @@ def _cut(part: Part, limit: int) -> Iterator[Part]:
         flat = host.reshape(-1), on_device.reshape(-1)
         for first in range(0, host.numel(), step):
             some = slice(first, first + step)
-            yield Part(flat[0][some], flat[1][some], part.index, first)
+            yield Part(flat[0][some], flat[1][some])
     else:
         dimension = next(d for d, n in enumerate(host.shape) if n > 1)
         rows = max(1, limit // (host.nbytes // host.shape[dimension]))
         for first in range(0, host.shape[dimension], rows):
             place = dimension, first, min(rows, host.shape[dimension] - first)
-            yield from _cut(Part(host.narrow(*place), on_device.narrow(*place), part.index), limit)
+            yield from _cut(Part(host.narrow(*place), on_device.narrow(*place)), limit)
 
 
 class PageLock(ProcessBound):

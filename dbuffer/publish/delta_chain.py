@@ -1,22 +1,21 @@
-"""`DeltaChain`: the versions that deltas connect, up to the one that was published last."""
+"""`DeltaChain`: begins and commits versions, and decides which of them come with a delta."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from dbuffer.errors import StoreAccessError, StoreFullError, StoreNotFoundError
+from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
-from dbuffer.io.changes import Diff
-from dbuffer.io.copier import Copier
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.changes import Changes
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import KeptMappings, MappedTensors
-from dbuffer.publish.chain_head import ChainHead
 from dbuffer.publish.draft import Draft, map_shared
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.hold import Held, hold_newest
@@ -43,6 +42,39 @@ def max_changed(layout: Layout) -> float:
     return MAX_CHANGED_SHARE * layout.num_elements
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaBase:
+    """The version that was published last: the next one may come with a delta from it."""
+
+    manifest: Manifest
+    buffer: str
+    """Buffer with its manifest."""
+    footer: Footer
+    checksums: list[int] | None
+    """Published checksums of its tensors, or None if it has none."""
+    delta_bytes: dict[VersionId, int]
+    """Bytes of the deltas of its chain, by the versions they lead to, oldest first. The chain's
+    first version is there with 0 bytes."""
+
+    @classmethod
+    def of(cls, held: Held, footer: Footer, *, hashed: bool) -> Self:
+        """Describe a held version by its own records; ``hashed``: with its checksums."""
+        manifest, reader = held.manifest, ChainReader(held, footer.layout)
+        checksums = reader.expected({}) if hashed else None
+        if hashed and checksums is None:
+            raise StoreCorruptError(
+                f"{held.path}: its checksums were damaged after it was published"
+            )
+        first, *later = manifest.chain or [manifest.id]
+        delta_bytes = {first: 0} | {each: reader.header(each).num_bytes for each in later}
+        return cls(manifest, held.buffer, footer, checksums, delta_bytes)
+
+    @property
+    def anchor(self) -> VersionId:
+        """The full version that its deltas start from, or the version itself."""
+        return self.manifest.anchor or self.manifest.id
+
+
 class DeltaChain:
     """Begins and commits a store's versions: full ones, and deltas from the version before.
 
@@ -57,28 +89,25 @@ class DeltaChain:
         self.writer = writer
         self.hashed = hashed
         self.mappings = KeptMappings()
-        self.head: ChainHead | None = None
+        self._last: DeltaBase | None = None
         """Version that was committed last, or is resumed from."""
-        self.draft: Draft | None = None
+        self._draft: Draft | None = None
+        self._base: DeltaBase | None = None
+        """Version from which a delta leads to the draft, or None for a draft without a delta."""
+        self._num_bytes: int | None = None
+        """Bytes of that delta, once it is written."""
+
+    @property
+    def draft(self) -> Draft:
         """Version that was begun."""
+        assert self._draft is not None  # noqa: S101 - between begin and commit
+        return self._draft
 
     @property
-    def begun(self) -> Draft:
-        """Draft, while there is one."""
-        assert self.draft is not None  # noqa: S101 - between begin and commit
-        return self.draft
-
-    @property
-    def base(self) -> ChainHead:
-        """Version that the begun delta leads from."""
-        assert self.begun.base is not None  # noqa: S101 - it was begun as a delta
-        return self.begun.base
-
-    @property
-    def last(self) -> ChainHead:
-        """Head, for callers that have just committed or resumed."""
-        assert self.head is not None  # noqa: S101
-        return self.head
+    def last(self) -> DeltaBase:
+        """Version that was committed last, or is resumed from."""
+        assert self._last is not None  # noqa: S101 - there is one
+        return self._last
 
     @property
     def keeps_buffers_whole(self) -> bool:
@@ -89,16 +118,16 @@ class DeltaChain:
         """Map a held version's weights file, as drafts map theirs."""
         return map_shared(self.mappings, held.path, held.file.number, footer)
 
-    def resume_from_store(self, footer: Footer | None) -> ChainHead | None:
-        """Make the version that an earlier sender left the head, and return it.
+    def resume_from_store(self, footer: Footer | None) -> DeltaBase | None:
+        """Return the version that an earlier sender left, as the last one.
 
-        None: there is none, it has other tensors, or this sender would publish it in another way.
+        None if there is none, it has other tensors, or this sender would publish it in another way.
         If it cannot be read, that is logged.
 
         Args:
             footer: footer of the tensors to be published; None: accept any tensors.
         """
-        self.head = None
+        self._last = None
         try:
             held = hold_newest(self.writer.store, newer_than=None)
             if held is None:
@@ -114,12 +143,12 @@ class DeltaChain:
                     layout = held.read_layout()
                     footer = Footer.like(None, layout.specs, layout.aliases)
                 if footer.layout_xxh3 == held.manifest.layout_xxh3:
-                    self.head = ChainHead.of(held, footer, hashed=self.hashed)
+                    self._last = DeltaBase.of(held, footer, hashed=self.hashed)
                 else:
                     self.explain_full(f"{version} has other tensors")
         except UNREADABLE as error:
             self.log_full_publish(str(error))
-        return self.head
+        return self._last
 
     def log_full_publish(self, reason: str) -> None:
         """Log why the next version is not a delta from the last."""
@@ -144,16 +173,16 @@ class DeltaChain:
         return None
 
     def begin(self, version: int, footer: Footer | None, *, is_delta: bool) -> Draft:
-        """Claim the idle buffer for a version: a delta from the head, or a full one.
+        """Claim the idle buffer for a version: a delta from the last, or a full one.
 
         A delta has a weights file only where buffers are kept whole, or its anchor is far.
 
         Args:
             version: its number in the writer's run.
             footer: footer of its tensors; None for a stream, whose footer is known at its end.
-            is_delta: whether it is a delta from the head.
+            is_delta: whether it is a delta from the last one.
         """
-        base, with_file = self.head if is_delta else None, True
+        base, with_file = self._last if is_delta else None, True
         if base is not None:
             problem = self._problem_with(base)
             if problem is not None:
@@ -161,57 +190,67 @@ class DeltaChain:
                 base = replace(base, delta_bytes={base.manifest.id: 0})
             elif not self.keeps_buffers_whole:
                 with_file = _is_far_from_anchor(base)
-        self.draft = Draft(
+        self._base, self._num_bytes = base, None
+        self._draft = Draft(
             self.writer,
             self.mappings,
             self.writer.version(version),
             footer,
             hashed=self.hashed,
-            base=base,
             with_file=with_file,
         )
-        return self.draft
+        return self._draft
 
-    def _problem_with(self, head: ChainHead) -> str | None:
-        """Return why readers cannot have the head or its deltas; None: they can.
+    def _problem_with(self, last: DeltaBase) -> str | None:
+        """Return why readers cannot have the last version or its deltas, or None if they can.
 
         By its files, which other users must not be able to write, and receivers' records.
         """
         store = self.writer.store
-        manifest = store.undamaged_manifest(head.buffer)
-        if manifest is None or manifest.id != head.manifest.id:
+        manifest = store.undamaged_manifest(last.buffer)
+        if manifest is None or manifest.id != last.manifest.id:
             # Files that no manifest names are removed with the next claim.
             return "it lost its newest manifest"
-        _, *later = head.delta_bytes.items()
+        _, *later = last.delta_bytes.items()
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
-        files[store.weights_path(head.buffer, manifest)] = manifest.file_bytes
+        files[store.weights_path(last.buffer, manifest)] = manifest.file_bytes
         problem = self.writer.problem_with(files)
         if problem is not None or self.keeps_buffers_whole:
             return problem
-        since_anchor = head.manifest.deltas_after(head.anchor)
+        since_anchor = last.manifest.deltas_after(last.anchor)
         for record in store.receivers():
             if record.unreadable in since_anchor:
                 return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
         return None
 
-    def add_delta(
-        self, draft: Draft, diff: Diff, checksums: list[int] | None, copier: Copier
-    ) -> None:
-        """Write the delta that leads from the base to a draft, with the draft's checksums, if any.
+    def is_worth(self, changes: Changes, layout: Layout) -> bool:
+        """Whether a delta is worth it; if not, log that too much changed."""
+        if changes.num_changed <= max_changed(layout):
+            return True
+        self.explain_full(f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all elements changed")
+        return False
+
+    def add_delta(self, changes: Changes, checksums: list[int] | None) -> None:
+        """Write the delta that leads to the draft, if it has a base and few changes.
 
         Without room for it, a version that has a file is published without its delta.
+
+        Args:
+            changes: what differs from the last version.
+            checksums: of all tensors of the draft, if it has any.
         """
-        base = self.base
+        draft, base = self.draft, self._base
+        if base is None or not self.is_worth(changes, draft.footer.layout):
+            return
         encoded = encode_delta(
-            diff,
-            copier,
-            checksums=checksums,
+            changes,
+            None if base.checksums is None or checksums is None else (base.checksums, checksums),
             base=base.manifest.id,
             version=draft.id,
             layout_xxh3=base.footer.layout_xxh3,
         )
         try:
-            draft.delta_bytes = draft.add_delta((encoded.header, *encoded.chunks))
+            self._num_bytes = draft.add_delta(encoded)
         except StoreFullError:
             if not draft.has_file:
                 raise
@@ -221,49 +260,43 @@ class DeltaChain:
                 self.writer.root,
             )
 
-    def commit(
-        self, draft: Draft, metadata: dict[str, Any], checksums: list[int] | None
-    ) -> int | None:
-        """Publish a draft, which becomes the head.
+    def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> int | None:
+        """Publish the draft; return the bytes of the delta that leads to it, or None without one.
 
         Args:
-            draft: begun and filled.
             metadata: the version's.
-            checksums: of all its tensors.
-
-        Returns:
-            The bytes of the delta that leads to it; None: there is none.
+            checksums: of all its tensors, if it has any.
         """
-        base = draft.base
-        delta_bytes = {draft.id: 0}
-        if base is not None and draft.delta_bytes is not None:
-            delta_bytes = {**base.delta_bytes, draft.id: draft.delta_bytes}
-        anchor_fields = {}
-        if base is not None and not draft.has_file:
-            anchor_fields = base.manifest.upon(base.buffer)
+        draft, base, num_bytes = self.draft, self._base, self._num_bytes
         footer = draft.footer
+        delta_bytes = {draft.id: 0}
+        anchor_fields = {}
+        if base is not None:
+            if num_bytes is not None:
+                delta_bytes = {**base.delta_bytes, draft.id: num_bytes}
+            if not draft.has_file:
+                anchor_fields = base.manifest.upon(base.buffer)
         delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
         manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
-        buffer = draft.claim.buffer
-        self.head = ChainHead(manifest, buffer, footer, checksums, delta_bytes)
-        self.draft = None
-        return draft.delta_bytes
+        self._last = DeltaBase(manifest, draft.claim.buffer, footer, checksums, delta_bytes)
+        self._draft = None
+        return num_bytes
 
     def abandon(self) -> None:
         """Abandon the draft, if there is one."""
-        if self.draft is not None:
-            self.draft.abandon()
-            self.draft = None
+        if self._draft is not None:
+            self._draft.abandon()
+            self._draft = None
 
     def close(self) -> None:
         self.mappings.clear()
         self.writer.close()
 
 
-def _is_far_from_anchor(head: ChainHead) -> bool:
+def _is_far_from_anchor(last: DeltaBase) -> bool:
     """Whether a new anchor serves late readers better than one more delta."""
-    since = head.manifest.deltas_after(head.anchor)
-    return is_long([head.delta_bytes[each] for each in since], head.footer.layout)
+    since = last.manifest.deltas_after(last.anchor)
+    return is_long([last.delta_bytes[each] for each in since], last.footer.layout)
 
 
 def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:

@@ -6,6 +6,7 @@ import json
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +28,6 @@ from dbuffer.io.tensors import (
     join_digests,
 )
 from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
-from dbuffer.publish.chain_head import ChainHead
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held, HeldVersion
 from dbuffer.store.writer import BufferWriter
@@ -42,6 +42,27 @@ MAX_METADATA_DEPTH = 100
 """Nesting that any reader can parse, however deep its stack is already."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimInfo:
+    """Description of the buffer that rank 0 has claimed, for all ranks."""
+
+    version: str
+    """Id of the version."""
+    buffer: str
+    file: str
+    inode: list[int] | None
+    """Device and inode of the file on rank 0's host, or None if the version has no file."""
+
+    @classmethod
+    def of(cls, draft: Draft) -> ClaimInfo:
+        claim = draft.claim
+        inode = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
+        return cls(str(draft.id), claim.buffer, claim.path.name, inode)
+
+    def path_in(self, store: Path) -> Path:
+        return store / self.buffer / self.file
+
+
 class Draft:
     """A version in the making. Leaving its ``with`` block without a commit abandons it.
 
@@ -51,7 +72,6 @@ class Draft:
         version: the version, and what leads to it.
         footer: footer of its tensors; None: known when the last of a stream has come.
         hashed: whether its checksums are computed as it is filled.
-        base: version that its delta leads from, or None for a full version.
         with_file: whether it has a weights file; else it is committed upon an earlier version's.
     """
 
@@ -63,7 +83,6 @@ class Draft:
         footer: Footer | None,
         *,
         hashed: bool,
-        base: ChainHead | None = None,
         with_file: bool = True,
     ) -> None:
         # A mapping keeps an unlinked file's room, which the next version may need.
@@ -81,9 +100,6 @@ class Draft:
         self._writer = writer
         self._mappings = mappings
         self.id = version.id
-        self.base = base
-        self.delta_bytes: int | None = None
-        """Bytes of the delta that leads to it; None: there is none."""
         self._footer = footer
         self._hashed = hashed
         self._is_done = False
@@ -110,7 +126,7 @@ class Draft:
 
     def fill(self, tensors: list[torch.Tensor], copier: Copier) -> list[int] | None:
         """Write all tensors, cast where dtypes differ; return their checksums, if ``hashed``."""
-        hashed = self._hashed and self.base is None  # a delta's checksums are known
+        hashed = self._hashed
         if self.is_mapped:
             mapped = self.mapped
             if self._writer.medium.is_in_memory and any_on_gpu(tensors):

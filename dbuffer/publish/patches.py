@@ -1,4 +1,4 @@
-"""`SparsePatch`: changed values that a trainer names; checked, and turned into differences."""
+"""`SparsePatch`: changed values that a trainer names, checked and brought to their places."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
-from dbuffer.format.delta import Integers
+from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import TensorDiff, change_at, narrowed
+from dbuffer.format.words import Integers
+from dbuffer.io.changes import Patch, Words, words_in
 from dbuffer.io.tensors import DTYPES, refuse_overflow
 from dbuffer.weights.sources import is_made_of_others, lies_in_memory
 
@@ -41,29 +42,35 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDiff]:
-    """Return the differences that patches make in a layout's tensors, checked.
+def patches_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Patch]:
+    """Return patches of a layout's tensors as patches of its file, checked.
 
     Raises:
         InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
             place.
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
-    indices = {spec.name: index for index, spec in enumerate(layout.specs)}
-    changes: dict[int, TensorDiff] = {}
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
+    by_tensor: dict[int, Patch] = {}
     for patch in patches:
         _check_form(patch)
         name = layout.aliases.get(patch.name, patch.name)
-        if name not in indices:
+        index = layout.indices.get(name)
+        if index is None:
             raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
-        index = indices[name]
-        if index in changes:
+        if index in by_tensor:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
-        changes[index] = _change_of(_cast(patch, spec), index, spec)
-    return [changes[index] for index in sorted(changes) if len(changes[index].values)]
+        places, words = _words_of(_cast(patch, spec), spec)
+        by_tensor[index] = Patch(places + layout.offsets[index] // words.itemsize, words)
+    by_width: dict[int, list[Patch]] = {}
+    for _, found in sorted(by_tensor.items()):
+        by_width.setdefault(found.width, []).append(found)
+    return [
+        Patch(*(np.concatenate(column) for column in zip(*some, strict=True)))
+        for some in by_width.values()
+    ]
 
 
 def _check_form(patch: Any) -> None:
@@ -106,7 +113,8 @@ def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:
     return replace(patch, values=patch.values.detach().to(dtype))
 
 
-def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> TensorDiff:
+def _words_of(patch: SparsePatch, spec: TensorSpec) -> tuple[Integers, Words]:
+    """Return the ascending places of words in the tensor, and the words that go there."""
     what, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(
@@ -128,7 +136,11 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> TensorDiff:
         places, values = _in_order(what, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
         raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
-    return change_at(index, narrowed(places, spec.num_bytes), values)
+    words = words_in(values)
+    per_element = words_per_element(spec)
+    if per_element > 1:
+        places = (places[:, None] * per_element + np.arange(per_element)).reshape(-1)
+    return places, words
 
 
 def _in_order(what: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:

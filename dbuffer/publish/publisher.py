@@ -11,20 +11,21 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from dbuffer.errors import ClosedError, StoreBusyError, VersionError
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Lag, Manifest, decode, encode, step_in
+from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.publish.delta_chain import MAX_CHANGED_SHARE, UNREADABLE, DeltaChain, max_changed
-from dbuffer.publish.draft import Progress, checked_metadata
+from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain
+from dbuffer.publish.draft import ClaimInfo, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender_options import Steps
-from dbuffer.publish.shares import ClaimInfo, Share
+from dbuffer.publish.shares import PublishRequest, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.acknowledgements import receiver_lags
@@ -35,32 +36,7 @@ from dbuffer.weights.sources import Source
 EarlierSender: TypeAlias = Literal["earlier sender"]
 
 EARLIER_SENDER: Final = "earlier sender"
-"""In the place of a `Base` until a sender publishes: it resumes from the store's last version."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Base:
-    """Version that the next delta may lead from."""
-
-    version: VersionId
-    share: Share
-    """This rank's part of it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublishRequest:
-    """Weights to publish, and what is published with them."""
-
-    started: float
-    """Time of the call, by `time.monotonic`."""
-    source: Source
-    footer: Footer | None
-    """Footer of their file; None for a stream."""
-    version: int
-    """Number of the version, above the last one; on rank 0."""
-    metadata: dict[str, Any]
-    """Checked metadata; on rank 0."""
-    progress: Progress | None = None
+"""In the place of a `Share` until a sender publishes: it resumes from the store's last version."""
 
 
 class Publisher(Closing, ProcessBound, ABC):
@@ -71,6 +47,7 @@ class Publisher(Closing, ProcessBound, ABC):
         world: the ranks that publish together.
         copier: its threads do the work.
         chain: rank 0's; None on all others.
+        maps_files: whether the store is on a local mount, where each version has a file.
         hashed: whether versions have checksums.
         has_deltas: whether versions with few changes are published as deltas.
         steps: whether a trainer's step may go back.
@@ -86,6 +63,7 @@ class Publisher(Closing, ProcessBound, ABC):
         copier: Copier,
         chain: DeltaChain | None,
         *,
+        maps_files: bool,
         hashed: bool,
         has_deltas: bool,
         steps: Steps,
@@ -101,11 +79,12 @@ class Publisher(Closing, ProcessBound, ABC):
         self._world = world
         self._copier = copier
         self._chain = chain
+        self._maps_files = maps_files
         self._hashed = hashed
         self._has_deltas = has_deltas
         self._steps = steps
-        self._base: Base | EarlierSender | None = EARLIER_SENDER if has_deltas else None
-        """Base of the next version; None: that is a full one."""
+        self._base: Share | EarlierSender | None = EARLIER_SENDER if has_deltas else None
+        """This rank's part of the last version, if the next version may come with a delta."""
         self._footer: Footer | None = None
 
     @property
@@ -255,12 +234,9 @@ class Publisher(Closing, ProcessBound, ABC):
             DBufferError: nothing was published, on any rank, unless the message says so; and the
                 next version is a full one.
         """
-        base = self._take_base(request.footer)
-        if base is not None and not self._has_few_changes(base.share, request):
-            base = None
-        return self._write(request, base)
+        return self._publish_upon(self._take_base(request.footer), request)
 
-    def _take_base(self, footer: Footer | None) -> Base | None:
+    def _take_base(self, footer: Footer | None) -> Share | None:
         """Return what the next version may be a delta from: there is no base until it is committed.
 
         Collective.
@@ -269,55 +245,53 @@ class Publisher(Closing, ProcessBound, ABC):
             footer: footer of the tensors to be published; None: any tensors.
         """
         base, self._base = self._base, None
-        return self._resume(footer) if base == EARLIER_SENDER else base
-
-    def _has_few_changes(self, share: Share, request: PublishRequest) -> bool:
-        """Whether a delta from a base to these weights is worth it. Collective."""
-        footer = request.footer
+        if base == EARLIER_SENDER:
+            return self._resume(footer)
         # By content: the footers of one rank may be the same object, and those of another not.
-        if footer is None or share.footer.layout_xxh3 != footer.layout_xxh3:
-            return False
-        if share.compare(request.source) <= max_changed(footer.layout):
-            return True
-        if self._chain is not None:  # on rank 0
-            self._chain.explain_full(
-                f"more than {100 * MAX_CHANGED_SHARE:.0f} % of all elements changed"
-            )
-        return False
+        if base is None or footer is None or base.footer.layout_xxh3 == footer.layout_xxh3:
+            return base
+        return None
 
-    def _write(self, request: PublishRequest, base: Base | None) -> Publication:
-        """Claim a buffer, write and commit: the changes in ``base``, or without it all weights."""
-        world, is_delta = self._world, base is not None
-        share = self._make_share(request.footer) if base is None else base.share
+    def _publish_upon(self, base: Share | None, request: PublishRequest) -> Publication:
+        """Publish a version, and a delta that leads to it from ``base`` if that is worth it."""
+        world = self._world
+        share = self._make_share(request.footer) if base is None else base
+        changes = None
         try:
-            fields = world.first("claim a buffer", lambda: self._claim(request, is_delta=is_delta))
+            if self._has_deltas and not self._maps_files:
+                changes = share.update(request, is_compared=base is not None)
+            fields = world.first(
+                "claim a buffer", lambda: self._claim(request, base is not None, changes)
+            )
             info = ClaimInfo(**fields)
-            if is_delta:
-                checksums = share.write_diff(info)
-            else:
-                checksums = share.write_all(request.source, info, request.progress)
+            checksums = share.write(request, info)
+            if base is not None and self._maps_files:
+                changes = share.compare()
             delta_bytes = world.first(
-                "commit the version", lambda: self._commit(request, share, checksums)
+                "commit the version", lambda: self._commit(request, changes, checksums)
             )
         except BaseException:
+            share.unmap()
             self._abandon()
             raise
-        version = VersionId.parse(info.version)
+        share.version = version = VersionId.parse(info.version)
         if self._has_deltas:
-            self._base = Base(version, share)
+            self._base = share
         footer = request.footer or self._lead().last.footer
         return Publication.of(version, footer.layout, request.started, delta_bytes)
 
-    def _claim(self, request: PublishRequest, *, is_delta: bool) -> dict[str, Any]:
+    def _claim(
+        self, request: PublishRequest, has_base: bool, changes: Changes | None
+    ) -> dict[str, Any]:
         """Begin a version on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
-        chain = self._lead()
-        draft = chain.begin(request.version, request.footer, is_delta=is_delta)
-        # Not with checksums: a byte that was damaged since it was written would be hashed as it is.
-        is_patched = is_delta and not self._hashed and chain.base.follows(draft.claim.held_before)
-        return asdict(ClaimInfo.of(draft, is_patched=is_patched))
+        chain, footer = self._lead(), request.footer
+        is_delta = has_base
+        if changes is not None and footer is not None:
+            is_delta = chain.is_worth(changes, footer.layout)
+        return asdict(ClaimInfo.of(chain.begin(request.version, footer, is_delta=is_delta)))
 
     def _commit(
-        self, request: PublishRequest, share: Share, checksums: list[int] | None
+        self, request: PublishRequest, changes: Changes | None, checksums: list[int] | None
     ) -> int | None:
         """Publish on rank 0 what all ranks have written; the bytes of the delta that leads to it.
 
@@ -325,18 +299,17 @@ class Publisher(Closing, ProcessBound, ABC):
         machine have written are pages of the same file.
         """
         chain = self._lead()
-        draft = chain.begun
-        if draft.base is not None:
-            chain.add_delta(draft, share.take_diff(), checksums, self._copier)
+        if changes is not None:
+            chain.add_delta(changes, checksums)
         request.source.check()
-        return chain.commit(draft, request.metadata, checksums)
+        return chain.commit(request.metadata, checksums)
 
     def _abandon(self) -> None:
         """Abandon the version that was begun, if one was."""
         if self._chain is not None:
             self._chain.abandon()
 
-    def _resume(self, footer: Footer | None) -> Base | None:
+    def _resume(self, footer: Footer | None) -> Share | None:
         """Return the version that an earlier sender left. Collective.
 
         It is read whole, and compared with its checksums, if it has any; None: it is not there, or
@@ -353,7 +326,8 @@ class Publisher(Closing, ProcessBound, ABC):
         if self._hashed and not any(problems):
             checksums = share.checksums()
         is_undamaged = world.first("compare it", lambda: self._is_undamaged(problems, checksums))
-        return Base(manifest.id, share) if is_undamaged else None
+        share.version = manifest.id
+        return share if is_undamaged else None
 
     def _encoded_last(self, footer: Footer | None) -> str | None:
         """Return on rank 0 the encoded manifest of the version that a delta may lead from."""

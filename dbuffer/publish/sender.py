@@ -22,8 +22,8 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under, refuse_overflow
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Progress, counter
-from dbuffer.publish.patches import SparsePatch, changes_of
+from dbuffer.publish.draft import Progress
+from dbuffer.publish.patches import SparsePatch, patches_of
 from dbuffer.publish.publication import (
     PendingPublication,
     Publication,
@@ -31,9 +31,9 @@ from dbuffer.publish.publication import (
     watch_writes,
     with_short_copied,
 )
-from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
-from dbuffer.publish.shares import WholeShare
+from dbuffer.publish.shares import PublishRequest, WholeShare
 from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.hold import Held
@@ -72,6 +72,7 @@ class WeightSender(Publisher):
             World(),
             copier,
             DeltaChain(self._writer, hashed=hashed),
+            maps_files=self._writer.medium.maps_files,
             hashed=hashed,
             has_deltas=chosen.delta,
             steps=chosen.steps,
@@ -224,18 +225,17 @@ class WeightSender(Publisher):
             version = self._writer.next_version(version)
             checked = self._checked(metadata)
             base = self._take_base(None)
-            if base is None or not isinstance(base.share, WholeShare):
+            if base is None:
                 raise VersionError(
                     f"there is no version in {self.store} to patch: send all weights once, and "
                     "after each error"
                 )
-            share, self._base = base.share, base  # patches that are refused spoil nothing
-            changes = changes_of(patches, share.contents.layout)
+            footer, self._base = base.footer, base  # patches that are refused spoil nothing
+            in_file = patches_of(patches, footer.layout)
             self._base = None
-            share.patch(changes)
-            unread = Source((), [], {}, is_lazy=False)
-            request = PublishRequest(started, unread, share.footer, version, checked)
-            return self._count(self._write(request, base))
+            unread = Source((), [], {})
+            request = PublishRequest(started, unread, footer, version, checked, patches=in_file)
+            return self._count(self._publish_upon(base, request))
 
     def republish(
         self, version: int | VersionId, *, metadata: Mapping[str, Any] | None = None
@@ -332,15 +332,7 @@ class WeightSender(Publisher):
         if source.stream is None:
             self._refuse_idle_buffer(source)
             footer = self._footer_of(source)
-            if self._has_deltas and source.is_lazy:
-                # Away from the device, and from what a source uses again for its next tensor.
-                on_bytes, copies = counter(progress, footer.layout.num_bytes), []
-                for spec, tensor in zip(source.specs, source.fetched(), strict=True):
-                    copies.append(tensor.detach().to("cpu", copy=True))
-                    if on_bytes is not None:
-                        on_bytes(spec.num_bytes)
-                source = replace(source, tensors=copies, is_lazy=False)
-            elif not source.is_lazy:
+            if not source.is_lazy:
                 refuse_overflow(source.specs, source.eager)
         request = PublishRequest(started, source, footer, version, metadata, progress)
         publication = self._publish(request)

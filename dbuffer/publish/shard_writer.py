@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,20 +15,19 @@ import torch
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import TensorDiff, cut_work, write_changes
+from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
     DTYPES,
-    FileTensors,
     KeptMappings,
     MappedTensors,
     join_blocks,
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
-from dbuffer.publish.draft import map_shared
+from dbuffer.publish.draft import ClaimInfo, map_shared
+from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
-from dbuffer.publish.shares import ClaimInfo
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor
@@ -59,27 +58,14 @@ class ShardWriter(ABC):
     def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
         """Write the elements of each box, cast to the layout's dtype."""
 
-    def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
-        """Write what changed into a file that holds the version before."""
-        raise NotImplementedError
-
     @abstractmethod
     def read_back(
-        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
-    ) -> None:
-        """Read what this rank writes of a version of this layout: ``boxes``, each a tensor there.
+        self, held: Held, footer: Footer, copy: KeptCopy | None, copier: Copier
+    ) -> MappedTensors | None:
+        """Map a published version of this layout, or read what this rank writes of it into a copy.
 
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
-        """
-
-    @abstractmethod
-    def checksums_read(
-        self, world: World, layout: Layout, digests: Callable[[], list[int]]
-    ) -> list[int] | None:
-        """The checksums of all tensors of what was read back; ``digests``: those of its blocks.
-
-        Collective.
         """
 
     @abstractmethod
@@ -136,16 +122,13 @@ class SharedFileWriter(ShardWriter):
         return self._mapped
 
     def write(self, boxes: Sequence[Box], sources: Sequence[torch.Tensor], copier: Copier) -> None:
-        views = self._begun().views
+        views = self.mapped.views
         copier.copy_tensors([box.of(views[box.tensor]) for box in boxes], list(sources))
-
-    def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
-        write_changes(changes, self._begun(), copier)
 
     def finish(self, world: World, *, hashed: bool) -> list[int] | None:
         if not hashed:
             return None
-        mapped = self._begun()
+        mapped = self.mapped
         slices = mapped.cut_blocks(world.size)
 
         def hash_slice() -> list[int]:
@@ -159,26 +142,22 @@ class SharedFileWriter(ShardWriter):
         return join_blocks(mapped.layout.blocks, digests)
 
     def read_back(
-        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
-    ) -> None:
-        views = self._map(held.path, held.file.number, footer).views
-        copier.write(copy, [box.of(views[box.tensor]) for box in boxes])
-
-    def checksums_read(
         self,
-        world: World,
-        layout: Layout,  # noqa: ARG002
-        digests: Callable[[], list[int]],  # noqa: ARG002
-    ) -> list[int] | None:
-        # Of the file, now that all have copied out of it: a box is no run of its blocks.
-        return self.finish(world, hashed=True)
+        held: Held,
+        footer: Footer,
+        copy: KeptCopy | None,  # noqa: ARG002
+        copier: Copier,  # noqa: ARG002
+    ) -> MappedTensors:
+        return self._map(held.path, held.file.number, footer)
 
     def drop(self) -> None:
         """Unmap the files: an abandoned file keeps its room for as long as a rank maps it."""
         self._mapped = None
         self._kept.clear()
 
-    def _begun(self) -> MappedTensors:
+    @property
+    def mapped(self) -> MappedTensors:
+        """The file that was begun, or read back."""
         if self._mapped is None:
             raise StoreAccessError("no version was begun")
         return self._mapped
@@ -244,17 +223,11 @@ class PartFileWriter(ShardWriter):
         self._file = None  # rank 0 abandons all, from here on
         return join_digests_of_parts(self._layout, shares) if hashed else None
 
-    def read_back(
-        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
-    ) -> None:
+    def read_back(self, held: Held, footer: Footer, copy: KeptCopy | None, copier: Copier) -> None:
+        assert copy is not None  # noqa: S101 - on a network mount
         mine = self._pieces_of(footer.layout)
-        pieces = [mine[box.tensor] for box in boxes]
-        ChainReader(held, footer.layout).read_pieces(pieces, copy, copier)
-
-    def checksums_read(
-        self, world: World, layout: Layout, digests: Callable[[], list[int]]
-    ) -> list[int] | None:
-        return join_digests_of_parts(layout, world.each("hash what it has read", digests))
+        pieces = [mine[box.tensor] for box in copy.boxes]
+        ChainReader(held, footer.layout).read_pieces(pieces, copy.contents, copier)
 
     def _pieces_of(self, layout: Layout) -> dict[int, Piece]:
         """This rank's, by the tensor."""

@@ -24,9 +24,10 @@ from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.inventory import Inventory, Joined, join, take_inventory
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import EARLIER_SENDER, Base, Publisher, PublishRequest
+from dbuffer.publish.publisher import EARLIER_SENDER, Publisher
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
+from dbuffer.publish.shares import PublishRequest, Share
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.cores import num_cores
@@ -112,6 +113,7 @@ class ShardedWeightSender(Publisher):
                 ranks,
                 copier,
                 chain,
+                maps_files=is_shared,
                 hashed=hashed,
                 has_deltas=self._options.delta,
                 steps=self._options.steps,
@@ -253,7 +255,7 @@ class ShardedWeightSender(Publisher):
                 on_rank_0["version"] = self._lead().writer.next_version(version)
                 on_rank_0["metadata"] = self._checked(metadata)
             is_known = self._inventory == inventory
-            base = str(self._base.version) if isinstance(self._base, Base) else self._base
+            base = str(self._base.version) if isinstance(self._base, Share) else self._base
             return {"version": version, "is_known": is_known, "base": base}
 
         steps = ranks.each("describe its weights", describe)

@@ -173,18 +173,14 @@ def each_gathered(
     source: Source,
     assignment: WriteAssignment,
     rank: int,
-    action: Callable[[int, torch.Tensor], int],
-) -> int:
+    action: Callable[[int, torch.Tensor], None],
+) -> None:
     """Gather the assigned tensors one after another; do ``action`` with those this rank writes.
 
     ``action`` gets the tensor's index and the whole of it. All ranks go through all tensors even if
     it fails: the others wait in the next gather.
-
-    Returns:
-        The sum of its results.
     """
     tensors = source.tensors
-    total = 0
     problem: Exception | None = None
 
     def whole_of(pair: tuple[int, int]) -> int:
@@ -204,7 +200,7 @@ def each_gathered(
                     if writer != rank or problem is not None:
                         continue
                     try:
-                        total += action(index, _viewed(tensors[index], whole))
+                        action(index, _viewed(tensors[index], whole))
                     except Exception as error:  # noqa: BLE001 - raised when all are through
                         problem = error
             del whole  # before the next is gathered
@@ -213,7 +209,6 @@ def each_gathered(
     source.finish()
     if problem is not None:
         raise problem
-    return total
 
 
 def sharded_in(tensor: torch.Tensor | LazyTensor) -> Any:
@@ -293,7 +288,7 @@ def layout_in_parts(layout: Layout, assignment: WriteAssignment) -> Layout:
     for rank, boxes in enumerate(assignment.boxes):
         for box in sorted((*boxes, *whole[rank])):
             spec = layout.specs[box.tensor]
-            offset = _flat_index(box.start, spec.shape) * ITEM_BYTES[spec.dtype]
+            offset = flat_index(box.start, spec.shape) * ITEM_BYTES[spec.dtype]
             num_bytes, place = _num_bytes(box, spec), align(part_bytes[rank])
             pieces.append(Piece(box.tensor, offset, num_bytes, rank, place))
             part_bytes[rank] = place + num_bytes
@@ -305,7 +300,8 @@ def whole_box(index: int, shape: tuple[int, ...]) -> Box:
     return Box(index, (0,) * len(shape), tuple(shape))
 
 
-def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Return the place of an element in the flat tensor."""
     flat = 0
     for position, extent in zip(index, shape, strict=True):
         flat = flat * extent + position

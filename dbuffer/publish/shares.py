@@ -1,79 +1,93 @@
-"""`Share`: the part of each version that one rank writes.
+"""`Share`: the part of each version that one rank writes, and how it differs from the last one.
 
-A sender alone writes all tensors (`WholeShare`), a rank of a sharded trainer
-writes boxes of tensors (`BoxShare`, in `box_share`). `Publisher` calls a share's methods, on all
-ranks at once:
+A sender alone writes all tensors (`WholeShare`), a rank of a sharded trainer boxes of tensors
+(`BoxShare`, in `box_share`). `Publisher` calls a share's methods, on all ranks at once.
 
-- With deltas, a share keeps the bytes of the last version. `compare` finds what differs from them
-  in the next weights, `write_diff` brings them and the claimed file up to date, and `take_diff`
-  returns the differences for the delta.
-- If too much differs, or nothing is kept, a new share writes all weights: `write_all`.
-- A new sender fills a new share with the version that an earlier one left: `read_back`, then
-  `checksums`.
+With deltas, the next version is compared with the last one:
 
-The trainer may write to its memory while it is compared, and after. So the delta, the checksums,
-and the bytes that the next version is compared with all come from the bytes that a share keeps.
+- On a local mount each version is written whole; then its file is compared with the published one.
+- On a network mount a version may have no file of its own. A `KeptCopy` of the last version is
+  brought to the next, and a file, if there is one, is written from the copy.
+
+The trainer may write to its memory at any time. So the delta, the checksums, and the bytes that the
+next version is compared with all come from the file, or from the copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from dbuffer.errors import StoreCorruptError
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Diff, TensorDiff, cut_work, words_of, write_changes
+from dbuffer.io.changes import Changes, Patch, apply_patches, bytes_in, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.devices import any_on_gpu
-from dbuffer.io.find_changes import find_changes
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors, MappedTensors
-from dbuffer.publish.delta_chain import DeltaChain, max_changed
-from dbuffer.publish.draft import Draft, Progress
-from dbuffer.store import filesystem
-from dbuffer.store.hold import Held
+from dbuffer.io.tensors import MappedTensors
+from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
+from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter
+from dbuffer.publish.kept_copy import KeptCopy
+from dbuffer.publish.shard_writer import join_digests_of_parts
+from dbuffer.store.hold import Held, hold_newest
 from dbuffer.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimInfo:
-    """Description of the buffer that rank 0 has claimed, for all ranks."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishRequest:
+    """Weights to publish, with their version and metadata."""
 
-    version: str
-    """Id of the version."""
-    buffer: str
-    file: str
-    inode: list[int] | None
-    """Device and inode of the file on rank 0's host; None: the version has no file of its own."""
-    is_patched: bool
-    """Whether the file holds the version before the last, so that only changes are written."""
-
-    @classmethod
-    def of(cls, draft: Draft, *, is_patched: bool) -> ClaimInfo:
-        claim = draft.claim
-        inode = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
-        return cls(str(draft.id), claim.buffer, claim.path.name, inode, is_patched)
-
-    def path_in(self, store: Path) -> Path:
-        return store / self.buffer / self.file
+    started: float
+    """Time of the call, by `time.monotonic`."""
+    source: Source
+    footer: Footer | None
+    """Footer of their file; None for a stream."""
+    version: int
+    """Number of the version, above the last one; on rank 0."""
+    metadata: dict[str, Any]
+    """Checked metadata; on rank 0."""
+    progress: Progress | None = None
+    patches: Sequence[Patch] | None = None
+    """In place of a source: what differs from the last version."""
 
 
 class Share(ABC):
-    """The part of each version that one rank writes, and its bytes in the last version."""
+    """The part of each version that one rank writes.
 
-    def __init__(self, footer: Footer | None) -> None:
+    Args:
+        footer: footer of the versions; None for a stream.
+        copier: its threads do the work.
+        copy: on a network mount, with deltas; else None.
+    """
+
+    def __init__(self, footer: Footer | None, copier: Copier, copy: KeptCopy | None) -> None:
+        self.version: VersionId | None = None
+        """Version that was published last."""
         self._footer = footer
-        """Footer of the versions; None for a stream, of which nothing is kept."""
+        self._copier = copier
+        self._copy = copy
+        self._file: MappedTensors | None = None
+        """File of the version that was written last, on a local mount, with deltas."""
+        self._file_before: MappedTensors | None = None
+        """File of the version before, until the two are compared."""
 
     @property
     def footer(self) -> Footer:
         assert self._footer is not None  # noqa: S101 - deltas are of no streams
         return self._footer
+
+    @property
+    def copy(self) -> KeptCopy:
+        assert self._copy is not None  # noqa: S101 - asked for on network mounts alone
+        return self._copy
 
     @abstractmethod
     def read_back(self, held: Held) -> None:
@@ -88,39 +102,46 @@ class Share(ABC):
         """Return the checksums of all tensors as they were read back."""
 
     @abstractmethod
-    def compare(self, source: Source) -> int:
-        """Find what differs from the last version.
+    def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
+        """Bring the copy to the next version.
 
         Returns:
-            The number of changed words on all ranks. Once it is above `max_changed`, the rest may
-            not have been counted.
+            On rank 0, what that changed; elsewhere, and unless it ``is_compared``, None.
         """
 
     @abstractmethod
-    def write_all(
-        self, source: Source, info: ClaimInfo, progress: Progress | None
-    ) -> list[int] | None:
-        """Write the weights into the claimed file; return the checksums of all tensors, if any."""
-
-    @abstractmethod
-    def write_diff(self, info: ClaimInfo) -> list[int] | None:
-        """Write what differs into the kept bytes and the claimed file, if the version has one.
+    def write(self, request: PublishRequest, info: ClaimInfo) -> list[int] | None:
+        """Write the version into the claimed file, if it has one.
 
         Returns:
-            The checksums of all tensors, if any.
+            The checksums of all tensors, if versions have any.
         """
 
     @abstractmethod
-    def take_diff(self) -> Diff:
-        """Return on rank 0 what all ranks have written by `write_diff`; once."""
+    def compare(self) -> Changes | None:
+        """Compare the written file with the one before it.
+
+        Returns:
+            On rank 0, what differs; elsewhere None.
+        """
+
+    def unmap(self) -> None:
+        """Let go of the files, after an error: each keeps its room for as long as it is mapped."""
+        self._file = self._file_before = None
+
+    def _keep_file(self, mapped: MappedTensors) -> None:
+        self._file_before, self._file = self._file, mapped
+
+    def _take_files(self) -> tuple[MappedTensors, MappedTensors]:
+        """Return the file of the version before, and the written file; forget the first."""
+        before, self._file_before = self._file_before, None
+        assert before is not None  # noqa: S101
+        assert self._file is not None  # noqa: S101 - there are two versions
+        return before, self._file
 
 
 class WholeShare(Share):
     """All tensors, for a sender alone.
-
-    On a local mount, the kept bytes are the published buffer. The claimed file, the idle buffer,
-    holds the version before that: it lacks the changes of two versions. On a network mount, the
-    kept bytes are a copy in memory.
 
     Args:
         footer: footer of the versions; None for a stream.
@@ -130,135 +151,107 @@ class WholeShare(Share):
     """
 
     def __init__(
-        self,
-        footer: Footer | None,
-        chain: DeltaChain,
-        copier: Copier,
-        *,
-        is_kept: bool,
+        self, footer: Footer | None, chain: DeltaChain, copier: Copier, *, is_kept: bool
     ) -> None:
-        super().__init__(footer)
+        copy = None
+        if footer is not None and is_kept and not chain.keeps_buffers_whole:
+            copy = KeptCopy(None, footer.layout, copier)
+        super().__init__(footer, copier, copy)
         self._chain = chain
-        self._copier = copier
         self._is_kept = is_kept
-        self._contents: FileTensors | None = None
-        self._compared: Diff | None = None
-        """Differences of the version that is written, until `take_diff`."""
-        self._last_changes: list[TensorDiff] | None = None
-        """Changes that led to the last version, which the idle buffer lacks; None: not known."""
-
-    @property
-    def contents(self) -> FileTensors:
-        """Bytes of the last version: the published buffer, or a copy of it."""
-        assert self._contents is not None  # noqa: S101 - it was written, or read back
-        return self._contents
+        self._patched: Changes | None = None
+        """Result of patches, for `compare`."""
 
     def read_back(self, held: Held) -> None:
-        if self._chain.keeps_buffers_whole:
-            self._contents = self._chain.map_published(held, self.footer)
+        if self._copy is None:
+            self._file = self._chain.map_published(held, self.footer)
         else:
-            self._contents = FileTensors.in_memory(self.footer.layout)
-            ChainReader(held, self.footer.layout).read(self._contents, self._copier)
+            ChainReader(held, self.footer.layout).read(self._copy.contents, self._copier)
 
     def checksums(self) -> list[int] | None:
-        return self._copier.checksums(self.contents)
+        contents = self._file if self._copy is None else self._copy.contents
+        assert contents is not None  # noqa: S101 - it was read back
+        return self._copier.checksums(contents)
 
-    def compare(self, source: Source) -> int:
-        contents = self.contents
-        is_sent = any_on_gpu(source.eager)  # to the GPU, to be compared there
-        is_in_memory = self._chain.writer.medium.is_in_memory
-        if is_sent and is_in_memory and isinstance(contents, MappedTensors):
-            contents.expect_device()
-        self._compared = diff = find_changes(
-            contents,
-            source.eager,
-            self._copier,
-            max_changed=max_changed(self.footer.layout),
-        )
-        return diff.num_changed
-
-    def patch(self, changes: Iterable[TensorDiff]) -> None:
-        """Use changes that the trainer named as what differs, in place of `compare`."""
-        contents, changes = self.contents, list(changes)
-
-        def work(first: int, end: int) -> None:
-            for index, change in enumerate(changes[first:end], first):
-                replaced = words_of(contents, change.tensor)[change.positions]
-                changes[index] = change._replace(replaced=replaced)
-
-        sizes = [len(change.values) for change in changes]
-        self._copier.in_parallel(work, cut_work(sizes, self._copier))
-        self._compared = Diff(contents.layout, changes, sum(sizes))
-
-    def write_all(
-        self,
-        source: Source,
-        info: ClaimInfo,  # noqa: ARG002
-        progress: Progress | None,
-    ) -> list[int] | None:
-        draft = self._chain.begun
-        if source.stream is not None:
-            return draft.fill_from_stream(source.stream, source.new_names, progress)
-        if source.is_lazy:
-            # A tensor that was gathered or read is dropped before the next.
-            return draft.fill_one_by_one(source.fetched(), self._copier, progress)
-        tensors = source.eager
-        if self._is_kept and self._chain.keeps_buffers_whole:
-            self._contents = draft.mapped
-        elif self._is_kept:
-            self._contents = FileTensors.in_memory(draft.footer.layout)
-            self._copier.write(self._contents, tensors)
-            tensors = self._contents.views
-        return draft.fill(tensors, self._copier)
-
-    def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
-        draft, diff = self._chain.begun, self._diff
-        if self._chain.keeps_buffers_whole:
-            mapped = draft.mapped
-            self._bring_up_to_date(mapped)
-            write_changes(diff.changes, mapped, self._copier)
-            changes = with_values_in(mapped, diff.changes)
-            self._contents, self._last_changes = mapped, _without_replaced(changes)
+    def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
+        if request.patches is not None:
+            return self.copy.patch(request.patches)
+        elements, numbers = _elements_of(request), range(len(request.source.specs))
+        one_by_one, changes = request.source.is_lazy, None
+        if is_compared:
+            most = max_changed(self.footer.layout)
+            changes = self.copy.update(
+                numbers, lambda _: next(elements), most, one_by_one=one_by_one
+            )
         else:
-            changes = apply_detached(diff.changes, self.contents, self._copier)
+            self.copy.fill(numbers, lambda _: next(elements), one_by_one=one_by_one)
+        next(elements, None)  # so that the source learns that its last tensor was copied
+        return changes
+
+    def write(self, request: PublishRequest, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
+        draft, source = self._chain.draft, request.source
+        if self._copy is not None:
             if draft.has_file:
-                draft.fill(self.contents.views, self._copier)
-        self._compared = replace(diff, changes=changes)
-        if not self._chain.hashed:
-            return None
-        # Not of the trainer's memory, which may have changed since it was compared.
-        changed = [change.tensor for change in changes]
-        checksums = self._copier.checksums(self.contents, changed)
-        return self._chain.base.checksums_after(dict(zip(changed, checksums, strict=True)))
+                return draft.fill(self._copy.contents.views, self._copier)
+            if not self._chain.hashed:
+                return None
+            return join_digests_of_parts(draft.footer.layout, [self._copy.digests()])
+        if request.patches is not None:
+            checksums = self._write_patches(draft, request.patches)
+        elif source.stream is not None:
+            checksums = draft.fill_from_stream(source.stream, source.new_names, request.progress)
+        elif source.is_lazy:
+            # A tensor that was gathered or read is dropped before the next.
+            checksums = draft.fill_one_by_one(source.fetched(), self._copier, request.progress)
+        else:
+            checksums = draft.fill(source.eager, self._copier)
+        if self._is_kept:
+            self._keep_file(draft.mapped)
+        return checksums
 
-    def take_diff(self) -> Diff:
-        diff, self._compared = self._diff, None
-        return diff
+    def compare(self) -> Changes:
+        patched, self._patched = self._patched, None
+        before, after = self._take_files()
+        most = max_changed(self.footer.layout)
+        return patched or find_changes(before, bytes_in(after), self._copier, max_changed=most)
 
-    @property
-    def _diff(self) -> Diff:
-        assert self._compared is not None  # noqa: S101 - called after `compare` or `patch`
-        return self._compared
-
-    def _bring_up_to_date(self, mapped: MappedTensors) -> None:
-        """Let the draft's file hold the last version, undamaged if that has checksums.
+    def _write_patches(self, draft: Draft, patches: Sequence[Patch]) -> list[int] | None:
+        """Bring a draft's file to the last version, and write patches into it.
 
         Raises:
-            StoreCorruptError: the published buffer was damaged, too.
+            StoreCorruptError: the published buffer was damaged.
         """
-        draft, base = self._chain.begun, self._chain.base
-        if self._last_changes is not None and base.follows(draft.claim.held_before):
-            write_changes(self._last_changes, mapped, self._copier)
-            if base.checksums is None or self._copier.checksums(mapped) == base.checksums:
-                return
-            logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
-        self._copier.write(mapped, self.contents.views)
-        if base.checksums is None:
+        self._bring_up_to_date(draft)
+        self._patched = changes = apply_patches(patches, draft.mapped)
+        checksums = self._chain.last.checksums
+        if checksums is None:
+            return None
+        changed = sorted(changes.tensors)
+        new = zip(changed, self._copier.checksums(draft.mapped, changed), strict=True)
+        by_index = dict(new)
+        return [by_index.get(index, checksum) for index, checksum in enumerate(checksums)]
+
+    def _bring_up_to_date(self, draft: Draft) -> None:
+        """Let a draft's file hold the last version, undamaged if that has checksums."""
+        mapped, last, copier = draft.mapped, self._chain.last, self._copier
+        held = hold_newest(self._chain.writer.store, newer_than=None)
+        since = draft.claim.held_before
+        if held is not None:
+            with held, contextlib.suppress(*UNREADABLE):
+                if since is not None and since in held.manifest.chain:
+                    ChainReader(held, mapped.layout).read(mapped, copier, since=since)
+                    if last.checksums in (None, copier.checksums(mapped)):
+                        return
+                    logger.warning(
+                        "%s was damaged since it was written: writing it anew", draft.claim.path
+                    )
+        assert self._file is not None  # noqa: S101 - the published one
+        copier.write(mapped, self._file.views)
+        if last.checksums is None:
             return
-        checksums = self._copier.checksums(mapped)
-        for spec, expected, checksum in zip(
-            mapped.layout.specs, base.checksums, checksums, strict=True
-        ):
+        checksums = copier.checksums(mapped)
+        pairs = zip(mapped.layout.specs, last.checksums, checksums, strict=True)
+        for spec, expected, checksum in pairs:
             if checksum != expected:
                 raise StoreCorruptError(
                     f"{self._chain.writer.root}: {spec.name} was damaged after it was published, "
@@ -266,39 +259,14 @@ class WholeShare(Share):
                 )
 
 
-def with_values_in(contents: FileTensors, changes: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return changes that were written into ``contents``, none with values in the trainer's memory.
-
-    The values of a tensor that changed as a whole were there; now they are in ``contents``.
-    """
-    return [
-        change._replace(values=words_of(contents, change.tensor))
-        if change.positions is None
-        else change
-        for change in changes
-    ]
-
-
-def apply_detached(
-    changes: Iterable[TensorDiff], contents: FileTensors, copier: Copier
-) -> list[TensorDiff]:
-    """Write changes into a copy of the last version; return them with values in the copy.
-
-    The replaced values of a tensor that changed as a whole lie in the copy, and are saved before.
-    """
-    kept = [
-        change._replace(replaced=change.replaced.copy())
-        if change.positions is None and change.replaced is not None
-        else change
-        for change in changes
-    ]
-    write_changes(kept, contents, copier)
-    return with_values_in(contents, kept)
-
-
-def _without_replaced(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return changes that are kept to be written again, without replaced values of whole tensors.
-
-    These lie in a mapping, which keeps an unlinked file's room.
-    """
-    return [one._replace(replaced=None) if one.positions is None else one for one in changes]
+def _elements_of(request: PublishRequest) -> Iterator[torch.Tensor]:
+    """Yield a source's tensors in their order, and tell of the progress if they are lazy."""
+    source = request.source
+    if not source.is_lazy:
+        yield from source.eager
+        return
+    on_bytes = counter(request.progress, sum(spec.num_bytes for spec in source.specs))
+    for spec, tensor in zip(source.specs, source.fetched(), strict=True):
+        yield tensor
+        if on_bytes is not None:
+            on_bytes(spec.num_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +13,9 @@ from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
 from dbuffer.format.lineage import VersionId
+from dbuffer.io.changes import bytes_in, find_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import EncodedDelta, encode_delta
-from dbuffer.io.find_changes import find_changes
+from dbuffer.io.delta import encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
 
 BASE, ID = VersionId(f"{1:016x}", 7), VersionId(f"{2:016x}", 8)
@@ -85,11 +84,17 @@ class Step(NamedTuple):
     layout_xxh3: str
     before: list[torch.Tensor]
     after: list[torch.Tensor]
-    encoded: EncodedDelta
+    encoded: bytes
+    """The header, with its prefix."""
+    chunks: list[bytes]
 
     @property
     def header(self) -> DeltaHeader:
-        return decoded(self.encoded.header, self)
+        return decoded(self.encoded, self)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.encoded) + sum(map(len, self.chunks))
 
     def contents(self, *, of_after: bool = False) -> Guarded:
         return Guarded(self.layout, self.after if of_after else self.before)
@@ -108,25 +113,17 @@ def make_step(
     dtypes: Sequence[str],
     copier: Copier,
     *,
-    absolute: bool = False,
     hashed: bool = True,
 ) -> Step:
     layout = layout_of(before, dtypes)
-    contents = Guarded(layout, before)
-    found = find_changes(contents, after, copier)
-    checksums = copier.write(Guarded(layout, []), after, hashed=hashed)
+    sides = Guarded(layout, before), Guarded(layout, after)
+    found = find_changes(sides[0], bytes_in(sides[1]), copier)
+    checksums = tuple(map(copier.checksums, sides)) if hashed else None
     layout_xxh3 = digest(layout.encode())
-    if absolute:
-        found = replace(found, changes=[one._replace(replaced=None) for one in found.changes])
-    encoded = encode_delta(
-        found,
-        copier,
-        checksums=checksums,
-        base=BASE,
-        version=ID,
-        layout_xxh3=layout_xxh3,
+    encoded, *chunks = encode_delta(
+        found, checksums, base=BASE, version=ID, layout_xxh3=layout_xxh3
     )
-    return Step(layout, layout_xxh3, before, after, encoded)
+    return Step(layout, layout_xxh3, before, after, encoded, chunks)
 
 
 def random_step(

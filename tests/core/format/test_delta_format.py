@@ -18,10 +18,16 @@ from dbuffer.format.delta import Chunk, DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
-from dbuffer.io import find_changes as io_find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_positions
-from tests.support.deltas import Step, decoded, make_step, random_step, verify_result
+from tests.support.deltas import (
+    Step,
+    decoded,
+    make_step,
+    random_step,
+    random_tensor,
+    verify_result,
+)
 from tests.support.soak import is_soak
 
 FUZZ_CASES = 20_000 if is_soak() else 1_500
@@ -34,8 +40,8 @@ def copier():
     copier.close()
 
 
-def grouped(copier: Copier, **options: bool) -> Step:
-    """Small tensors of all kinds: gaps, a mask, whole ones, words of each size."""
+def mixed(copier: Copier) -> Step:
+    """Small tensors of all kinds, in one range of the file, with words of each size."""
     rng = np.random.default_rng(0)
     dtypes = [
         *("bfloat16", "bfloat16", "int8", "float32", "bfloat16", "complex128", "float32"),
@@ -43,28 +49,30 @@ def grouped(copier: Copier, **options: bool) -> Step:
     ]
     sizes = [300, 500, 77, 40, 9, 33, 60, 64, 100, 1, 260, 21]
     shares = [0.02, 0.05, 0.1, 0.05, 0.9, 0.4, 1.0, 0.45, 0.4, 1.0, 0.01, 0.2]
-    return random_step(rng, dtypes, sizes, shares, copier, **options)
+    return random_step(rng, dtypes, sizes, shares, copier)
 
 
-def cut(copier: Copier, **options: bool) -> Step:
+def cut(copier: Copier) -> Step:
     """Tensors that are longer than a chunk."""
     rng = np.random.default_rng(0)
     dtypes, sizes, shares = ["bfloat16"] * 4, [9000, 70_000, 800, 600], [0.02, 0.0001, 0.9, 0.4]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io_changes, "_GROUP_CHANGES", 50)
-        patch.setattr(io_changes, "_WHOLE_BYTES", 400)
-        patch.setattr(io_find_changes, "_SHORT_BYTES", 1000)
-        patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
-        return random_step(rng, dtypes, sizes, shares, copier, **options)
+        patch.setattr(io_changes, "CHUNK_BYTES", 4096)
+        return random_step(rng, dtypes, sizes, shares, copier)
+
+
+def new_words(copier: Copier) -> Step:
+    """Long gaps, and words that are stored as they are."""
+    rng = np.random.default_rng(0)
+    before = [torch.zeros(300_000).to(torch.uint8), random_tensor("float32", 3000, rng)]
+    after = [before[0].clone(), torch.zeros(3000)]
+    after[0][[5, 70_000, 299_000]] += 1
+    return make_step(before, after, ["uint8", "float32"], copier)
 
 
 @pytest.fixture(scope="module")
 def steps(copier):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
-        yield [
-            make(copier, absolute=absolute) for make in (grouped, cut) for absolute in (False, True)
-        ]
+    return [make(copier) for make in (mixed, cut, new_words)]
 
 
 def seal(data: bytes) -> bytes:
@@ -83,10 +91,10 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, step: Step) -> Parts:
-        line, _, _ = step.encoded.header[delta.PREFIX_BYTES :].partition(b"\n")
+        line, _, _ = step.encoded[delta.PREFIX_BYTES :].partition(b"\n")
         header = step.header
         rows = list(header.chunks)
-        return cls(json.loads(line), header.tensors.copy(), np.array(rows, delta._CHUNK_ROW))
+        return cls(json.loads(line), header.tensors.copy(), np.array(rows, delta.CHUNK_ROW))
 
     def header(self) -> bytes:
         tables = delta._encode_table(self.tensors) + delta._encode_table(self.chunks)
@@ -107,15 +115,9 @@ def with_chunk(step: Step, number: int, body: bytes, **fields: int) -> bytes:
 NUM_ROWS = ("num_tensors", "num_chunks")
 
 
-def without_a_chunk(parts: Parts) -> Parts:
-    """The last, whose tensors still are among those that changed."""
-    record = parts.record | {"num_chunks": len(parts.chunks) - 1}
-    return parts._replace(record=record, chunks=parts.chunks[:-1])
-
-
 def streams_of(step: Step, number: int) -> list[bytes]:
     header = step.header
-    streams = io_delta._streams(header, number, step.encoded.chunks[number])
+    streams = io_delta._streams(header, number, step.chunks[number])
     return [bytes(stream) for stream in streams]
 
 
@@ -140,7 +142,7 @@ def try_to_apply(step: Step, header: bytes, chunks: list[bytes], copier: Copier)
     Anything else, and any byte written that no chunk may write, fails the test.
     """
     contents = step.contents()
-    damaged = [n for n, body in enumerate(chunks) if body != step.encoded.chunks[n]]
+    damaged = [n for n, body in enumerate(chunks) if body != step.chunks[n]]
     read: DeltaHeader | None = None
     try:
         read = decoded(header, step)
@@ -188,7 +190,7 @@ def damage_number(table: np.ndarray, chance: random.Random) -> None:
 
 def fuzz_bytes(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     """Damage that disks and networks do, which no digest fits; or such as a digest fits."""
-    header, chunks = step.encoded.header, list(step.encoded.chunks)
+    header, chunks = step.encoded, list(step.chunks)
     number, is_sealed = chance.randrange(-1, len(chunks)), chance.random() < 0.5
     if number < 0:
         data = damage(header[delta.PREFIX_BYTES :], chance)
@@ -207,17 +209,17 @@ def fuzz_fields(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
             parts.record[chance.choice(list(parts.record))] = chance.choice(junk)
         else:
             damage_number(chance.choice((parts.tensors, parts.chunks)), chance)
-    return parts.header(), step.encoded.chunks
+    return parts.header(), step.chunks
 
 
 def fuzz_stream(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     """Numbers in a stream that are wrong, packed as they should be."""
-    chunks = list(step.encoded.chunks)
+    chunks = list(step.chunks)
     number = chance.randrange(len(chunks))
     chunk, streams = step.header.chunks[number], streams_of(step, number)
     which = chance.randrange(len(streams))
     raw_bytes = chunk.num_changed
-    num_where = delta.NUM_STREAMS[chunk.positions]
+    num_where = delta.NUM_GAP_STREAMS
     if which < num_where:
         raw_bytes = (chunk.raw_bytes - chunk.num_changed * chunk.word_bytes) // num_where
     raw = bytearray(delta.unpack(streams[which], raw_bytes))
@@ -266,33 +268,25 @@ def test_a_wrong_prefix_is_refused(prefix, error):
 
 class TestHeader:
     def test_for_another_layout_or_with_another_digest(self, steps):
-        data = steps[0].encoded.header[delta.PREFIX_BYTES :]
+        data = steps[0].encoded[delta.PREFIX_BYTES :]
         layout, layout_xxh3 = steps[0].layout, steps[0].layout_xxh3
         xxh3 = xxhash.xxh3_64_hexdigest(data)
         few = Layout.of([TensorSpec("a", "bfloat16", (3,))])
         for digest, other, other_xxh3, problem in (
             ("0" * 16, layout, layout_xxh3, None),
             (xxh3, layout, "1" * 16, None),
-            (xxh3, few, layout_xxh3, " 1 tensors"),
+            (xxh3, few, layout_xxh3, "of 1 tensors"),
         ):
             with pytest.raises(StoreCorruptError, match=problem):
                 delta.decode_header(data, digest, other, other_xxh3)
 
-    def test_that_contradicts_itself(self, steps, copier):
-        whole = Parts.of(steps[0])  # of tensors that are shorter than a chunk
-        unhashed = grouped(copier, hashed=False)
-        hashed = Parts.of(unhashed)
-        hashed.tensors["xxh3"][0] = 1
-        for step, parts in (
-            *((steps[0], whole._replace(record=whole.record | {n: 2**40})) for n in NUM_ROWS),
-            (steps[0], without_a_chunk(whole)),
-            (steps[1], without_a_chunk(Parts.of(steps[1]))),
-            (unhashed, hashed),
-        ):
+    def test_that_contradicts_itself(self, steps):
+        whole = Parts.of(steps[0])
+        for wrong in (*({name: 2**40} for name in NUM_ROWS), {"is_hashed": False}):
             with pytest.raises(StoreCorruptError):
-                decoded(parts.header(), step)
+                decoded(whole._replace(record=whole.record | wrong).header(), steps[0])
 
-    @pytest.mark.parametrize("name", [name for name in delta._CHUNK_ROW.names if name != "xxh3"])
+    @pytest.mark.parametrize("name", [name for name in delta.CHUNK_ROW.names if name != "xxh3"])
     def test_each_field_of_a_chunk_counts(self, steps, copier, name):
         for step in steps:
             for value in NUMBERS:
@@ -300,7 +294,7 @@ class TestHeader:
                 bits = 8 * parts.chunks.dtype[name].itemsize
                 if int(parts.chunks[-1][name]) != value % (1 << bits):
                     parts.chunks[-1][name] = value % (1 << bits)
-                    outcome = try_to_apply(step, parts.header(), step.encoded.chunks, copier)
+                    outcome = try_to_apply(step, parts.header(), step.chunks, copier)
                     assert outcome in ("header refused", "chunk refused", "found out")
 
 
@@ -332,10 +326,8 @@ class TestStreams:
 
     def test_positions_are_checked_for_who_wants_only_those(self, steps, copier):
         step = steps[0]
-        for number, chunk in enumerate(step.header.chunks):
-            if chunk.positions == delta.WHOLE:
-                continue
-            chunks = list(step.encoded.chunks)
+        for number in range(len(step.header.chunks)):
+            chunks = list(step.chunks)
             chunks[number] = bytes(len(chunks[number]))
             with pytest.raises(StoreCorruptError):
                 changed_positions(step.header, chunks.__getitem__, copier)
@@ -345,9 +337,10 @@ class TestStreams:
 
 
 def test_the_steps_hold_every_kind_of_chunk(steps):
-    kinds = {(chunk.positions, chunk.values) for step in steps for chunk in step.header.chunks}
-    assert {where for where, _ in kinds} == {delta.GAPS, delta.MASK, delta.WHOLE}
-    assert {what for _, what in kinds} == {delta.DIFFERENCES, delta.NEW_WORDS}
+    chunks = [chunk for step in steps for chunk in step.header.chunks]
+    assert {chunk.values for chunk in chunks} == {delta.DIFFERENCES, delta.NEW_WORDS}
+    assert {chunk.word_bytes for chunk in chunks} == {1, 2, 4, 8}
+    assert any(chunk.num_words > 3 * delta.ESCAPE for chunk in chunks)
     tensors = [len(words_of(step, chunk)) for step in steps for chunk in step.header.chunks]
     assert min(tensors) == 1 < max(tensors)
     assert any(len(step.header.chunks) > len(step.layout.specs) for step in steps)

@@ -68,34 +68,6 @@ def pairs_of(copy, targets, sources):
     return list(pairs) if copy is devices.from_device else [(s, t) for t, s in pairs]
 
 
-class TestCompare:
-    def test_finds_what_differs(self, copier):
-        old = [torch.randint(0, 9, (n,), dtype=torch.int16) for n in (10, 5 * PIECE_BYTES, 1, 700)]
-        new = [each.clone() for each in old]
-        places = [(0, 3), (1, 0), (1, 2048), (1, 5 * PIECE_BYTES - 1), (3, 699)]
-        for tensor, position in places:
-            new[tensor][position] += 1
-        found = []
-        for piece in devices.compare(list(zip(old, new, strict=True)), copier.copy_tensors):
-            counts = [part.host.numel() for part in piece.parts]
-            starts = [sum(counts[:number]) for number in range(len(counts))]
-            for position, value, replaced in zip(
-                *map(torch.Tensor.tolist, piece.changed), strict=True
-            ):
-                number = max(n for n, start in enumerate(starts) if start <= position)
-                part = piece.parts[number]
-                tensor, at = part.index, part.first + position - starts[number]
-                found.append((tensor, at))
-                assert value == new[tensor][at]
-                assert replaced == old[tensor][at]
-        assert found == places
-
-    def test_only_counts_what_mostly_differs(self, copier):
-        old, new = torch.zeros(1000, dtype=torch.int32), torch.ones(1000, dtype=torch.int32)
-        [piece] = devices.compare([(old, new)], copier.copy_tensors)
-        assert (piece.num_changed, piece.changed) == (1000, None)
-
-
 class TestPageLock:
     @pytest.fixture
     def runtime(self, monkeypatch):

@@ -28,12 +28,10 @@ from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
-from dbuffer.io.copier import Copier
+from dbuffer.format.layout import ALIGNMENT_BYTES, TensorSpec
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish import box_share
-from dbuffer.publish.box_copy import BoxCopy
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import HeldParts, assign_writes, whole_box
 from dbuffer.ranks import agreement
@@ -251,19 +249,6 @@ def test_large_plain_tensors_are_spread_over_the_ranks():
     assert [len(written) for written in plan.boxes] == [4, 2, 2, 2]
     assert {box.tensor for box in plan.boxes[0]} > {8, 9}
     assert not plan.gathered
-
-
-def test_a_gathered_tensor_that_changed_all_over_may_be_dropped():
-    layout = Layout.of([TensorSpec("gathered", "float32", (100,))])
-    with contextlib.closing(Copier(1)) as copier:
-        copy = BoxCopy([whole_box(0, (100,))], layout, copier)
-        copy.fill(range(1), [torch.zeros(100)])
-        gathered = torch.ones(100)
-        assert copy.find_changes(range(1), [gathered], are_kept=False) == 100
-        gathered.zero_()
-        [change] = copy.apply_changes()
-    assert change.positions is None
-    assert (copy.contents.views[0] == 1).all()
 
 
 def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from unittest import mock
 
 import pytest
 import torch
@@ -329,31 +328,6 @@ def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) ->
                 wanted = {name: full[names.get(name, name)] for name in snapshot.tensors}
                 assert_same(snapshot.tensors, wanted)
     return found
-
-
-def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
-    """Return how many words were patched each time, and boxes written after the second version."""
-    torch.manual_seed(0)
-    weights, _ = fsdp(distributed.get_world_size())
-    patch, write = (
-        mock.patch.object(SharedFileWriter, name, autospec=True, side_effect=method)
-        for name, method in (("patch", SharedFileWriter.patch), ("write", SharedFileWriter.write))
-    )
-    with patch as patches, write as writes, ShardedWeightSender(store, delta=True) as sender:
-        for number in range(4):
-            nudge(weights, 64, number)
-            sender.send(weights)
-            if number == 1:
-                writes.reset_mock()
-    patched = [sum(len(one.values) for one in call.args[1]) for call in patches.call_args_list]
-    return patched, sum(len(call.args[1]) for call in writes.call_args_list)
-
-
-def test_on_one_machine_what_did_not_change_is_not_written(world, store):
-    for patched, num_written in world.run(send_counting, store):
-        assert len(patched) == 4  # the changes of two versions, twice
-        assert sum(patched) > 0
-        assert num_written == 0
 
 
 def no_room(*_: Any, **__: Any) -> NoReturn:

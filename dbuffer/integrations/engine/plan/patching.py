@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dbuffer.format.delta import Integers
 from dbuffer.format.lineage import VersionId
+from dbuffer.format.words import Integers
 from dbuffer.integrations.engine.plan.load_trace import Copy, CopyOp, View
-from dbuffer.io.changes import INTEGERS
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes by their size: torch computes with few unsigned ones."""
 
 Changed = Mapping[str, Integers | None]
 """Flat, ascending positions where published tensors may differ from those of an earlier version, by
@@ -202,7 +204,7 @@ def flat(parameter: torch.Tensor) -> torch.Tensor:
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """View the bits as integers of the elements' size."""
-    return values.view(INTEGERS[values.itemsize])
+    return values.view(_INTEGERS[values.itemsize])
 
 
 def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
