@@ -50,7 +50,6 @@ class TransportOptions(SenderOptions):
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
         """Open a store for writing; missing directories above it are made."""
-        checks.directory("store", store).parent.mkdir(parents=True, exist_ok=True)
         return WeightSender(store, **self._only(field.name for field in fields(SenderOptions)))
 
     def make_receiver(
@@ -82,7 +81,7 @@ class TransportOptions(SenderOptions):
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
     """Base of our schemes: a ``WeightSyncScheme`` whose two sides meet in a store.
 
-    Its errors are ``DBufferError`` and of the standard types that TorchRL's are.
+    Errors that our schemes raise are ``DBufferError``, and of the standard types of TorchRL's.
     """
 
     _model_id: str = DEFAULT_MODEL_ID
