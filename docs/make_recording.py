@@ -45,7 +45,7 @@ def record(*command: str) -> str:
     lines = [json.dumps(header)]
     decode = codecs.getincrementaldecoder("utf-8")().decode
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"TERM": "xterm", "PATH": path}
+    env = os.environ | {"TERM": "dumb", "PATH": path}  # without progress
     begun_s = time.monotonic()
     with subprocess.Popen(  # noqa: S603
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=env

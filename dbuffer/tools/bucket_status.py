@@ -21,7 +21,13 @@ from dbuffer.mirror.bucket_records import read_records
 from dbuffer.mirror.download import hold_version, newest_pointer
 from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
-from dbuffer.tools.status import EMPTY_BUFFER, in_order, receiver_status, version_status
+from dbuffer.tools.status import (
+    EMPTY_BUFFER,
+    in_order,
+    make_status,
+    receiver_status,
+    version_status,
+)
 
 
 def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
@@ -49,19 +55,17 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
         raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     metadata = {} if version is None else version.manifest.metadata
     receivers = in_order(_receivers(bucket, names, problems))
-    return {
-        "store": bucket.url,
-        "filesystem": "bucket",
-        "version": None if pointer is None else pointer.version,
-        "run": None if pointer is None else pointer.id.run,
-        "writer": None,  # a mirror, whose record is among the receivers of its own store
-        "buffers": [] if version is None else [_version_status(version)],
-        "receivers": [
+    return make_status(
+        bucket.url,
+        "bucket",
+        pointer,
+        buffers=[] if version is None else [_version_status(version)],
+        receivers=[
             receiver_status(record, pointer, metadata, is_alive=not _looks_dead(record))
             for record in receivers
         ],
-        "problems": problems,
-    }
+        problems=problems,
+    )
 
 
 def _receivers(

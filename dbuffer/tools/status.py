@@ -32,36 +32,66 @@ def read_status(store: DoubleBuffer) -> dict[str, Any]:
     """
     store.check()
     pointer = store.newest_pointer()
-    version = newest = manifest = before = None
+    newest = manifest = before = None
     if pointer is not None:
-        version, newest = pointer.version, pointer.buffer
+        newest = pointer.buffer
         manifest = store.manifest_of(pointer.id)
         before = store.undamaged_manifest(other_buffer(newest))
     metadata = {} if manifest is None else manifest.metadata
-    receivers = in_order(store.receivers())
-    writer, contents = store.writer(), Contents(store)
-    return {
-        "store": str(store.root),
-        "filesystem": store.medium.filesystem,
-        "version": version,
-        "run": None if pointer is None else pointer.id.run,
-        "writer": None
-        if writer is None
-        else {
+    records, writer, contents = in_order(store.receivers()), store.writer(), Contents(store)
+    return make_status(
+        str(store.root),
+        store.medium.filesystem,
+        pointer,
+        buffers=[
+            _buffer_status(store, contents, name, newest, records)
+            for name in (*BUFFERS, *store.kept())
+        ],
+        receivers=[
+            receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
+            for record in records
+        ],
+        problems=[] if manifest is None or before is None else _step_back(before, manifest),
+    ) | {
+        "writer": writer
+        and {
             "host": writer.host,
             "pid": writer.pid,
             "epoch": writer.epoch,
             "is_alive": store.may_live(writer),
         },
-        "buffers": [
-            _buffer_status(store, contents, name, newest, receivers)
-            for name in (*BUFFERS, *store.kept())
-        ],
-        "receivers": [
-            receiver_status(record, pointer, metadata, is_alive=store.may_live(record))
-            for record in receivers
-        ],
-        "problems": [] if manifest is None or before is None else _step_back(before, manifest),
+    }
+
+
+def make_status(
+    store: str,
+    filesystem: str,
+    newest: Pointer | BucketPointer | None,
+    *,
+    buffers: list[dict[str, Any]],
+    receivers: list[dict[str, Any]],
+    problems: list[str],
+) -> dict[str, Any]:
+    """Return the status of a store or a bucket; damaged buffers and receivers add problems."""
+    damaged = [
+        f"buffer {buffer['buffer']} is damaged: see `dbuffer verify {store}`"
+        for buffer in buffers
+        if buffer["state"] == "damaged"
+    ]
+    reported = [
+        f"{receiver['receiver']} reports: {receiver['problem']}"
+        for receiver in receivers
+        if receiver["problem"] is not None
+    ]
+    return {
+        "store": store,
+        "filesystem": filesystem,
+        "version": None if newest is None else newest.version,
+        "run": None if newest is None else newest.id.run,
+        "writer": None,
+        "buffers": buffers,
+        "receivers": receivers,
+        "problems": [*problems, *damaged, *reported],
     }
 
 
@@ -203,52 +233,37 @@ def read_log(store: DoubleBuffer) -> dict[str, Any]:
     store.check()
     pointer, receivers, contents = store.newest_pointer(), store.receivers(), Contents(store)
     newest = None if pointer is None else pointer.buffer
+    versions: dict[VersionId, dict[str, Any]] = {}
     manifests = {buffer: store.undamaged_manifest(buffer) for buffer in BUFFERS} | store.kept()
-    states: dict[VersionId, str] = {}
-    whole: dict[VersionId, Manifest] = {}
     for buffer, manifest in manifests.items():
-        if manifest is not None and manifest.state == "complete":
-            state = _state_of(store, contents, buffer, manifest, newest)
-            if state != "writing":
-                whole[manifest.id], states[manifest.id] = manifest, state
-    applied: dict[VersionId, list[str]] = {}
+        if manifest is None or manifest.state != "complete":
+            continue
+        state = _state_of(store, contents, buffer, manifest, newest)
+        if state != "writing":
+            versions[manifest.id] = _logged(manifest.id, state, manifest)
     for record in in_order(receivers):
         if record.applied is not None and record.part_of is None:
-            applied.setdefault(record.applied, []).append(record.receiver)
-
-    def versions_of(run: str | None) -> list[dict[str, Any]]:
-        known = pointer.runs if pointer is not None else []
-        ids = {
-            each
-            for each in (*whole, *applied)
-            if each.run == run or (run is None and each.run not in {one.id for one in known})
-        }
-        return [_logged(each, whole.get(each), states, applied) for each in _newest_first(ids)]
-
+            version = versions.setdefault(record.applied, _logged(record.applied, None, None))
+            version["applied_by"].append(record.receiver)
+    newest_first = sorted(versions, key=lambda each: (each.number, each.run), reverse=True)
     runs = [] if pointer is None else pointer.runs
+    known = {run.id for run in runs}
     return {
         "store": str(store.root),
-        "runs": [run._asdict() | {"versions": versions_of(run.id)} for run in runs],
-        "lost": versions_of(None),
+        "runs": [
+            run._asdict() | {"versions": [versions[v] for v in newest_first if v.run == run.id]}
+            for run in runs
+        ],
+        "lost": [versions[version] for version in newest_first if version.run not in known],
     }
 
 
-def _newest_first(versions: Iterable[VersionId]) -> list[VersionId]:
-    """Sort versions by number, the highest first."""
-    return sorted(versions, key=lambda version: (version.number, version.run), reverse=True)
-
-
-def _logged(
-    version: VersionId,
-    manifest: Manifest | None,
-    states: dict[VersionId, str],
-    applied: dict[VersionId, list[str]],
-) -> dict[str, Any]:
+def _logged(version: VersionId, state: str | None, manifest: Manifest | None) -> dict[str, Any]:
     return {
         "version": version.number,
         "run": version.run,
-        "state": states.get(version),
+        "state": state,
         "published_at": None if manifest is None else manifest.published_at,
         "metadata": {} if manifest is None else manifest.metadata,
-        "applied_by": applied.get(version, []),
+        "applied_by": [],
     }

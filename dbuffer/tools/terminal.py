@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,26 +50,6 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
 
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     Console(width=width).print(*parts, sep="\n")
-
-
-def line(text: object) -> RenderableType:
-    """Return a line of a result; no part of the text is markup."""
-    from rich.text import Text
-
-    return Text(printable(text).replace("\n", "\\n"), overflow="fold")
-
-
-def table(rows: Sequence[Mapping[str, object]], styles: Sequence[str] = ()) -> RenderableType:
-    """Return a table of rows that have the same columns; where it is too wide, cells are folded."""
-    from rich.table import Table
-
-    drawn = Table(box=None, padding=(0, 2, 0, 0))
-    for column in rows[0]:
-        drawn.add_column(column, overflow="fold")
-    for index, row in enumerate(rows):
-        cells = ("" if value is None else value for value in row.values())
-        drawn.add_row(*map(line, cells), style=styles[index] if styles else None)
-    return drawn
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dbuffer.errors import (
     SnapshotEvictedError,
@@ -25,7 +24,7 @@ from dbuffer.store.contents import Contents
 from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class BufferCheck:
     """Result of checking a buffer, or a bucket."""
 
@@ -33,8 +32,8 @@ class BufferCheck:
     """Name of the buffer; None: a bucket, which has no buffers."""
     version: int | None
     is_newest: bool
-    has_checksums: bool
-    problems: list[str]
+    has_checksums: bool = False
+    problems: list[str] = field(default_factory=list)
     """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
 
 
@@ -49,24 +48,19 @@ def verify_bucket(bucket: Bucket, progress: Progress | None = None) -> BufferChe
         WaitTimeoutError: nothing was published yet.
     """
     while True:
-        pointer, has_checksums = require_newest(bucket), False
+        pointer = require_newest(bucket)
+        check = BufferCheck(None, pointer.version, is_newest=True)
         try:
             with hold_version(bucket, pointer, KeptLayouts()) as held:
-                has_checksums = held.manifest.checksums_xxh3 is not None
-                problems = _find_damage_in_bucket(bucket, held, progress)
-                if problems and not held.is_still_named():  # they may be removed parts
+                check.has_checksums = held.manifest.checksums_xxh3 is not None
+                check.problems = _find_damage_in_bucket(bucket, held, progress)
+                if check.problems and not held.is_still_named():  # they may be removed parts
                     continue
         except SnapshotEvictedError:  # a newer version has come
             continue
         except UNDECODABLE as error:
-            problems = [str(error)]
-        return BufferCheck(
-            buffer=None,
-            version=pointer.version,
-            is_newest=True,
-            has_checksums=has_checksums,
-            problems=problems,
-        )
+            check.problems = [str(error)]
+        return check
 
 
 def _find_damage_in_bucket(
@@ -147,41 +141,25 @@ def _has_version(store: DoubleBuffer, buffer: str) -> bool:
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
     """Check a buffer; ``newest`` is the version that it must hold, None for the other buffer."""
-    patience = Patience()
+    check, patience = BufferCheck(buffer, newest, is_newest=newest is not None), Patience()
     while True:
-        with contextlib.suppress(OvertakenError):
-            return _verify_once(store, buffer, newest, patience)
-        store.check()
-
-
-def _verify_once(
-    store: DoubleBuffer, buffer: str, newest: int | None, patience: Patience
-) -> BufferCheck:
-    """Check a buffer.
-
-    Raises:
-        OvertakenError: its file was removed meanwhile, for a newer version on a network.
-    """
-    version, has_checksums, problems = newest, False, []  # the newest may be newer by now
-    try:
-        held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
-        if held is not None:
-            buffer, version = held.buffer, held.manifest.version
-            has_checksums = held.manifest.checksums_xxh3 is not None
+        try:
+            held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
+            if held is None:
+                return check
+            check.buffer, check.version = held.buffer, held.manifest.version  # or a newer one
+            check.has_checksums = held.manifest.checksums_xxh3 is not None
             try:
                 with held:
-                    problems = _find_damage(held)
+                    check.problems = _find_damage(held)
             except StoreNotFoundError as error:
                 held.wait_after_loss(error, patience)
-    except UNDECODABLE as error:
-        problems = [str(error)]
-    return BufferCheck(
-        buffer=buffer,
-        version=version,
-        is_newest=newest is not None,
-        has_checksums=has_checksums,
-        problems=problems,
-    )
+        except OvertakenError:  # its file was removed, for a newer version on a network
+            store.check()
+            continue
+        except UNDECODABLE as error:
+            check.problems = [str(error)]
+        return check
 
 
 def _find_damage(held: Held) -> list[str]:

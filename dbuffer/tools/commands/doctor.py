@@ -14,7 +14,7 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.doctor import releases
 from dbuffer.tools.doctor.peer import measure_with_peers, wait_for_host
 from dbuffer.tools.doctor.probes import examine
-from dbuffer.tools.tables import doctor_parts
+from dbuffer.tools.tables import line, table
 from dbuffer.tools.terminal import print_json, print_parts, progress
 
 
@@ -71,16 +71,11 @@ def doctor(
             )
         findings += [*of_peers, *releases.findings()]
     is_sound = all(finding.verdict != "broken" for finding in findings)
-    examination = {
-        "is_sound": is_sound,
-        "path": str(place),
-        "host": socket.gethostname(),
-        "findings": list(map(dataclasses.asdict, findings)),
-    }
+    host, results = socket.gethostname(), list(map(dataclasses.asdict, findings))
     if as_json:
-        print_json(examination)
+        print_json({"is_sound": is_sound, "path": str(place), "host": host, "findings": results})
     else:
-        print_parts(doctor_parts(examination))
+        print_parts([line(f"{place}, on {host}"), table(results)])
     if not is_sound:
         raise typer.Exit(shared.EXIT_FAILED)
     if timeout_s and not of_peers:

@@ -20,7 +20,7 @@ from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
 from dbuffer.tools.status import read_log, read_status
-from dbuffer.tools.terminal import print_json, print_line, print_parts, progress
+from dbuffer.tools.terminal import print_json, print_parts, progress
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.names import NameMap
 
@@ -131,8 +131,12 @@ def verify(
     if as_json:
         print_json(results)
     else:
-        for result in results:
-            print_line(tables.describe_check(result))
+        notes = [
+            f"version {check.version} has no checksums: bytes of its tensors are not verified"
+            for check in checks
+            if not check.has_checksums and not check.problems
+        ]
+        print_parts([tables.table(results), *map(tables.line, notes)])
     if any(check.problems for check in checks):
         raise typer.Exit(shared.EXIT_FAILED)
 

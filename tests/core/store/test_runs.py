@@ -420,7 +420,6 @@ def test_a_lag_in_steps_is_told_within_a_run(capsys, store, resumed):
     assert resumed.receiver_lags()["engine"] == dbuffer.Lag(1, None)
     [seen] = json.loads(call(capsys, "status", store, "--json")[1])["receivers"]
     assert (seen["lag_versions"], seen["lag_steps"]) == (1, None)
-    assert "another run" in call(capsys, "status", store)[1]
     with dbuffer.WeightReceiver(store, receiver_id="engine-2") as receiver:
         assert load(receiver) == 81
         resumed.send(SMALL.weights(83), metadata={"step": 83})
@@ -476,9 +475,7 @@ def test_the_log_names_runs_and_where_they_began(capsys, store):
         code, out, _ = call(capsys, "log", store)
     assert code == 0
     assert out.index(str(published[1])) < out.index(str(published[0])), "newest first"
-    assert "exp-7" in out
-    lines = out.splitlines()
-    assert any(published[0].run in line and "upon version 5 " in line for line in lines)
+    assert re.search(rf"^{published[0].run} +exp-7 .* 5 *$", out, re.MULTILINE)
 
 
 def test_the_newest_runs_are_told_by_a_store_of_many(store):

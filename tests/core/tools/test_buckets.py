@@ -142,7 +142,7 @@ def test_status_of_a_bucket(capsys, remote, local, bucket_url):
     assert (version["version"], version["num_tensors"], version["has_checksums"]) == (5, 9, True)
     assert (version["num_deltas"], version["is_whole"]) == (3, False)
     assert out.startswith(f"{bucket_url} (bucket): version 5\n")
-    assert re.search(r"newest +5 +9 +3 deltas, ", out)
+    assert re.search(r"newest +5 +9 .* 3 ", out)
 
 
 def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
@@ -225,8 +225,8 @@ def test_a_bucket_that_is_whole(capsys, remote, bucket_url, checksum):
     with mirrored(remote, bucket_url, checksum=checksum):
         code, out, _ = call(capsys, "verify", bucket_url)
     assert code == 0
-    expected = "every byte matches its checksum" if checksum else "every part matches its digest"
-    assert out.startswith(f"version 3 (newest): {expected}")
+    assert re.search(r"3 +yes" + checksum * " +yes", out)
+    assert ("version 3 has no checksums" in out) is not checksum
 
 
 def test_verify_fetches_each_part_once(proxy, bucket, url):
@@ -256,13 +256,12 @@ def test_verify_names_each_damaged_and_missing_part(capsys, bucket, url):
     bucket.put(delta, b"cut")
     code, out, _ = call(capsys, "verify", url)
     assert code == 1
-    head, *lines = out.splitlines()
-    assert head == "version 3 (newest): damaged"
-    assert lines == [
-        f"  {url}/{first} is not what was published",
-        f"  there is no {url}/{second}",
-        f"  {url}/{delta} has not the size that was published",
+    problems = [
+        f"{url}/{first} is not what was published",
+        f"there is no {url}/{second}",
+        f"{url}/{delta} has not the size that was published",
     ]
+    assert ", ".join(problems) in out
     code, out, _ = call(capsys, "verify", url, "--json")
     [check] = json.loads(out)
     assert (code, check["version"], len(check["problems"])) == (1, 3, 3)
@@ -280,7 +279,8 @@ def test_verify_compares_tensors_with_their_checksums(capsys, bucket, url):
     bucket.put(other.name, encode(other))
     bucket.put(POINTER_OBJECT, encode(BucketPointer.to(other, "0" * 16)))
     code, out, _ = call(capsys, "verify", url)
-    assert (code, out) == (1, f"version 3 (newest): damaged\n  {LONG.names[0]}\n")
+    assert code == 1
+    assert re.search(rf"3 +yes +yes +{LONG.names[0]}\s", out)
 
 
 def test_verify_of_damaged_records(capsys, bucket, url):
@@ -323,7 +323,7 @@ def test_progress_of_what_takes_long_is_on_the_terminal(proxy, bucket, url):
         terminal.wait_for(lambda lines: any(f"verifying {url}" in line for line in lines))
         proxy.heal()
         code, lines = terminal.wait_for_end()
-    assert (code, lines) == (0, ["version 3 (newest): every byte matches its checksum"])
+    assert (code, lines[1].split()) == (0, ["3", "yes", "yes"])
     with Terminal("doctor", url) as terminal:
         code, lines = terminal.wait_for_end()
     assert code == 0

@@ -304,7 +304,7 @@ def test_status_tells_versions_receivers_and_lag(capsys, store):
     code, out, _ = call(capsys, "status", store)
     assert code == 0
     assert "engine-0" in out
-    assert re.search(r"engine-0 .* 4 +75 +2 \(5\.5 steps\)", out)
+    assert re.search(r"engine-0 .* 4 +75 +2 +5\.5 ", out)
     assert ", sender 2 of this store\n" in out
 
 
@@ -321,11 +321,10 @@ def test_status_tells_what_a_mirror_has_copied(capsys, tmp_path, checkpoint, sto
         assert (seen["staged_version"], seen["lag_versions"]) == (None, 0)
     with dbuffer.WeightSender(store) as sender:
         sender.send(checkpoint)
-    assert re.search(r" 3 \(copied\) +1 ", call(capsys, "status", store)[1])
+    assert re.search(r"copied version .* 3 +1 ", call(capsys, "status", store)[1], re.S)
 
 
 def test_status_of_an_engine_that_holds_a_buffer(capsys, store):
-    """Its record tells what all ranks have, and is newer than theirs, whose age is left out."""
     with (
         dbuffer.WeightReceiver(store, receiver_id="engine") as engine,
         dbuffer.WeightReceiver(store, receiver_id="engine.rank-0") as rank,
@@ -335,10 +334,8 @@ def test_status_of_an_engine_that_holds_a_buffer(capsys, store):
         with engine.open(acknowledge=False):
             _, out, _ = call(capsys, "status", store)
             status = json.loads(call(capsys, "status", store, "--json")[1])
-    *_, of_engine, of_rank = (line.rstrip() for line in out.splitlines())
-    assert (of_engine[:7], of_rank[:9]) == ("engine ", "  rank-0 ")
-    assert of_engine.endswith(" s")
-    assert not of_rank.endswith(" s")
+    *_, of_engine, of_rank = (line.split() for line in out.splitlines())
+    assert (of_engine[0], of_rank[:2]) == ("engine", ["engine.rank-0", "engine"])
     held = {buffer["state"]: buffer["held_by"] for buffer in status["buffers"]}
     assert held == {"newest": ["engine"], "previous": []}
 
@@ -377,8 +374,8 @@ def test_ls(capsys, store):
     }
     code, out, _ = call(capsys, "ls", store)
     assert [line.split() for line in out.splitlines()[:2]] == [
-        ["name", "dtype", "shape", "bytes"],
-        ["layers.0.weight", "float32", "4x8", "128"],
+        ["name", "dtype", "shape", "num", "bytes"],
+        ["layers.0.weight", "float32", "4,", "8", "128", "B"],
     ]
     assert not list((store / "receivers").iterdir()), "looking is not receiving"
 

@@ -413,14 +413,14 @@ def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     path, before = place / "[bold]a store", signal.getsignal(signal.SIGTERM)
     path.mkdir(mode=0o700)
     code, out, _ = call(capsys, "doctor", path)
-    assert (code, "BROKEN" in out) == (0, False)
+    assert (code, "broken" in out) == (0, False)
     assert "[bold]a store" in out, "not taken for markup"
     for finding in examine(path):
         assert finding.probe in out
     assert signal.getsignal(signal.SIGTERM) is before
     path.chmod(0o777)
     code, out, _ = call(capsys, "doctor", path)
-    assert (code, "BROKEN" in out) == (1, True)
+    assert (code, "broken" in out) == (1, True)
     for option, is_sound in ((), False), (("--allow-shared-store",), True):
         code, out, _ = call(capsys, "doctor", path, "--json", *option)
         found = json.loads(out)

@@ -97,7 +97,7 @@ def test_the_command_says_what_fits_and_what_does_not(against):
     code, out, _ = against({"layer.weight": torch.zeros(2, 3).half()})
     assert code == 0
     assert "is cast" in out
-    assert "1 of those that match have another dtype" in out
+    assert "of another dtype, which engines cast and load_into refuses: 1" in out
     code, out, found = against({"[x].weight": torch.zeros(2, 3)})
     assert code == 1
     for part in ("left over", "[x].weight", "missing", "layer.weight"):
@@ -123,7 +123,8 @@ def test_the_command_tries_names_before_they_are_used(capsys, tmp_path, against,
     names.write_text('{"rules": [{"prefix": "x.", "to": "layer."}, {"name": "y", "to": "z"}]}')
     code, out, found = against({"x.weight": torch.zeros(2, 3)}, "--rename", names)
     assert code == 0
-    assert "1 match, 0 differ in shape, 0 missing, 0 left over; 1 are renamed" in out
+    assert "1 match, 0 differ in shape, 0 missing, 0 left over" in out
+    assert "renamed layer.weight x.weight" in out
     assert found["matching"] == ["layer.weight"]
     assert found["renamed"] == {"layer.weight": ["x.weight"]}
     assert found["unused_rules"] == [{"name": "y", "to": "z"}]
