@@ -121,11 +121,6 @@ class Bucket(Closing):
         except (self._errors.BaseError, ValueError) as error:
             raise OptionError(f"cannot use {self.url}: {first_line(error)}") from error
 
-    @property
-    def description(self) -> str:
-        """The client's description of the service, the bucket and the prefix."""
-        return repr(self._objects)
-
     def end_retries(self) -> None:
         """Let requests that fail from now on be given up at once."""
         self._stop.set()

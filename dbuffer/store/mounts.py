@@ -17,15 +17,13 @@ class Mount(NamedTuple):
     """Type of the filesystem: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
     source: str
     """A device, ``server:/export``."""
-    options: tuple[str, ...]
-    """Options of the mount and of the filesystem below it, each once."""
 
 
 def mount_of(path: Path) -> Mount:
     """Return the mount under ``path``, which need not exist yet."""
     path = real_path(path)
     places = {str(place) for place in (path, *path.parents)}
-    mounted, longest = Mount("unknown", "unknown", ()), -1
+    mounted, longest = Mount("unknown", "unknown"), -1
     for point, mount in _mounts():
         # Later lines hide earlier ones at the same place.
         if point in places and len(point) >= longest:
@@ -40,10 +38,9 @@ def _mounts() -> Iterator[tuple[str, Mount]]:
         return
     for line in table.splitlines():
         before, _, after = line.partition(" - ")
-        *_, point, own_options = before.split(" ")[:6]
-        kind, source, options = after.split(" ")[:3]
-        both = dict.fromkeys(filter(None, f"{own_options},{options}".split(",")))
-        yield _unescape(point), Mount(kind, _unescape(source), tuple(both))
+        point = before.split(" ")[4]
+        kind, source = after.split(" ")[:2]
+        yield _unescape(point), Mount(kind, _unescape(source))
 
 
 def _unescape(text: str) -> str:

@@ -280,7 +280,7 @@ def mounted(tmp_path, monkeypatch):
 
     def install(*table: tuple[str, str]) -> None:
         mounted = [(str(tmp_path.resolve() / place), kind) for place, kind in table]
-        lines = [(point, Mount(kind, "none", ())) for point, kind in [("/", "ext4"), *mounted]]
+        lines = [(point, Mount(kind, "none")) for point, kind in [("/", "ext4"), *mounted]]
         monkeypatch.setattr("dbuffer.store.mounts._mounts", lambda: iter(lines))
 
     return install

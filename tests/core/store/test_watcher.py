@@ -199,7 +199,7 @@ def test_without_access_to_the_directory_it_sleeps(directory, watch, monkeypatch
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
-    mount = mounts.Mount("nfs4", "server:/export", ())
+    mount = mounts.Mount("nfs4", "server:/export")
     monkeypatch.setattr(mounts, "mount_of", lambda path: mount)
     assert_only_sleeps(watch(directory / "CURRENT"), directory, caplog, "INFO")
 
