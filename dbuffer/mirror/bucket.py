@@ -74,6 +74,10 @@ _VARIABLES = {"s3": _S3, "s3a": _S3, "gs": "GOOGLE_APPLICATION_CREDENTIALS (a fi
 """Variables for credentials, by the scheme of a URL; of all others Azure's."""
 
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_CONNECT_S = 10.0
+"""Time to connect to an object storage."""
+REQUEST_S = 120.0
+"""Time for one request to it: a part of 32 MiB at 0.3 MB/s."""
 
 
 class Listed(NamedTuple):
@@ -113,8 +117,8 @@ class Bucket(Closing):
                 # http is used only if the environment names an endpoint with it.
                 client_options={
                     "allow_http": True,
-                    "connect_timeout": timedelta(seconds=TIMING.connect_s),
-                    "timeout": timedelta(seconds=TIMING.request_s),
+                    "connect_timeout": timedelta(seconds=_CONNECT_S),
+                    "timeout": timedelta(seconds=REQUEST_S),
                 },
                 retry_config={"max_retries": 0},
             )
@@ -302,7 +306,7 @@ class Bucket(Closing):
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
             # The caller logs what lasts, and tries again.
-            has_lasted = pause_s is None or time.monotonic() - started > TIMING.request_s
+            has_lasted = pause_s is None or time.monotonic() - started > REQUEST_S
             if has_lasted or self._stop.wait(pause_s):
                 break
         raise self._refused(kind, name, failure) from failure

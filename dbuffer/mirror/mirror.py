@@ -59,6 +59,8 @@ _FINAL = (ClosedError, OptionError, WriterSupersededError)
 version, a store that is being emptied, a mode that is corrected."""
 
 _NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
+_PREPARED_S = 10.0
+"""Upper bound for how long another mirror takes to copy the first version of another run."""
 
 
 class Mirror(Closing, ProcessBound):
@@ -243,7 +245,7 @@ class Mirror(Closing, ProcessBound):
                     stands_by = True
                 loop.succeeded(f"mirroring {self._source.name}")
             if not self.is_elected:
-                stop.wait(TIMING.stand_by_s if loop.error is None else loop.retry_s)
+                stop.wait(TIMING.retry_min_s if loop.error is None else loop.retry_s)
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -269,7 +271,7 @@ class Mirror(Closing, ProcessBound):
                     f"{self._target.name} did not catch up with {self._source.name} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
-            time.sleep(TIMING.mirror_look_s)
+            time.sleep(TIMING.look_s)
 
     def close(self) -> None:
         """Stop after the version that is being copied. A mirror that stands by takes over.
@@ -319,16 +321,16 @@ class Mirror(Closing, ProcessBound):
 
     def _wait_until_fit(self) -> None:
         """Wait until the elected mirror has copied a version of the source, or has ended."""
-        deadline = time.monotonic() + TIMING.prepared_s
+        deadline = time.monotonic() + _PREPARED_S
         while not self._target.is_fit(self._source) and not self._target.elect(self._source):
             if time.monotonic() > deadline:
                 raise OptionError(
                     f"{self._target.name} holds a version that does not lead to what "
                     f"{self._source.name} holds, and its mirror has not replaced that within "
-                    f"{TIMING.prepared_s:g} s: it follows another store, or copies still; stop "
+                    f"{_PREPARED_S:g} s: it follows another store, or copies still; stop "
                     "it, try again, or name another directory"
                 )
-            if self._stop.wait(TIMING.fit_look_s):
+            if self._stop.wait(TIMING.stop_check_s):
                 return
 
     # Following

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
 """Id and token of a receiver."""
+RELAY_S = 0.05
+"""Interval at which local records are read; only changed ones go over the network."""
 
 
 class RecordReader(Protocol):
@@ -72,7 +74,7 @@ class AcknowledgementRelay:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._interval_s = TIMING.relay_s if interval_s is None else interval_s
+        self._interval_s = RELAY_S if interval_s is None else interval_s
         self._records: list[ReceiverRecord] = []
         self._problem: str | None = None
         self._is_closed = False

@@ -242,7 +242,7 @@ class Agreement(World):
         # A process that is killed closes its connections a moment before it counts as ended.
         deadline = time.monotonic() + TIMING.ranks_end_within_s
         while not any(peer.has_ended() for _, peer in others) and time.monotonic() < deadline:
-            time.sleep(TIMING.ranks_look_s)
+            time.sleep(TIMING.look_s)
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
             for rank, peer in others

@@ -19,6 +19,10 @@ from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
+_LOG_MIN_S = 60.0
+"""Time before a lasting failure is logged again; it doubles with each further message."""
+_LOG_MAX_S = 3600.0
+"""Upper bound of that time."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class _Failures:
     kinds: set[tuple[type[Exception], str | None]] = field(default_factory=set)
     next_retry_s: float = field(default_factory=lambda: TIMING.retry_min_s)
     """Backoff after the next one."""
-    log_s: float = field(default_factory=lambda: TIMING.log_min_s)
+    log_s: float = _LOG_MIN_S
     log_at: float = 0.0
     """Time from which the next one is logged, whatever its kind."""
 
@@ -129,7 +133,7 @@ class RetryLoop:
             then = "waiting for a newer version" if is_lasting else "trying again until it works"
             self._log(error, f"{problem}; {then}")
         elif now >= failures.log_at:
-            failures.log_s = min(2 * failures.log_s, TIMING.log_max_s)
+            failures.log_s = min(2 * failures.log_s, _LOG_MAX_S)
             failures.log_at = now + failures.log_s
             self._log(error, f"{problem}; still failing after {now - failures.since:.0f} s")
         failures.kinds.add(kind)

@@ -16,6 +16,9 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 
+_PAUSES_S = (0.001, 0.05)
+"""First pause between two looks at receivers' records, and its upper bound."""
+
 
 def wait_applied(
     store: DoubleBuffer,
@@ -45,7 +48,7 @@ def wait_applied(
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
-    pauses_s = doubling(TIMING.acknowledgements_min_s, TIMING.acknowledgements_max_s)
+    pauses_s = doubling(*_PAUSES_S)
     expected = options.names("receivers", receivers)
     names = None if isinstance(expected, int) else set(expected)
     for name in names or ():

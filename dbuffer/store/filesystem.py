@@ -28,7 +28,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.runtime.timing import TIMING, doubling
+from dbuffer.runtime.timing import doubling
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
 
@@ -55,6 +55,11 @@ _FORK_RETRIES = 100
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9a-f]{16}\.tmp")
 """Names of :func:`replace_file`'s temporary files: the file's name, a random number."""
+_STALE_TEMPORARY_S = 60.0
+"""Age of a temporary file that a killed process left behind."""
+LOCK_PAUSES_S = (0.0005, 0.02)
+"""First pause between two attempts to lock a file, or to hold a version that a writer is at, and
+its upper bound."""
 
 
 def real_path(path: Path) -> Path:
@@ -394,7 +399,7 @@ def remove_stale_temporaries(directory: Path, now: float) -> None:
     Younger ones stay: another live process may be about to rename them. So does all that is named
     otherwise, or is someone else's: it was not made here.
     """
-    oldest = now - TIMING.stale_temporary_s
+    oldest = now - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -592,7 +597,7 @@ def is_at(file: Descriptor, path: Path) -> bool:
 def lock_within(descriptor: int, timeout_s: float) -> bool:
     """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
     deadline = time.monotonic() + timeout_s
-    pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
+    pauses_s = doubling(*LOCK_PAUSES_S)
     while not try_lock(descriptor, exclusive=True):
         left = deadline - time.monotonic()
         if left <= 0:

@@ -374,14 +374,14 @@ class Patience:
     def __init__(self) -> None:
         self._about: object = None
         self._since = 0.0
-        self._pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
+        self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
         """Wait a moment; False, if it has been about the same thing for long enough."""
         now = time.monotonic()
         if about != self._about:
             self._about, self._since = about, now
-            self._pauses_s = doubling(TIMING.lock_retry_min_s, TIMING.lock_retry_max_s)
+            self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
         elif now - self._since > TIMING.settle_s:
             return False
         time.sleep(next(self._pauses_s))

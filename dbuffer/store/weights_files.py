@@ -13,12 +13,14 @@ from typing import ClassVar
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 
 logger = logging.getLogger(__name__)
+
+_QUIET_WAIT_S = 1.0
+"""Time that a sender waits for readers before it logs for whom."""
 
 
 class WeightsFiles(ABC):
@@ -186,7 +188,7 @@ class LocalFiles(WeightsFiles):
     def _lock_against_readers(self, file: Descriptor, version: int) -> bool:
         """Lock a weights file when its readers are done; a wait above a second is logged."""
         patience_s = self.reader_timeout_s
-        quiet_s = min(patience_s, TIMING.quiet_wait_s)
+        quiet_s = min(patience_s, _QUIET_WAIT_S)
         if filesystem.lock_within(file.number, quiet_s):
             return True
         if quiet_s == patience_s:

@@ -66,6 +66,8 @@ FILES: dict[str, type[WeightsFiles]] = {
     NetworkMedium.name: NetworkFiles,
 }
 """Weights files of a writer, by the name of its store's medium."""
+_FORGET_EVERY_S = 10.0
+"""Least time between two searches for records to forget, as versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +385,7 @@ class BufferWriter:
                 sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
                 sizes |= claim.deltas
                 self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
-        if time.monotonic() - self._forgot_at >= TIMING.forget_every_s:
+        if time.monotonic() - self._forgot_at >= _FORGET_EVERY_S:
             self._forget_dead_receivers()
         return complete
 

@@ -665,7 +665,7 @@ def seed() -> int:
     return int(os.environ.get("DBUFFER_SEED", random.SystemRandom().randrange(1 << 32)))
 
 
-@pytest.mark.timing(retry_min_s=0.02, retry_short_max_s=0.1)
+@pytest.mark.timing(retry_min_s=0.02)
 def test_a_version_is_what_its_id_says_whatever_is_put_back(
     shm_path, mount, seed, monkeypatch, record_property: Record
 ):

@@ -31,6 +31,7 @@ import torch
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine import background
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -38,10 +39,10 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
+from dbuffer.integrations.vllm import api_servers
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
@@ -62,9 +63,7 @@ from tests.support.stores import remove_store
 
 middleware = Later("dbuffer.integrations.vllm.middleware")  # needs starlette, which vLLM brings
 
-pytestmark = pytest.mark.timing(
-    retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05, api_server_look_s=0.05
-)
+pytestmark = pytest.mark.timing(retry_min_s=0.05)
 
 until = functools.partial(waiting.until, timeout_s=WAIT_S)
 
@@ -218,8 +217,8 @@ def test_server_that_dies_costs_a_look_a_retry_and_one_line(scene):
     assert not {"version_applied", "version_available", "lag_versions"} & set(during)
 
 
-@pytest.mark.timing(server_close_s=0.1)
-def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(scene):
+def test_server_that_hangs_in_a_switch_does_not_keep_its_follower_from_closing(scene, monkeypatch):
+    monkeypatch.setattr(background, "_SERVER_CLOSE_S", 0.1)
     engine, goes_on, began = scene.engine, threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -1075,7 +1074,7 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(scene, two_servers
         with monkeypatch.context() as patched:
             patched.setattr(scene.engine, "facts", lambda: asked.append("facts"))
             assert await second.do("startup") == STARTED
-            await asyncio.sleep(2.5 * TIMING.api_server_look_s)
+            await asyncio.sleep(2.5 * api_servers.LOOK_S)
         assert not asked, "one that stands by does not begin to follow"
         follow = middleware.follow
         errors = [RuntimeError("a bug"), dbuffer.StoreAccessError("away for a moment")]
@@ -1107,7 +1106,7 @@ def test_no_api_server_is_ready_before_the_engine_is(scene, two_servers):
         lifespans = [Lifespan(two_servers), Lifespan(two_servers)]
         for lifespan in lifespans:
             await lifespan.tell("startup")
-        await asyncio.sleep(2.5 * TIMING.api_server_look_s)
+        await asyncio.sleep(2.5 * api_servers.LOOK_S)
         assert all(lifespan.answers.empty() for lifespan in lifespans)
         scene.publish(1)
         for lifespan in lifespans:

@@ -25,7 +25,7 @@ from tests.support.light_engines import WAIT_S, LightEngine, Scene, nearly_idle
 from tests.support.patterns import SMALL
 from tests.support.stores import remove_store
 
-pytestmark = pytest.mark.timing(retry_min_s=0.05, retry_short_max_s=0.2, follow_again_s=0.05)
+pytestmark = pytest.mark.timing(retry_min_s=0.05)
 
 NOT_IN_VAIN_S = 0.3
 """How long a test waits for what must not come."""

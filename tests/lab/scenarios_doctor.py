@@ -5,7 +5,6 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.finding import Finding
 from tests.lab.guest import Guest, times_to_look
@@ -23,7 +22,7 @@ def examine(connection: Connection, path: Path) -> None:
 
 def look_without_a_pause(connection: Connection, path: Path, times: int) -> None:
     """Be the first host that looks for a peer all the time, also while it is coming."""
-    TIMING.peer_look_s, peer._NUM_VERSIONS = 0.0, 1
+    peer._LOOK_S, peer._NUM_VERSIONS = 0.0, 1
     for _ in range(times):
         connection.send("looks")
         connection.send(len(peer.measure_with_peers(path, timeout_s=TIMEOUT_S / 2)))

@@ -138,7 +138,7 @@ class ParameterMapping:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file, for a while also one that is not complete yet."""
-        deadline = time.monotonic() + TIMING.mapping_settle_s
+        deadline = time.monotonic() + TIMING.settle_s
         while True:
             try:
                 return cls(path, read_mapping_file(path))

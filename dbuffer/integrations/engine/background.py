@@ -14,10 +14,12 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
-from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
+
+_SERVER_CLOSE_S = 30.0
+"""Time for the switch of a server that is under way to end, when its follower is closed."""
 
 
 class BackgroundFollower(Closing):
@@ -161,12 +163,12 @@ class BackgroundFollower(Closing):
 
 def _end(follower: Follower, thread: threading.Thread) -> None:
     """Close a follower when its thread has ended."""
-    thread.join(TIMING.server_close_s if follower.drives_server else None)
+    thread.join(_SERVER_CLOSE_S if follower.drives_server else None)
     if thread.is_alive():
         logger.error(
             "%s has not answered for %g s: a switch is under way, and it may be left paused",
             follower.engine_id,
-            TIMING.server_close_s,
+            _SERVER_CLOSE_S,
         )
     else:
         follower.close()

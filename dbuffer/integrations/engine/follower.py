@@ -630,7 +630,7 @@ class Follower(Closing):
         Half a second is waited in any case: a store that is in trouble may call anything newer.
         """
         end = time.monotonic() + timeout_s
-        stop_event.wait(min(timeout_s, TIMING.follow_again_s))
+        stop_event.wait(min(timeout_s, TIMING.retry_min_s))
         failed = self._failed_version
         self._report.retried()
         if self._view is not None and failed is not None and not stop_event.is_set():

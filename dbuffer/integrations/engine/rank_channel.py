@@ -42,6 +42,8 @@ _LEAVE = b""
 """Message of a rank that closes its connections; no other is empty."""
 
 _FOREVER = datetime.timedelta(days=3650)
+_DYING_S = 0.5
+"""Time for a rank whose connection broke to end."""
 
 
 class RankChannel:
@@ -144,9 +146,9 @@ class RankChannel:
         state = process.state
         if problem == _LOST:
             # The kernel closes a dead process's connections before it counts as dead.
-            deadline = time.monotonic() + TIMING.rank_dying_s
+            deadline = time.monotonic() + _DYING_S
             while not state and time.monotonic() < deadline:
-                time.sleep(TIMING.rank_state_s)
+                time.sleep(TIMING.look_s)
                 state = process.state
         why = f": it {state}" if state else ""
         return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"

@@ -36,7 +36,6 @@ from dbuffer.integrations.engine.weight_label import describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
@@ -45,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_ROUNDS = 5
 """Most attempts of ranks that took different versions to agree on the newest of them."""
+_NETWORK_LAG_S = 5.0
+"""Longest time for which a host may see an older version than the newest on a network mount."""
+_NETWORK_LOOK_S = 0.05
+"""Interval at which such a host looks for the newest version."""
 
 
 class _Offer(NamedTuple):
@@ -331,7 +334,7 @@ class RankReceiver:
         origin = DoubleBuffer(
             self.options.store, allow_shared_store=self.options.allow_shared_store
         )
-        may_lag_s = 0.0 if origin.medium.maps_files else TIMING.network_lag_s
+        may_lag_s = 0.0 if origin.medium.maps_files else _NETWORK_LAG_S
         deadline = time.monotonic() + may_lag_s
         while True:
             pointer = origin.newest_pointer() if origin.exists() else None
@@ -343,7 +346,7 @@ class RankReceiver:
                     f"version {version} was not published in {self.options.store}: the newest is "
                     f"{newest or 'none'}"
                 )
-            time.sleep(TIMING.network_look_s)
+            time.sleep(_NETWORK_LOOK_S)
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest, has = self._stager.newest(), self._applied

@@ -18,7 +18,6 @@ from dbuffer.errors import (
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
-from dbuffer.runtime.timing import TIMING
 
 _UNAVAILABLE = (502, 503, 504)
 """Status codes of a proxy whose server is away, and of a server that starts."""
@@ -28,6 +27,8 @@ _CALL_S = 30.0
 _LONG_S = 600.0
 """Time-out of calls that may have to wait for requests, or load."""
 _RESUME_TRIES = 5
+_RESUME_RETRY_S = 0.2
+"""Pause before a follower asks a server again to resume."""
 
 
 class EngineServer(Engine):
@@ -121,7 +122,7 @@ class EngineServer(Engine):
             try:
                 self.request("POST", path, **more)
             except (EngineUnreachableError, EngineUpdateError):
-                time.sleep(TIMING.resume_retry_s)
+                time.sleep(_RESUME_RETRY_S)
             else:
                 return
         self.request("POST", path, **more)

@@ -25,6 +25,10 @@ from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
 
+_READY_CHECK_MIN_S, _READY_CHECK_MAX_S = 0.002, 0.1
+"""Bounds of the pause between two looks at ranks' records until all ranks are ready; it grows with
+the time that was waited already."""
+
 
 class StoreView:
     """The store as the follower of one engine sees it."""
@@ -258,8 +262,8 @@ class StoreView:
                 )
             # Each look opens files of each rank, maybe over a network: ever fewer looks, for a wait
             # that is a tenth longer at most.
-            pause_s = min((now - started) / 10, TIMING.ready_check_max_s)
-            time.sleep(max(pause_s, TIMING.ready_check_min_s))
+            pause_s = min((now - started) / 10, _READY_CHECK_MAX_S)
+            time.sleep(max(pause_s, _READY_CHECK_MIN_S))
 
     def _rank_records(self) -> dict[str, ReceiverRecord | None]:
         return {rank: self._record(rank) for rank in self._rank_ids}

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.trouble import log_once, message_of
 
 logger = logging.getLogger(__name__)
 
 
 _MAX_API_SERVERS = 4096
+LOOK_S = 0.2
+"""Interval at which an API server looks whether it is its turn to follow."""
 
 
 class SharedFollower:
@@ -59,7 +60,7 @@ class SharedFollower:
                 if shared.is_led():
                     shared._standing_by = asyncio.create_task(shared._stand_by())
                     return shared
-                await asyncio.sleep(TIMING.api_server_look_s)
+                await asyncio.sleep(LOOK_S)
             shared._follower = await follow_until_ready()
             shared._announce()
         except BaseException:
@@ -102,7 +103,7 @@ class SharedFollower:
                     message = "no API server follows the engine; trying again: %s"
                     log_once(logger, message, message_of(error))
                     self._resign()
-            await asyncio.sleep(TIMING.api_server_look_s)
+            await asyncio.sleep(LOOK_S)
         logger.info("the API server that followed has ended: this one follows from here on")
         self._announce()
 

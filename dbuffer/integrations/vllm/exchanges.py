@@ -27,6 +27,8 @@ from dbuffer.runtime.timing import TIMING
 
 CURRENT: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
 """The exchange that the running task serves."""
+_ADMISSION_LOOK_S = 0.02
+"""Interval at which an API server asks the engine for its version while requests wait for one."""
 
 
 @dataclass(slots=True)
@@ -153,10 +155,10 @@ class Outlook:
             left_s = deadline - time.monotonic()
             if refusal is None or refusal.is_final or left_s <= 0:
                 return refusal
-            await asyncio.sleep(min(TIMING.admission_look_s, left_s))
+            await asyncio.sleep(min(_ADMISSION_LOOK_S, left_s))
             # Any number of requests that wait ask once in this time, but for the last look of each.
             now = time.monotonic()
-            not_before = now if now >= deadline else now - TIMING.admission_look_s
+            not_before = now if now >= deadline else now - _ADMISSION_LOOK_S
 
     async def _labels_since(self, not_before: float) -> list[WeightLabel]:
         """Return an answer to a question that was asked at this time or later; ask if need be."""

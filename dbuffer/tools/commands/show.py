@@ -15,7 +15,6 @@ import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import KeptLayouts, TensorSpec
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
@@ -25,6 +24,9 @@ from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.names import NameMap
 
 _REFRESH_S = 0.5
+_BUCKET_REFRESH_S = 15.0
+"""Interval at which `--watch` reads a bucket. A list of up to 1,000 objects is priced as 12 gets;
+so the cost is a half of a mirror's poll, which is two gets a second."""
 
 
 def status(
@@ -61,7 +63,7 @@ def status(
             return read_bucket_status(bucket)
 
     with Bucket(place) as bucket:
-        _show(read_slowly, TIMING.bucket_watch_s, watch=watch, as_json=as_json)
+        _show(read_slowly, _BUCKET_REFRESH_S, watch=watch, as_json=as_json)
 
 
 def _show(

@@ -39,6 +39,8 @@ _RECEIVER = "peer"
 
 # ---------------------------------------------------------------------------------------------
 # The second host
+_LOOK_S = 0.1
+"""Interval at which a doctor looks for those of other hosts."""
 
 
 def wait_for_host(path: Path, *, timeout_s: float) -> int | None:
@@ -58,7 +60,7 @@ def wait_for_host(path: Path, *, timeout_s: float) -> int | None:
         with WeightReceiver(
             place / "store",
             receiver_id=_RECEIVER,
-            poll_interval_s=TIMING.peer_poll_s,
+            poll_interval_s=TIMING.look_s,
             verify=True,
             # The directory is private; its owner may have another user id on the other host.
             allow_shared_store=True,
@@ -81,7 +83,7 @@ def _receive(receiver: WeightReceiver) -> int:
     """Read each version until the last; return how many were seen."""
     version, num_seen, is_last = None, 0, False
     while not is_last:
-        with receiver.open(version, timeout_s=TIMING.peer_silence_s) as snapshot:
+        with receiver.open(version, timeout_s=8 * TIMING.peer_answer_s) as snapshot:
             version, num_seen = snapshot.version, num_seen + 1
             is_last = snapshot.metadata["is_last"]
     return num_seen
@@ -91,7 +93,7 @@ def _wait_until_removed(place: Path) -> None:
     """Keep the acknowledgements until the first host has seen them."""
     deadline = time.monotonic() + TIMING.peer_answer_s
     while os.path.lexists(place) and time.monotonic() < deadline:
-        time.sleep(TIMING.peer_poll_s)
+        time.sleep(TIMING.look_s)
         filesystem.refresh(place.parent)
 
 
@@ -120,7 +122,7 @@ def measure_with_peers(
                 findings += _measure(place)
         if findings or time.monotonic() >= deadline:
             return findings
-        time.sleep(TIMING.peer_look_s)
+        time.sleep(_LOOK_S)
 
 
 def _waiting_peers(base: Path, *, allow_shared_store: bool) -> list[Path]:
@@ -165,26 +167,24 @@ class _Meeting:
         """Publish versions; wait until the peer has seen the last, whatever became of others."""
         view = DoubleBuffer(sender.store, allow_shared_store=True)
         try:
-            for number in range(_NUM_VERSIONS + 1):
-                # The first one takes longer: the peer opens its files for the first time.
-                limit_s = TIMING.peer_limit_s if number else TIMING.peer_answer_s
-                self._publish(sender, view, limit_s)
+            for _ in range(_NUM_VERSIONS + 1):
+                self._publish(sender, view)
         except errors.WaitTimeoutError:
-            self.problem = f"a version was not seen within {limit_s:g} s"
+            self.problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"
         except errors.DBufferError as error:
             self.problem = str(error)
         _send(sender, is_last=True)
         deadline = time.monotonic() + TIMING.peer_answer_s
         while not self._is_heard_last and time.monotonic() < deadline:
-            time.sleep(TIMING.peer_poll_s)
+            time.sleep(TIMING.look_s)
             record = view.receiver(_RECEIVER)
             self._is_heard_last = record is not None and record.has_ended
 
-    def _publish(self, sender: WeightSender, view: DoubleBuffer, limit_s: float) -> None:
+    def _publish(self, sender: WeightSender, view: DoubleBuffer) -> None:
         began_at = time.time()
         version = _send(sender)
         published_s = time.monotonic()
-        sender.wait_applied(version, receivers=_RECEIVER, timeout_s=limit_s)
+        sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
         self._delays_s.append(time.monotonic() - published_s)
         record = view.receiver(_RECEIVER)
         assert record is not None  # noqa: S101 - it has just acknowledged

@@ -20,7 +20,6 @@ from pathlib import Path
 from dbuffer.errors import OptionError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
-from dbuffer.runtime.timing import TIMING
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor, os_errors
 from dbuffer.store.medium import Medium, medium_of
@@ -35,6 +34,8 @@ PREFIX = ".dbuffer-doctor-"
 POLLING = "receivers poll every poll_interval_s (0.5 s by default)"
 
 _PROBE_BYTES = 1 << 20
+_EVENT_S = 1.0
+"""Time for an event of inotify to come."""
 
 
 def examine(path: Path, *, allow_shared_store: bool = False) -> list[Finding]:
@@ -216,10 +217,10 @@ def _events(medium: Medium, base: Path) -> Outcome:
             started = time.perf_counter()
             filesystem.make_directory(place / "from")
             filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
-            came = watcher.wait(TIMING.doctor_event_s)
+            came = watcher.wait(_EVENT_S)
             delay_ms = 1e3 * (time.perf_counter() - started)
         finally:
             watcher.close()
     if not came:
-        return "adapted", f"no event within {TIMING.doctor_event_s:g} s", POLLING
+        return "adapted", f"no event within {_EVENT_S:g} s", POLLING
     return "good", f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish"

@@ -53,7 +53,6 @@ pytestmark = pytest.mark.timing(
     request_retry_s=0.02,
     retry_min_s=0.05,
     retry_max_s=0.1,
-    retry_short_max_s=0.1,
 )
 
 POLL_S = 0.05
@@ -392,7 +391,7 @@ def test_another_store_while_the_first_version_of_one_is_put(remote, proxy, buck
         assert up.error is None
 
 
-@pytest.mark.timing(stand_by_s=0.05)
+@pytest.mark.timing(retry_min_s=0.05)
 def test_a_mirror_that_stands_by_waits_for_a_server_that_is_away(remote, local, proxy, bucket_url):
     with (
         dbuffer.WeightSender(remote, checksum=True) as sender,
@@ -596,7 +595,6 @@ def mirror_for_ever(connection: Connection, source: Path | str, target: Path | s
         connection.recv()
 
 
-@pytest.mark.timing(bucket_heartbeat_s=0.1)
 def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, timing):
     with dbuffer.WeightSender(remote, checksum=True) as sender, mirror(remote, bucket_url):
         sender.send(SMALL.weights(1))
@@ -607,7 +605,7 @@ def test_a_reader_whose_mirror_died_has_ended(remote, local, bucket_url, far, ti
             far.acknowledge(1)
             sender.wait_applied(1, receivers=["far"], timeout_s=TIMEOUT_S)
             child.kill()
-        timing.bucket_presumed_dead_after_s = 0.5
+        timing.bucket_heartbeat_s = 0.1
         until("it counts as dead", lambda: DoubleBuffer(remote).receiver("far").has_ended)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import dbuffer
 from dbuffer.errors import DBufferError
-from dbuffer.mirror import upload
+from dbuffer.mirror import bucket, upload
 from dbuffer.mirror.mirror import Mirror
 from tests.support.children import Child, is_running
 from tests.support.object_store import (
@@ -31,7 +31,7 @@ from tests.support.patterns import SMALL, SPARSE, Pattern, received
 from tests.support.soak import IN_SOAKS_ALONE, numbers
 from tests.support.waiting import TIMEOUT_S, until
 
-pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02, retry_short_max_s=0.1)
+pytestmark = pytest.mark.timing(request_retry_s=0.005, retry_min_s=0.02)
 
 POLL_S = 0.02
 PART_BYTES = 5000
@@ -162,9 +162,9 @@ def test_each_request_of_a_download_fails(route, fault, first, times):
 
 
 @IN_SOAKS_ALONE
-@pytest.mark.timing(request_s=0.4)
-def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(route):
+def test_each_request_of_an_upload_is_done_after_the_mirror_gave_it_up(route, monkeypatch):
     """Some come after the pointer was put: readers find the newest version still."""
+    monkeypatch.setattr(bucket, "REQUEST_S", 0.4)
     for version, nth in route.requests_to_spoil():
         hold = Hold()
         before = len(route.proxy.requests)

@@ -31,6 +31,7 @@ from dbuffer.format import layout
 from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
+from dbuffer.mirror import mirror as mirrors
 from dbuffer.mirror.mirror import Mirror, _id_of, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
@@ -617,7 +618,7 @@ def test_a_remote_store_that_was_begun_anew_is_mirrored(remote, local, version, 
 
 @pytest.mark.parametrize("again", [(), (2, 3)], ids=["goes back", "forks"])
 @pytest.mark.parametrize("mirror_is", ["running", "started"])
-@pytest.mark.timing(retry_min_s=0.02, retry_short_max_s=0.1)
+@pytest.mark.timing(retry_min_s=0.02)
 def test_a_backup_in_place_of_the_remote_store_is_followed(remote, local, again, mirror_is, caplog):
     """Of a version that was lost, none of the same number is taken for it."""
     publish(remote, 1)
@@ -776,7 +777,7 @@ def test_what_is_overwritten_while_it_is_copied_is_not_published(remote, local):
 # Several, and stores that are not what was meant
 
 
-@pytest.mark.timing(stand_by_s=0.05)
+@pytest.mark.timing(retry_min_s=0.05)
 def test_one_of_three_is_elected_and_another_takes_over(remote, local):
     publish(remote, 1)
     with contextlib.ExitStack() as stack:
@@ -919,9 +920,9 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, 
             waiter.join()
 
 
-@pytest.mark.timing(prepared_s=0.3)
-def test_two_remote_stores_do_not_share_a_local_one(remote, local, another):
+def test_two_remote_stores_do_not_share_a_local_one(remote, local, another, monkeypatch):
     """While the one's mirror is at work, the other's readers would be given its versions."""
+    monkeypatch.setattr(mirrors, "_PREPARED_S", 0.3)
     publish(remote, 50)
     publish(another, 1)
     with quick(remote, local).start() as one:

@@ -19,7 +19,7 @@ from dbuffer.format.lineage import Lineage, Run, VersionId
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.mirror.relay import AcknowledgementRelay, StoreRecords
+from dbuffer.mirror.relay import RELAY_S, AcknowledgementRelay, StoreRecords
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -183,7 +183,7 @@ def test_what_has_not_changed_is_not_written_again(relay, remote, local):
     before = path.stat().st_ino, path.stat().st_mtime_ns
     for loads, held in enumerate((record.current.applied, None) * 2):
         record.write(held=held, stats={"loads": float(loads)})
-        time.sleep(2 * TIMING.relay_s)
+        time.sleep(2 * RELAY_S)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == before
     record.write(**applied(2))
     until("it is relayed", lambda: record_of(remote).applied_version == 2)
@@ -216,7 +216,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     receivers.rename(remote / "away")
     record = RecordFile(local, "rank")
     record.write(**applied(1))
-    time.sleep(3 * TIMING.relay_s)
+    time.sleep(3 * RELAY_S)
     (remote / "away").rename(receivers)
     relayed(remote)
     assert str(remote) not in caplog.text
@@ -226,7 +226,7 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(relay, remo
     (receivers / record.path.name).mkdir()
     record.write(**applied(2))
     until("it is told", lambda: str(remote) in caplog.text)
-    time.sleep(3 * TIMING.relay_s)
+    time.sleep(3 * RELAY_S)
     [line] = [message for message in caplog.messages if str(remote) in message]
     assert "cannot relay acknowledgements to" in line
     (receivers / record.path.name).rmdir()

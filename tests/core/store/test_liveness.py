@@ -24,7 +24,7 @@ import dbuffer
 from dbuffer.format.manifest import encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import filesystem
+from dbuffer.store import filesystem, writer
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.listing import _file_state
@@ -185,11 +185,11 @@ def test_a_receiver_lives_on_when_the_mirror_that_told_of_it_has_ended(
     put(store, is_relayed=True, **where)
     with pytest.raises(dbuffer.WaitTimeoutError, match=rf"{NAME} was at"):
         sender.wait_applied(1, receivers=[NAME], timeout_s=1.5 * timing.last_word_s)
-    timing.bucket_presumed_dead_after_s = 0.1
+    timing.bucket_heartbeat_s = 0.025
     with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
         sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
     put(store, is_relayed=True, has_ended=True, **where)
-    timing.bucket_presumed_dead_after_s = 240.0
+    timing.bucket_heartbeat_s = 60.0
     with pytest.raises(dbuffer.ReceiverFailedError, match=NAME):
         sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
 
@@ -203,13 +203,13 @@ def test_an_idle_receiver_touches_its_record_and_writes_it_again(store):
     assert receiver.load_into(SMALL.empty()) == 1
     path = path_of(store)
     for _ in range(2):
-        make_old(path)
+        make_old(path, more_s=100.0)
         until("it is touched", lambda: time.time() - path.stat().st_mtime < 60)
     path.unlink()
     until("it is there again", lambda: applied_by(store) == [1])
     del receiver  # and nothing is left that could be alive
     until("its thread ends", lambda: set(threading.enumerate()) <= threads)
-    make_old(path)
+    make_old(path, more_s=100.0)
     time.sleep(0.2)
     assert time.time() - path.stat().st_mtime > 60
 
@@ -410,8 +410,10 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
     return _file_state(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
 
 
-def test_dead_receivers_with_generated_names_go_while_the_sender_lives(store, sender, timing):
-    timing.forget_every_s = 0.0
+def test_dead_receivers_with_generated_names_go_while_the_sender_lives(
+    store, sender, timing, monkeypatch
+):
+    monkeypatch.setattr(writer, "_FORGET_EVERY_S", 0.0)
     names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
     with Child(load_and_stay, store, None) as child:
         child.receive()
@@ -428,9 +430,9 @@ def test_dead_receivers_with_generated_names_go_while_the_sender_lives(store, se
         assert names() == {living.receiver_id, "named"}
 
 
-def test_records_go_by_the_times_of_their_files(store, sender, timing):
+def test_records_go_by_the_times_of_their_files(store, sender, timing, monkeypatch):
     """Clocks of their receivers' hosts may be wrong by any time."""
-    timing.forget_every_s = 0.0
+    monkeypatch.setattr(writer, "_FORGET_EVERY_S", 0.0)
     ended = {"has_ended": True, "is_ephemeral": True}
     put(store, receiver="behind", updated_at=1.0, **ended)
     put(store, receiver="ahead", updated_at=time.time() + 1e6, **ended)

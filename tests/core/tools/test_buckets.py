@@ -41,11 +41,9 @@ from tests.support.waiting import TIMEOUT_S, until
 pytestmark = pytest.mark.timing(
     bucket_list_s=0.05,
     bucket_records_s=0.05,
-    bucket_watch_s=0.1,
     request_retry_s=0.01,
     retry_min_s=0.05,
     retry_max_s=0.1,
-    retry_short_max_s=0.1,
 )
 
 LONG = Sparse(num_tensors=9, numel=1 << 14)
@@ -153,7 +151,7 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
             receiver.load_into(LONG.empty())
             until("both are there", lambda: len(status_of(capsys, bucket_url)["receivers"]) == 2)
             assert all(each["is_alive"] for each in status_of(capsys, bucket_url)["receivers"])
-            timing.bucket_presumed_dead_after_s = -1.0
+            timing.bucket_heartbeat_s = -1.0
             seen = status_of(capsys, bucket_url)
             lines = call(capsys, "status", bucket_url)[1].splitlines()
         assert not any(each["is_alive"] for each in seen["receivers"])

@@ -389,7 +389,6 @@ def test_output_into_a_pipe_that_nothing_reads_ends_the_command(store):
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
-@pytest.mark.timing(quiet_wait_s=0.01)
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_closed_streams_hinder_nothing(tmp_path, store, checkpoint, closed):
     """As a supervisor may start it: what would go there is lost, and stays out of the store."""

@@ -23,7 +23,7 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store import filesystem, records
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.doctor import peer
+from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.finding import Finding
 from dbuffer.tools.doctor.probes import PREFIX, examine
 from tests.support.children import Child, Command, preload
@@ -232,8 +232,8 @@ def test_without_locks(place, monkeypatch):
     assert found_by(findings, "locks").verdict == "adapted"
 
 
-@pytest.mark.timing(doctor_event_s=0.1)
 def test_without_events(place, monkeypatch, caplog):
+    monkeypatch.setattr(probes, "_EVENT_S", 0.1)
     monkeypatch.setattr("dbuffer.store.watcher.BaseObserver.start", fail(errno.EMFILE))
     finding = found_by(examine(place), "events")
     assert finding.verdict == "adapted"
@@ -329,7 +329,7 @@ def die_when_met() -> None:
     peer._receive = lambda _: die()
 
 
-@pytest.mark.timing(peer_answer_s=1.0, peer_limit_s=0.5)
+@pytest.mark.timing(peer_answer_s=1.0)
 @pytest.mark.parametrize(
     ("change", "error", "verdict", "text"),
     [
@@ -368,7 +368,7 @@ def see_slowly() -> None:
     peer._receive = later
 
 
-@pytest.mark.timing(peer_answer_s=0.5)
+@pytest.mark.timing(peer_answer_s=0.7)  # of 1.0 s: too short once, and enough twice
 def test_a_peer_that_is_late_is_waited_for_before_its_directory_goes(place):
     """It sees the last version, and raises nothing, although the first came too late."""
     versions, *_ = measure_with(place, 0, see_slowly)
@@ -380,7 +380,7 @@ def be_host_that_dies(connection: Connection, place: Path) -> None:
     peer.measure_with_peers(place, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.timing(peer_silence_s=1.0, peer_answer_s=1.0)
+@pytest.mark.timing(peer_answer_s=0.2)
 def test_a_first_host_that_dies(place):
     with Child(be_host_that_dies, place), pytest.raises(dbuffer.StoreAccessError):
         peer.wait_for_host(place, timeout_s=TIMEOUT_S)

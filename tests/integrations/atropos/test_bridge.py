@@ -672,7 +672,7 @@ def test_names_are_those_of_the_mapping(store, tmp_path, entries, names):
         ),
     ],
 )
-@pytest.mark.timing(mapping_settle_s=0.1)
+@pytest.mark.timing(settle_s=0.1)
 def test_mapping_for_another_model_is_refused_before_anything_is_written(
     tmp_path, store, entries, problem
 ):
@@ -685,7 +685,7 @@ def test_mapping_for_another_model_is_refused_before_anything_is_written(
         assert receiver.wait_for_version(timeout_s=0) is None
 
 
-@pytest.mark.timing(mapping_settle_s=TIMEOUT_S)
+@pytest.mark.timing(settle_s=TIMEOUT_S)
 def test_mapping_is_waited_for_while_it_is_written(tmp_path):
     path = write_mapping(tmp_path, RENAMED)
     whole = path.read_text()

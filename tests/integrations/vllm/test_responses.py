@@ -20,7 +20,6 @@ from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.core_labels import ADMITTED, STOP_REASON
 from dbuffer.integrations.vllm.exchanges import CURRENT, Call, Exchange, Outlook, observe
 from dbuffer.integrations.vllm.responses import WITHOUT_CHOICES, serve
-from dbuffer.runtime.timing import TIMING
 
 RUN = "0123456789abcdef"
 SERVED = WeightLabel("7", RUN, {"step": 70})
@@ -281,7 +280,7 @@ def test_requests_that_came_one_by_one_wait_together():
     """Each first looks for itself; after that one looks for all."""
     core = Core(WeightLabel("1"))
     outlook = outlook_on(core)
-    interval_s = TIMING.admission_look_s
+    interval_s = exchanges._ADMISSION_LOOK_S
 
     async def wait_after(delay_s: float) -> Any:
         await asyncio.sleep(delay_s)
