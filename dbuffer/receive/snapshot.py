@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.words import Integers
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -181,13 +180,12 @@ class Snapshot(ProcessBound):
         """
         return self.copy_into(new_memory(self.data_bytes))
 
-    def changed_since(self, version: VersionId) -> dict[str, npt.NDArray[np.int64] | None] | None:
+    def changed_since(self, version: VersionId) -> dict[str, Integers] | None:
         """Return the elements that differ from an earlier version, by tensor's name.
 
         Returns:
-            Flat positions, ascending; None for a tensor that may differ anywhere. A tensor that is
-            not named is the same. None in place of all: no deltas lead here from that version, or
-            they are lost.
+            Flat positions, ascending. A tensor without an entry is the same. None if no deltas
+            lead here from that version, or they are lost.
         """
         if version not in self._held.manifest.chain:
             return None

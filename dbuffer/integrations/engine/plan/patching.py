@@ -1,8 +1,7 @@
 """`Patch`: the part of a switch that is left where only some elements of a tensor changed.
 
 Positions in published tensors become positions in parameters while the engine serves, and are
-scattered in the pause. A tensor of which too much changed, or whose changes are unknown, is copied
-whole.
+scattered in the pause. A tensor of which too much changed is copied whole.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from dbuffer.io.tensors import split_evenly
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by their size: torch computes with few unsigned ones."""
 
-Changed = Mapping[str, Integers | None]
-"""Flat, ascending positions where published tensors may differ from those of an earlier version, by
-name; None: anywhere. A tensor that is not named is unchanged."""
+Changed = Mapping[str, Integers]
+"""Flat, ascending positions where published tensors differ from those of an earlier version, by
+name. A tensor that is not named is unchanged."""
 
 MAX_SHARE = 0.05
 """Largest share of a part's elements that is patched. Writing 3 % of 50 million bfloat16 one by one
@@ -140,11 +139,7 @@ def patch_or_copy(
         return None
     source, positions = tensors[op.source], changed[op.source]
     whole = op.bind(parameter, tensors)
-    if (
-        positions is None
-        or len(positions) > MAX_SHARE * source.numel()
-        or not _is_invertible(op.part)
-    ):
+    if len(positions) > MAX_SHARE * source.numel() or not _is_invertible(op.part):
         return whole
     sources, targets = map_positions(op.part, op.to, positions)
     if not len(sources):
