@@ -7,8 +7,9 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
+from pathlib import Path
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.hold import HeldVersion, OpenCopy
+from dbuffer.store.hold import HeldVersion
 from dbuffer.store.records import OwnRecord
 from dbuffer.store.watcher import wait_and_clear
 
@@ -106,15 +107,24 @@ class HeldObjects(HeldVersion):
 
         self._fetch([(self._weights, self.record.weights_parts, place)], count)
 
-    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
-        """Fetch those without a copy in another thread, while the caller applies the others."""
-        missing = [each for each in versions if not self._take_copy(each, open_copy(each))]
+    def expect_deltas(
+        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
+    ) -> None:
+        """Fetch deltas without a copy in another thread, while the caller applies the others."""
+        missing = [
+            version
+            for version in versions
+            if version not in copies or not self._take_copy(version, copies[version])
+        ]
         if missing:
             self._fetch_ahead = self._bucket.begin(lambda: self._fetch_deltas(missing))
 
-    def _take_copy(self, version: VersionId, file: Descriptor | None) -> bool:
-        """Take a file for a delta, which then is not fetched, if it is a copy of that."""
-        if file is None:
+    def _take_copy(self, version: VersionId, path: Path) -> bool:
+        """Take a file in place of a delta, which then is not fetched, if it is a copy of it."""
+        try:
+            with filesystem.os_errors("read", path):
+                file = filesystem.open_regular(path, os.O_RDONLY, owner_only=False)
+        except StoreNotFoundError:
             return False
         parts, part_bytes = self.record.delta_parts(version), self.record.part_bytes
         found = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
+from pathlib import Path
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
@@ -21,8 +21,6 @@ from dbuffer.publish.delta_chain import chain_of, trimmed
 from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
-from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.store.writer import BufferWriter
 
@@ -111,7 +109,7 @@ class LocalCopy(Closing):
         """
         since, chain = draft.claim.held_before, held.manifest.chain
         if since is not None and since in chain:
-            held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
+            held.expect_deltas(held.manifest.deltas_after(since), self._own_deltas())
         if since in chain or not chain:
             return since
         newest = hold_newest(self._writer.store, newer_than=None)
@@ -121,19 +119,13 @@ class LocalCopy(Closing):
             if newest.manifest.layout_xxh3 != draft.footer.layout_xxh3:
                 return since
             since = newest.manifest.id
-            held.expect_deltas(held.manifest.deltas_after(since), self._open_own)
+            held.expect_deltas(held.manifest.deltas_after(since), self._own_deltas())
             ChainReader(newest, draft.footer.layout).read(draft.mapped, self._copier)
             return since
 
-    def _open_own(self, version: VersionId) -> Descriptor | None:
-        """Open this store's copy of a delta, which was copied for the other buffer, mostly."""
-        store = self._writer.store
-        if version not in self._chain:
-            return None
-        path = store.delta_path(version)
-        with contextlib.suppress(StoreNotFoundError), filesystem.os_errors("read", path):
-            return filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
-        return None
+    def _own_deltas(self) -> dict[VersionId, Path]:
+        """This store's copies of deltas, which were copied for the other buffer, mostly."""
+        return {version: self._writer.store.delta_path(version) for version in self._chain}
 
     def _copy_deltas(self, held: HeldVersion, draft: Draft) -> dict[VersionId, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""

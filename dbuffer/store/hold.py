@@ -20,7 +20,7 @@ import abc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, Self
@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 Announce = Callable[[VersionId], None]
 """Function that announces in the store which version is about to be read."""
-
-OpenCopy = Callable[[VersionId], Descriptor | None]
-"""Function that opens a copy of the delta that leads to a version."""
 
 
 class OvertakenError(Exception):
@@ -92,12 +89,14 @@ class HeldVersion(abc.ABC):
         """
 
     @abc.abstractmethod
-    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
+    def expect_deltas(
+        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
+    ) -> None:
         """Prepare to open the deltas that lead to these versions, in this order.
 
         Args:
             versions: some of its chain.
-            open_copy: opens the caller's copy of a delta, which may be damaged; None: it has none.
+            copies: files with copies of deltas, which may be damaged or gone.
         """
 
     @abc.abstractmethod
@@ -210,7 +209,9 @@ class Held(HeldVersion):
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
         return path, file
 
-    def expect_deltas(self, versions: Sequence[VersionId], open_copy: OpenCopy) -> None:
+    def expect_deltas(
+        self, versions: Sequence[VersionId], copies: Mapping[VersionId, Path]
+    ) -> None:
         """Do nothing: they are opened where they are."""
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
