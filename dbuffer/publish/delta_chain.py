@@ -110,8 +110,8 @@ class DeltaChain:
         return self._last
 
     @property
-    def keeps_buffers_whole(self) -> bool:
-        """Whether every version has a file that holds all of it."""
+    def maps_files(self) -> bool:
+        """Whether the store is on a local mount, where each version has a whole file."""
         return self.writer.medium.maps_files
 
     def map_published(self, held: Held, footer: Footer) -> MappedTensors:
@@ -156,8 +156,12 @@ class DeltaChain:
         logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
 
     def explain_full(self, reason: str) -> None:
-        """Log, for those who ask for a delta, why the next version is none."""
-        logger.info("%s: no delta: %s", self.writer.root, reason)
+        """Log, for those who ask for a delta, why the next version comes without one."""
+        self.explain(f"no delta: {reason}")
+
+    def explain(self, what: str) -> None:
+        """Log how a version is published, for those who ask for a delta."""
+        logger.info("%s: %s", self.writer.root, what)
 
     def _why_not_upon(self, manifest: Manifest) -> str | None:
         """Say why this sender would not have published a version so; None: it could have."""
@@ -167,29 +171,31 @@ class DeltaChain:
         if has_checksums != self.hashed:
             there, here = ("has", "none") if has_checksums else ("has no", "some")
             return f"{there} checksums, and this sender writes {here}"
-        is_kept_whole = manifest.anchor is None or not self.keeps_buffers_whole
-        if manifest.is_final == self.writer.rewrites_files or not is_kept_whole:
+        is_rewritten, needs_anchor = not manifest.is_final, manifest.anchor is not None
+        if is_rewritten != self.writer.rewrites_files or (needs_anchor and self.maps_files):
             return "was published on another kind of mount, or with another keep="
         return None
 
-    def begin(self, version: int, footer: Footer | None, *, is_delta: bool) -> Draft:
-        """Claim the idle buffer for a version: a delta from the last, or a full one.
+    def begin(self, version: int, footer: Footer | None, *, with_delta: bool) -> Draft:
+        """Claim the idle buffer for a version.
 
-        A delta has a weights file only where buffers are kept whole, or its anchor is far.
+        On a network mount, a version with a delta gets a weights file only if its anchor is far.
 
         Args:
             version: its number in the writer's run.
             footer: footer of its tensors; None for a stream, whose footer is known at its end.
-            is_delta: whether it is a delta from the last one.
+            with_delta: whether it may come with a delta from the last one.
         """
-        base, with_file = self._last if is_delta else None, True
+        base, with_file = self._last if with_delta else None, True
         if base is not None:
             problem = self._problem_with(base)
             if problem is not None:
-                self.log_full_publish(problem)
+                logger.warning(
+                    "%s: the next version needs no earlier file: %s", self.writer.root, problem
+                )
                 base = replace(base, delta_bytes={base.manifest.id: 0})
-            elif not self.keeps_buffers_whole:
-                with_file = _is_far_from_anchor(base)
+            elif not self.maps_files and (with_file := _is_far_from_anchor(base)):
+                self.explain("the next version gets a whole file: the last is many deltas back")
         self._base, self._num_bytes = base, None
         self._draft = Draft(
             self.writer,
@@ -215,7 +221,7 @@ class DeltaChain:
         files = {store.delta_path(name): num_bytes for name, num_bytes in later}
         files[store.weights_path(last.buffer, manifest)] = manifest.file_bytes
         problem = self.writer.problem_with(files)
-        if problem is not None or self.keeps_buffers_whole:
+        if problem is not None or self.maps_files:
             return problem
         since_anchor = last.manifest.deltas_after(last.anchor)
         for record in store.receivers():
@@ -308,7 +314,10 @@ def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
 def trimmed(
     delta_bytes: dict[VersionId, int], layout: Layout, anchor: VersionId | None
 ) -> dict[VersionId, int]:
-    """Drop the oldest versions of a long chain, except the anchor and what leads from it."""
+    """Drop the oldest versions of a long chain, but not the anchor, nor the deltas after it.
+
+    A single delta that is too long goes as well: then no delta leads to the version.
+    """
     versions = list(delta_bytes)
     while len(versions) > 1 and versions[0] != anchor:
         if not is_long([delta_bytes[each] for each in versions[1:]], layout):

@@ -66,6 +66,9 @@ class ClaimInfo:
 class Draft:
     """A version in the making. Leaving its ``with`` block without a commit abandons it.
 
+    Making one claims the idle buffer, which may wait for readers, and removes files that need not
+    stay (`BufferWriter.claim`).
+
     Args:
         writer: writes the store.
         mappings: mappings of the store's files, kept from one draft to the next.

@@ -83,7 +83,7 @@ class Publisher(Closing, ProcessBound, ABC):
         self._hashed = hashed
         self._has_deltas = has_deltas
         self._steps = steps
-        self._base: Share | EarlierSender | None = EARLIER_SENDER if has_deltas else None
+        self._last_share: Share | EarlierSender | None = EARLIER_SENDER if has_deltas else None
         """This rank's part of the last version, if the next version may come with a delta."""
         self._footer: Footer | None = None
 
@@ -160,7 +160,7 @@ class Publisher(Closing, ProcessBound, ABC):
         self._copier.close()
         if self._chain is not None:
             self._chain.close()
-        self._base = None  # a mapped file, or a copy of the model
+        self._last_share = None  # a mapped file, or a copy of the model
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""
@@ -221,14 +221,17 @@ class Publisher(Closing, ProcessBound, ABC):
 
     @abstractmethod
     def _make_share(self, footer: Footer | None) -> Share:
-        """Return this rank's part of versions with this footer, without bytes."""
+        """Return this rank's part of versions with this footer; it holds no version yet."""
 
     def _lead(self) -> DeltaChain:
         assert self._chain is not None  # noqa: S101 - on rank 0
         return self._chain
 
     def _publish(self, request: PublishRequest) -> Publication:
-        """Publish weights: a delta if there is a base and few changes, else in full. Collective.
+        """Publish weights, with a delta if there is a base and few words changed. Collective.
+
+        On a local mount each version is written whole, and the delta is a second file. On a network
+        mount a version with a delta mostly has no other file.
 
         Raises:
             DBufferError: nothing was published, on any rank, unless the message says so; and the
@@ -237,20 +240,28 @@ class Publisher(Closing, ProcessBound, ABC):
         return self._publish_upon(self._take_base(request.footer), request)
 
     def _take_base(self, footer: Footer | None) -> Share | None:
-        """Return what the next version may be a delta from: there is no base until it is committed.
+        """Take the last version, from which a delta may lead to the next. Collective.
 
-        Collective.
+        Until the next version is committed there is none: after an error, the one after the error
+        comes without a delta.
 
         Args:
             footer: footer of the tensors to be published; None: any tensors.
         """
-        base, self._base = self._base, None
+        base, self._last_share = self._last_share, None
         if base == EARLIER_SENDER:
             return self._resume(footer)
+        if base is None:
+            self._explain_full("the last publish failed, or ranks hold other tensors")
         # By content: the footers of one rank may be the same object, and those of another not.
-        if base is None or footer is None or base.footer.layout_xxh3 == footer.layout_xxh3:
-            return base
-        return None
+        elif footer is not None and base.footer.layout_xxh3 != footer.layout_xxh3:
+            self._explain_full("the last version has other tensors")
+            return None
+        return base
+
+    def _explain_full(self, reason: str) -> None:
+        if self._has_deltas and self._chain is not None:
+            self._chain.explain_full(reason)
 
     def _publish_upon(self, base: Share | None, request: PublishRequest) -> Publication:
         """Publish a version, and a delta that leads to it from ``base`` if that is worth it."""
@@ -276,7 +287,7 @@ class Publisher(Closing, ProcessBound, ABC):
             raise
         share.version = version = VersionId.parse(info.version)
         if self._has_deltas:
-            self._base = share
+            self._last_share = share
         footer = request.footer or self._lead().last.footer
         return Publication.of(version, footer.layout, request.started, delta_bytes)
 
@@ -285,10 +296,10 @@ class Publisher(Closing, ProcessBound, ABC):
     ) -> dict[str, Any]:
         """Begin a version on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
         chain, footer = self._lead(), request.footer
-        is_delta = has_base
+        with_delta = has_base
         if changes is not None and footer is not None:
-            is_delta = chain.is_worth(changes, footer.layout)
-        return asdict(ClaimInfo.of(chain.begin(request.version, footer, is_delta=is_delta)))
+            with_delta = chain.is_worth(changes, footer.layout)
+        return asdict(ClaimInfo.of(chain.begin(request.version, footer, with_delta=with_delta)))
 
     def _commit(
         self, request: PublishRequest, changes: Changes | None, checksums: list[int] | None

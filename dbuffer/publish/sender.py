@@ -80,7 +80,7 @@ class WeightSender(Publisher):
         self._pending: list[PendingPublication] = []
         """Publications that ``wait()`` was not called for, until their outcome is raised."""
         self._is_behind = False
-        """Whether a send has failed: patches of what it would have published fit nothing."""
+        """Whether the last weights were not published, so that patches of them fit nothing."""
 
     @overload
     def send(
@@ -230,9 +230,9 @@ class WeightSender(Publisher):
                     f"there is no version in {self.store} to patch: send all weights once, and "
                     "after each error"
                 )
-            footer, self._base = base.footer, base  # patches that are refused spoil nothing
+            footer, self._last_share = base.footer, base  # patches that are refused spoil nothing
             in_file = patches_of(patches, footer.layout)
-            self._base = None
+            self._last_share = None
             unread = Source((), [], {})
             request = PublishRequest(started, unread, footer, version, checked, patches=in_file)
             return self._count(self._publish_upon(base, request))

@@ -255,14 +255,18 @@ class ShardedWeightSender(Publisher):
                 on_rank_0["version"] = self._lead().writer.next_version(version)
                 on_rank_0["metadata"] = self._checked(metadata)
             is_known = self._inventory == inventory
-            base = str(self._base.version) if isinstance(self._base, Share) else self._base
+            base = (
+                str(self._last_share.version)
+                if isinstance(self._last_share, Share)
+                else self._last_share
+            )
             return {"version": version, "is_known": is_known, "base": base}
 
         steps = ranks.each("describe its weights", describe)
         [(source, inventory)] = described
         # A base is decided by what all ranks say, and never by one.
         if len({one["base"] for one in steps}) > 1:
-            self._base = None
+            self._last_share = None
         versions = [one["version"] for one in steps]
         if len(set(versions)) > 1:
             ranks.each("compare the versions", lambda: _refuse_versions(versions))
@@ -271,8 +275,8 @@ class ShardedWeightSender(Publisher):
             self._joined = join(ranks, source, inventory, rows_only=rows_only)
             # Not before all of it is right: the next publish of these tensors relies on it.
             self._inventory = inventory
-            if self._base != EARLIER_SENDER:
-                self._base = None
+            if self._last_share != EARLIER_SENDER:
+                self._last_share = None
         source = self._placed(source)
         plain = self._footer_of(source)
         self._shard_writer.keep_only(plain.layout)

@@ -154,7 +154,7 @@ class WholeShare(Share):
         self, footer: Footer | None, chain: DeltaChain, copier: Copier, *, is_kept: bool
     ) -> None:
         copy = None
-        if footer is not None and is_kept and not chain.keeps_buffers_whole:
+        if footer is not None and is_kept and not chain.maps_files:
             copy = KeptCopy(None, footer.layout, copier)
         super().__init__(footer, copier, copy)
         self._chain = chain

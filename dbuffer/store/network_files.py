@@ -147,8 +147,8 @@ class NetworkFiles(WeightsFiles):
     def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
         """Minimum time for which each file of a buffer has not been named, by its name.
 
-        It is its own, however often writers die: on the filesystem's clock, and no host's. A
-        buffer's manifest lets go of one file before the next is made.
+        A buffer's manifest lets go of one file before the next is made. So a file has been unnamed
+        since the next one was written, by the filesystem's clock, however often writers died since.
         """
         root = self.store.root
         directory = root / buffer

@@ -2,8 +2,9 @@
 
 A file stays if the manifest of A, of B or of a kept version names it. Other files in these
 directories, and other deltas, are left over: from a version that was replaced or dropped, or from a
-writer that died halfway. A writer removes them when it starts, and whenever it begins a version. On
-a network mount a reader may still need them, so they are removed later (`NetworkFiles`).
+writer that died halfway. A writer removes them when it starts, and whenever it begins a version;
+half a version, which a manifest in the state ``writing`` names, when it begins a version. On a
+network mount a reader may still need a file, so it is removed later (`NetworkFiles`).
 
 A kept version stays if it is pinned, or among as many as the writer keeps; see `kept`.
 """
@@ -100,6 +101,7 @@ class Retention:
             self._remove_dropped()
         if self._has_deltas():
             self._files.sweep(places.DELTAS_DIRECTORY, keep=stay)
+        logger.debug("%s: files that stay: %s", self._store.root, stay)
 
     def recover(self) -> None:
         """Remove what writers that died left behind."""

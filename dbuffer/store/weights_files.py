@@ -81,7 +81,11 @@ class WeightsFiles(ABC):
 
     @abstractmethod
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """Follow up on a publish; ``read_back`` compares the store with what was written."""
+        """Follow up on a flip; ``read_back`` compares the store with what was written.
+
+        On a network mount it reads back, and removes files that nobody needs. It may raise although
+        the version is published.
+        """
 
     def forget(self, file: Descriptor) -> None:
         self.open = {path: known for path, known in self.open.items() if known is not file}
@@ -123,8 +127,8 @@ def parts_of(path: Path) -> list[Path]:
     return [path, *(file for file in files if places.is_part_of(file.name, path.name))]
 
 
-def _is_kept(file: Descriptor) -> bool:
-    """Whether a weights file has a second name: it is that of a kept version, too."""
+def _has_second_name(file: Descriptor) -> bool:
+    """Whether a weights file has a second name, as that of a kept version has."""
     return os.fstat(file.number).st_nlink > 1
 
 
@@ -157,7 +161,7 @@ class LocalFiles(WeightsFiles):
             and old.file_bytes == file_bytes
             # A file that someone cut short would be a SIGBUS.
             and os.fstat(file.number).st_size == file_bytes
-            and not _is_kept(file)
+            and not _has_second_name(file)
         )
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
@@ -169,7 +173,7 @@ class LocalFiles(WeightsFiles):
         file = self._open_again(self.store.root / buffer / manifest.file)
         if file is None:
             return None
-        if _is_kept(file):  # its readers need not be waited for
+        if _has_second_name(file):  # its readers need not be waited for
             self.forget(file)
             return None
         if not self._lock_against_readers(file, manifest.version):

@@ -210,7 +210,10 @@ class BufferWriter:
     def claim(
         self, version: Lineage, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
     ) -> Claim:
-        """Lock the idle buffer and mark it as being written.
+        """Keep the idle buffer's version if versions are kept, lock the buffer and mark it.
+
+        On a local mount it waits for readers of the buffer. Once the buffer is marked, it removes
+        files that need not stay (`Retention.sweep`).
 
         The buffer's file is rewritten if the medium can do that, it has this layout already, no
         process reads it and no other version stands on it. Otherwise a new one for ``file_bytes``
@@ -307,7 +310,7 @@ class BufferWriter:
         path = self.store.delta_path(version)
         with os_errors("write a delta", path):
             filesystem.make_directory(directory, durable=self._sync)
-            path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
+            path.unlink(missing_ok=True)  # of a failed attempt, or copied by a mirror that died
             try:
                 claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
             except BaseException:
