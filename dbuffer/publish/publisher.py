@@ -240,7 +240,7 @@ class Publisher(Closing, ProcessBound, ABC):
         return self._publish_upon(self._take_base(request.footer), request)
 
     def _take_base(self, footer: Footer | None) -> Share | None:
-        """Take the last version, from which a delta may lead to the next. Collective.
+        """Take the last version, if the next may come with a delta from it. Collective.
 
         Until the next version is committed there is none: after an error, the one after the error
         comes without a delta.

@@ -81,9 +81,9 @@ class WeightsFiles(ABC):
 
     @abstractmethod
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """Follow up on a flip; ``read_back`` compares the store with what was written.
+        """Follow up on a flip; ``read_back`` compares the store with the written version.
 
-        On a network mount it reads back, and removes files that nobody needs. It may raise although
+        On a network mount it reads back, and removes files without readers. It may raise although
         the version is published.
         """
 
@@ -128,7 +128,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _has_second_name(file: Descriptor) -> bool:
-    """Whether a weights file has a second name, as that of a kept version has."""
+    """Whether a weights file has a second name, as the file of a kept version does."""
     return os.fstat(file.number).st_nlink > 1
 
 

@@ -85,7 +85,7 @@ def mirror(
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
             if isinstance(remote, Path):
-                shared.explain_wait(remote)
+                shared.explain_wait(remote, local)
             copying.run(stop)
 
 

@@ -191,18 +191,28 @@ def stopped_by_signals() -> Iterator[threading.Event]:
         raise SystemExit(EXIT_SIGNAL + received[0])
 
 
-def explain_wait(store: Path) -> None:
-    """Print on stderr that a command waits for a store's first version, if it does."""
+def explain_wait(store: Path, target: Path | str | None = None) -> None:
+    """Print on stderr that a command waits for a store's first version, if it does.
+
+    Args:
+        store: the store.
+        target: store that a mirror copies it into, or a bucket.
+    """
     view = DoubleBuffer(store, allow_shared_store=True)
     # The command itself reads the store next, and reports errors.
     with contextlib.suppress(DBufferError):
         if not view.exists():
-            print_error(f"dbuffer: there is no store at {store} yet: waiting for one")
+            text = f"there is no store at {store} yet: waiting for one"
         elif (contents := other_contents(store)) is not None:
-            there = f"{store} holds {contents}, and no store (is it the right path?)"
-            print_error(f"dbuffer: {there}: waiting")
+            text = f"{store} holds {contents}, and no store (is it the right path?): waiting"
         elif view.newest_pointer() is None:
-            print_error(f"dbuffer: nothing was published in {store} yet: waiting")
+            text = f"nothing was published in {store} yet: waiting"
+        else:
+            return
+        there = DoubleBuffer(target, allow_shared_store=True) if isinstance(target, Path) else None
+        if there is not None and (pointer := there.undamaged_pointer()) is not None:
+            text += f"; it will be copied into {target}, which holds version {pointer.version}"
+        print_error(f"dbuffer: {text}")
 
 
 def describe_wait(store: Path | str, newer_than: int | None) -> str:
