@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from msgspec import ValidationError, convert
+
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
 from dbuffer.runtime import options
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.weights.rules import (
+    NAME_KINDS,
     TENSOR_KINDS,
     Change,
     Rule,
@@ -38,6 +41,8 @@ _wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
 WRAPPER_PREFIX = "module."
 """The prefix that DDP, DataParallel and DeepSpeed add to every name."""
 
+
+_Names: Any = str | tuple[str, ...]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
@@ -194,7 +199,16 @@ class NameMap:
         Raises:
             OptionError: (a ``ValueError``) the content has another form.
         """
-        return cls(_parse(content, source))
+        match content:
+            case {"rules": list(rules), **rest} if not rest:
+                return cls(rule for fields in rules for rule in _parse_rule(fields, source))
+            case {"param_mappings": dict(mappings)}:
+                pairs = mappings.items()
+                return cls(_parse_mapping(name, entry, source) for name, entry in pairs)
+        raise OptionError(
+            f"{source} must be an object with a list of 'rules' and nothing else, or with "
+            "'param_mappings'"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of a mapping file with these rules."""
@@ -314,58 +328,31 @@ def renamed(name: str, rename: Rename | None) -> str:
     return new
 
 
-def _parse(content: Any, source: str) -> list[Rule]:
-    match content:
-        case {"rules": list(rules), **rest} if not rest:
-            return [rule for fields in rules for rule in _parse_rule(fields, source)]
-        case {"param_mappings": dict(mappings)}:
-            return [_parse_mapping(name, entry, source) for name, entry in mappings.items()]
-    raise OptionError(
-        f"{source} must be an object with a list of 'rules' and nothing else, or with "
-        "'param_mappings'"
-    )
-
-
 def _parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    match fields:
-        case {"preset": str(name), **rest} if not rest:
-            return preset_rules(name, source)
-        case {"to": str(to), "name": str(text), **rest} if not rest:
-            return (Rule("name", text, to),)
-        case {"to": str(to), "prefix": str(text), **rest} if not rest:
-            return (Rule("prefix", text, to),)
-        case {"to": str(to), "part": str(text), **rest} if not rest:
-            return (Rule("part", text, to),)
-        case {"to": str(to), "pattern": str(text), **rest} if not rest:
-            return (Rule("pattern", text, to),)
-        case {"split": str(text), "to": to, **rest} if _is_names(to) and rest.keys() <= {"dim"}:
-            return (Rule("split", text, _names(to), (_dim(rest.get("dim", 0), source),)),)
-        case {"stack": text, "to": str(to), **rest} if _is_names(text) and rest.keys() <= {"dim"}:
-            return (Rule("stack", _names(text), to, (_dim(rest.get("dim", 0), source),)),)
-        case {"transpose": str(text), **rest} if rest.keys() <= {"dims"}:
-            dims = rest.get("dims", [0, 1])
-            if isinstance(dims, list):
-                return (Rule("transpose", text, dims=tuple(_dim(dim, source) for dim in dims)),)
+    problem = "unknown fields"
+    try:
+        match fields:
+            case {"preset": str(name), **rest} if not rest:
+                return preset_rules(name, source)
+            case {"to": str(to), **rest} if len(rest) == 1 and rest.keys() <= NAME_KINDS:
+                kind: Any = next(iter(rest))
+                return (Rule(kind, convert(rest[kind], str), to),)
+            case {"split": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("split", convert(text, str), convert(to, _Names), dims),)
+            case {"stack": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("stack", convert(text, _Names), convert(to, str), dims),)
+            case {"transpose": text, **rest} if rest.keys() <= {"dims"}:
+                pair = convert(rest.get("dims", [0, 1]), tuple[int, ...])
+                return (Rule("transpose", convert(text, str), dims=pair),)
+    except (ValidationError, UnicodeEncodeError) as error:
+        problem = str(error)
     raise OptionError(
-        f"{source}: invalid rule {fields!r:.200}: use 'to' and one of name, prefix, part, pattern "
-        "(strings), or split, stack ('to' or they are lists, and 'dim' a number), or transpose "
-        "(and 'dims'), or preset"
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): use 'to' and one of name, "
+        "prefix, part, pattern (strings), or split, stack ('to' or they are lists, and 'dim' a "
+        "number), or transpose (and 'dims'), or preset"
     )
-
-
-def _is_names(value: Any) -> bool:
-    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return isinstance(value, str) or is_list
-
-
-def _names(value: str | list[str]) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) else tuple(value)
-
-
-def _dim(value: Any, source: str) -> int:
-    if type(value) is not int:
-        raise OptionError(f"{source}: {value!r:.80} is not a dimension")
-    return value
 
 
 def _parse_mapping(name: str, entry: Any, source: str) -> Rule:

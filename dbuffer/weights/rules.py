@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["name", "prefix", "part", "pattern", "split", "stack", "transpose"]
 
+NAME_KINDS = frozenset({"name", "prefix", "part", "pattern"})
+"""Kinds of rules that change names alone."""
 TENSOR_KINDS = frozenset({"split", "stack", "transpose"})
 """Kinds of rules that change tensors, and not names alone."""
 
@@ -107,12 +109,13 @@ class Rule:
 
     def as_json(self) -> dict[str, Any]:
         """Return the rule as a mapping file has it."""
-        text = list(self.text) if isinstance(self.text, tuple) else self.text
+        text, to, dims = (
+            list(value) if isinstance(value, tuple) else value
+            for value in (self.text, self.to, self.dims)
+        )
         if self.kind == "transpose":
-            return {self.kind: text, "dims": list(self.dims)}
-        to = list(self.to) if isinstance(self.to, tuple) else self.to
-        dims = {"dim": self.dims[0]} if self.dims else {}
-        return {self.kind: text, "to": to, **dims}
+            return {self.kind: text, "dims": dims}
+        return {self.kind: text, "to": to} | ({"dim": dims[0]} if dims else {})
 
     @property
     def call(self) -> str:
