@@ -322,6 +322,9 @@ class BucketSource:
     def newest(self) -> BucketPointer | None:
         return newest_pointer(self._bucket)
 
+    def is_copy(self) -> bool:
+        return True
+
     def open_receiver(self, name: str) -> BucketReceiver:
         return BucketReceiver(self._bucket, name, self._options)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from dbuffer.format.manifest import Pointer
+from dbuffer.format.layout import digest
+from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.relay import RecordWriter
@@ -15,6 +17,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import Followed
 from dbuffer.receive.reader import VersionVerifier
 from dbuffer.store.hold import HeldVersion
+from dbuffer.store.liveness import Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,9 @@ class Source(Protocol):
 
     def newest(self) -> Pointer | BucketPointer | None:
         """Read which version is the newest; None: there is none."""
+
+    def is_copy(self) -> bool:
+        """Whether a mirror published its newest version."""
 
     def open_receiver(self, name: str) -> SourceReceiver:
         """Follow it, as the receiver of this name."""
@@ -116,3 +122,13 @@ class Target(Protocol):
         Raises:
             OptionError: it holds versions that must not be replaced.
         """
+
+
+def mirror_id(target: str) -> str:
+    """Return the id of a mirror: the same for each start in this container with this target.
+
+    Containers of one host name and one path, in two clusters say, relay to one bucket.
+    """
+    here = Process.here()
+    known = f"{here.machine} {here.pid_namespace} {target}"
+    return f"mirror-{host_in_id()}-{digest(os.fsencode(known))}"

@@ -28,14 +28,20 @@ from dbuffer.errors import (
     WaitTimeoutError,
     WriterSupersededError,
 )
-from dbuffer.format.layout import digest
 from dbuffer.format.lineage import Relation, relation
-from dbuffer.format.manifest import Pointer, host_in_id
+from dbuffer.format.manifest import Pointer
 from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
-from dbuffer.mirror.ends import Copy, MirrorOptions, Source, SourceReceiver, Target
+from dbuffer.mirror.ends import (
+    Copy,
+    MirrorOptions,
+    Source,
+    SourceReceiver,
+    Target,
+    mirror_id,
+)
 from dbuffer.mirror.refusals import state_of_senders
 from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
 from dbuffer.mirror.upload import BucketTarget
@@ -50,7 +56,6 @@ from dbuffer.runtime.trouble import RetryLoop, log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import OvertakenError
-from dbuffer.store.liveness import Process
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +369,7 @@ class Mirror(Closing, ProcessBound):
                     return
 
     def _open_receiver(self) -> SourceReceiver:
-        receiver = self._source.open_receiver(_id_of(self._target.name))
+        receiver = self._source.open_receiver(mirror_id(self._target.name))
         receiver.record.count(**_NO_STATS)
         self._receiver = receiver
         return receiver
@@ -435,16 +440,6 @@ class _AnyEvent(threading.Event):
         while not self.is_set() and (left_s := deadline - time.monotonic()) > 0:
             self._events[0].wait(min(left_s, TIMING.stop_check_s))
         return self.is_set()
-
-
-def _id_of(target: str) -> str:
-    """Return the id of a mirror: the same for each start in this container with this target.
-
-    Containers of one host name and one path, in two clusters say, relay to one bucket.
-    """
-    here = Process.here()
-    known = f"{here.machine} {here.pid_namespace} {target}"
-    return f"mirror-{host_in_id()}-{digest(os.fsencode(known))}"
 
 
 def _end(name: str, place: str | os.PathLike[str]) -> Path | Bucket:

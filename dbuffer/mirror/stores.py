@@ -44,6 +44,11 @@ class StoreSource:
     def newest(self) -> Pointer | None:
         return self.store.newest_pointer() if self.store.exists() else None
 
+    def is_copy(self) -> bool:
+        pointer = self.store.undamaged_pointer()
+        manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
+        return manifest is not None and manifest.is_copy
+
     def open_receiver(self, name: str) -> WeightReceiver:
         return WeightReceiver(
             self.store.root,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from dbuffer.errors import (
+    OptionError,
     StoreAccessError,
     StoreNotFoundError,
     WriterSupersededError,
@@ -28,11 +29,13 @@ from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
 from dbuffer.format.objects import (
     PART_BYTES,
     POINTER_OBJECT,
+    RECEIVERS_PREFIX,
     BucketPointer,
     BucketVersion,
     Parts,
     delta_object,
     part_object,
+    receivers_object,
     weights_object,
 )
 from dbuffer.io.footer import Footer, KeptFooter
@@ -40,7 +43,7 @@ from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
-from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver
+from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver, mirror_id
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
 from dbuffer.mirror.retention import Retention
 from dbuffer.publish.delta_chain import chain_of, is_long, trimmed
@@ -98,9 +101,22 @@ class BucketTarget:
         return self._pointer
 
     def begin(self, source: Source, receiver: SourceReceiver) -> Upload:
+        self._refuse_own_copy(source)
         last = self._retention.begin(self._take_over())
         records = source.records(receiver)
         return Upload(self._bucket, last, self._publish, records, self._options)
+
+    def _refuse_own_copy(self, source: Source) -> None:
+        """Refuse to feed the bucket from a store that a mirror of this host copies out of it.
+
+        This mirror would take the bucket over from the trainer's, and nothing new would come.
+        """
+        of_source = receivers_object(mirror_id(source.name))
+        if source.is_copy() and of_source in self._bucket.list(RECEIVERS_PREFIX):
+            raise OptionError(
+                f"{source.name} is copied from {self.name}, and was to be copied into it: did you "
+                f"swap source and target? If not, remove {self._bucket.name_of(of_source)}"
+            )
 
     def _take_over(self) -> BucketPointer | None:
         """Put this mirror's name into the pointer and return it, or None if there is no pointer."""

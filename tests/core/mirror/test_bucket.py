@@ -23,9 +23,11 @@ from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.objects import (
     POINTER_OBJECT,
+    RECEIVERS_PREFIX,
     BucketVersion,
     delta_object,
     is_of_version,
+    receivers_object,
     version_in,
     weights_object,
 )
@@ -37,6 +39,7 @@ from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
 from dbuffer.mirror.download import newest_pointer
+from dbuffer.mirror.ends import mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.mirror.retention import KEEP_ANCHORS, KEEP_VERSIONS
 from dbuffer.store.buffer import DoubleBuffer
@@ -454,6 +457,21 @@ def test_the_mirror_that_was_started_last_is_the_writer(remote, bucket, caplog):
             send(sender, second, 3)
             assert newest_pointer(bucket).version == 3
     assert "has ended" in caplog.text
+
+
+def test_a_store_that_is_copied_from_the_bucket_is_not_copied_into_it(remote, local, bucket):
+    """Its mirror was started with source and target swapped: it ends, and the others go on."""
+    with Way(remote, bucket.url, local) as way:
+        way.carry(1)
+        of_local = receivers_object(mirror_id(str(local)))
+        until("the bucket has its record", lambda: of_local in bucket.list(RECEIVERS_PREFIX))
+        writer = newest_pointer(bucket).writer
+        with mirror(local, bucket.url) as swapped:
+            until("it has ended", lambda: swapped.error is not None)
+            assert isinstance(swapped.error, dbuffer.OptionError)
+            assert "did you swap source and target?" in str(swapped.error)
+        assert newest_pointer(bucket).writer == writer
+        way.carry(2)
 
 
 @pytest.mark.parametrize("version", [1, 2])
