@@ -160,8 +160,9 @@ def assert_recovers_across_a_network(
     with make_sender(store, situation) as sender:
         assert newest(store, verify=True) == expected
         # On another host somebody reads a version that has no name any more.
-        far = {"host": "another-host", "pid": 1, "held": VersionId("0" * 16, 10**6)}
-        record = structs.replace(OwnRecord("far").current, **far)
+        far = {"host": "another-host", "pid": 1, "boot": "", "pid_namespace": 0, "started": 0}
+        held = VersionId("0" * 16, 10**6)
+        record = structs.replace(OwnRecord("far").current, **far, held=held)
         path = DoubleBuffer(store).record_path(record.receiver, record.token)
         path.write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 4):
