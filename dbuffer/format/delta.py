@@ -38,7 +38,7 @@ import numpy.typing as npt
 from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
 from dbuffer.format.lineage import Count, Token, VersionId
-from dbuffer.format.manifest import Record, decode, encode
+from dbuffer.format.manifest import Record, decodable, decode, encode
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.lazy import cached_property
 
@@ -81,6 +81,7 @@ CHUNK_ROW = np.dtype(
 Table = npt.NDArray[np.void]
 
 
+@decodable
 class DeltaRecord(Record, frozen=True, kw_only=True):
     """First line of the header."""
 

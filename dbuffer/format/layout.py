@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.lineage import Count, Positive
-from dbuffer.format.manifest import FORMAT, Record, decode
+from dbuffer.format.manifest import FORMAT, Record, decodable, decode
 from dbuffer.runtime.lazy import cached_property
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class _Row(NamedTuple):
     offset: Count
 
 
+@decodable
 class _LayoutRecord(Record, frozen=True, kw_only=True):
     NAME: ClassVar = "layout"
 

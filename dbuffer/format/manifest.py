@@ -88,6 +88,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     NAME: ClassVar[str]
 
 
+def decodable(kind: type[RecordT]) -> type[RecordT]:
+    """Let msgspec read the types of a record's fields now.
+
+    Two threads that make it do so at once, with the first records that they decode, crash it.
+    """
+    msgspec.json.Decoder(kind)
+    return kind
+
+
 class Versioned(Record, frozen=True, kw_only=True):
     """Base class of records that name a version, by an ``id`` and the ``runs`` that lead to it."""
 
@@ -114,6 +123,7 @@ def require_runs(name: str, version: VersionId, runs: list[Run]) -> None:
         raise StoreCorruptError(f"{name}: its runs do not lead to {version}: {runs!r:.200}")
 
 
+@decodable
 class Pointer(Versioned, frozen=True, kw_only=True):
     """``CURRENT``: which buffer holds the newest version."""
 
@@ -126,6 +136,7 @@ class Pointer(Versioned, frozen=True, kw_only=True):
     """Token of the writer: of a sender, its run; of a mirror, another."""
 
 
+@decodable
 class Manifest(Versioned, frozen=True, kw_only=True):
     """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
 
@@ -212,6 +223,7 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         return self.chain[self.chain.index(version) + 1 :]
 
 
+@decodable
 class WriterRecord(Record, frozen=True, kw_only=True):
     """``writer.json``: who has the store open for writing, or had it last."""
 
@@ -230,6 +242,7 @@ class WriterRecord(Record, frozen=True, kw_only=True):
     started: Count
 
 
+@decodable
 class ReceiverRecord(Record, frozen=True, kw_only=True):
     """``receivers/ID.TOKEN.json``: what one receiver has applied, and what it holds now."""
 

@@ -22,6 +22,7 @@ from dbuffer.format.manifest import (
     ReceiverRecord,
     Record,
     Versioned,
+    decodable,
     encode,
 )
 
@@ -52,6 +53,7 @@ class Parts(NamedTuple):
     """Digest of each part."""
 
 
+@decodable
 class BucketPointer(Versioned, frozen=True, kw_only=True):
     """``CURRENT``: which version is the newest in a bucket."""
 
@@ -97,6 +99,7 @@ class BucketPointer(Versioned, frozen=True, kw_only=True):
             raise StoreCorruptError(f"{self.NAME}: it is not as it was written")
 
 
+@decodable
 class BucketVersion(Record, frozen=True, kw_only=True):
     """``versions/NUMBER-RUN-XXH3.json``: a version, and the parts of its files."""
 
@@ -164,6 +167,7 @@ class BucketVersion(Record, frozen=True, kw_only=True):
         return {self.name, *self.part_sizes}
 
 
+@decodable
 class BucketReceivers(Record, frozen=True, kw_only=True):
     """``receivers/MIRROR.json``: records of a mirror, and of the receivers of its local store."""
 
