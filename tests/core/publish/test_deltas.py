@@ -24,6 +24,7 @@ import torch
 import dbuffer
 from dbuffer import SparsePatch
 from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
 from dbuffer.publish import delta_chain
 from dbuffer.receive import reader as reader_module
@@ -396,18 +397,21 @@ def test_the_chain_is_trimmed_and_nothing_is_left_but_what_manifests_name(store,
 
 @pytest.mark.usefixtures("network", "short_chains")
 @pytest.mark.timing(keep_superseded_s=0.0)
-@pytest.mark.parametrize("is_endless", [False, True], ids=["leaves", "without end"])
+@pytest.mark.parametrize(("version", "is_endless"), [(3, False), (4, False), (3, True)])
 def test_what_a_reader_says_that_it_reads_stays_and_then_goes(
-    store, monkeypatch, caplog, is_endless, sender, reader
+    store, monkeypatch, caplog, version, is_endless, sender, reader
 ):
-    """The anchor that it needs, and the deltas since, long after newer anchors."""
-    publish(sender, 1, 2, 3)
+    """The anchor that it needs, and the deltas since, long after newer anchors.
+
+    The delta of version 4 is named last by version 5, an anchor.
+    """
+    publish(sender, *range(1, version + 1))
     needed = named_files(store)
     reader.wait_for_version()
     with reader.hold_seen() as held:
         assert held is not None
         monkeypatch.setattr(network_files.time, "monotonic", lambda: 0.0)
-        publish(sender, *range(4, 20))
+        publish(sender, *range(version + 1, 20))
         late = version_files(store)
         assert needed <= late
         assert len(late - needed - named_files(store)) <= 6, "what nobody reads has gone"
@@ -419,6 +423,16 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(
     publish(sender, 22, 23)
     assert not needed & version_files(store)
     assert newest(store, verify=True) == 23
+
+
+def test_a_sender_removes_deltas_of_dead_ones_before_it_publishes(store, sender):
+    publish(sender, 1, 2)
+    sender.close()
+    left_over = store / "deltas" / f"{VersionId('0' * 16, 3)}.delta"
+    left_over.write_bytes(b"half a delta")
+    with make_sender(store):
+        assert not left_over.exists()
+        assert version_files(store) == named_files(store)
 
 
 def test_a_chain_of_large_deltas_is_short(store, mount, sender):
@@ -831,3 +845,14 @@ def test_damage_to_a_local_buffer_is_not_published_with_a_checksum(
             assert newest(store, verify=True) == version
     if is_idle and with_patches:
         assert "was damaged" in caplog.text
+
+
+def test_the_first_patches_upon_a_damaged_buffer_are_refused(store, sender):
+    """They are written into a copy of the published file: no delta leads to that version."""
+    publish(sender, 1)
+    flip_in(store, newest_buffer(store), 3)
+    patches = patches_between(SPARSE.weights(1), SPARSE.weights(2))
+    with pytest.raises(dbuffer.StoreCorruptError, match="send all weights"):
+        sender.send_patches(patches)
+    assert publish(sender, 2) == [None]
+    assert newest(store, verify=True) == 2

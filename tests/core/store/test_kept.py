@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from dbuffer.publish import delta_chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
@@ -22,7 +23,13 @@ from tests.support.commands import call
 from tests.support.moments import die_before_call
 from tests.support.patterns import SMALL, SPARSE, Pattern, newest, opened, publish, received
 from tests.support.soak import numbers
-from tests.support.stores import assert_tidy, make_temporaries_old, small_disk
+from tests.support.stores import (
+    assert_tidy,
+    make_temporaries_old,
+    named_files,
+    small_disk,
+    version_files,
+)
 from tests.support.worlds import World
 
 KEEP = 3
@@ -60,6 +67,24 @@ def test_a_pinned_version_stays_until_it_is_unpinned(store, mount):
             kept.pin(view, 3)
         assert "version 3" in str(error.value)
         assert "6, 7" in str(error.value)
+
+
+@pytest.mark.timing(keep_superseded_s=0.0)
+def test_deltas_of_a_kept_version_stay(store, mount, monkeypatch):
+    """They stay when no newer version names them, and when another sender begins."""
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        publish(sender, 1, 2, 3, pattern=SPARSE)
+        kept.pin(DoubleBuffer(store), 3)
+        publish(sender, *range(4, 16), pattern=SPARSE)
+        deltas = {path.name for path in store.glob("deltas/*")}
+        [manifest] = DoubleBuffer(store).kept().values()
+        assert {f"{version}.delta" for version in manifest.chain[1:]} <= deltas
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        publish(sender, 16, 17, pattern=SPARSE)
+    assert len(manifest.chain) == 3
+    assert readable(store, 17, SPARSE) == [3, 16, 17]
+    assert named_files(store) <= version_files(store) | set(store.glob("kept/*/weights-*"))
 
 
 @pytest.mark.parametrize("delta", [False, True])
