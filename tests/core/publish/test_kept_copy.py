@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import bytes_in, find_changes
+from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.io.changes import Changes, bytes_in, find_changes
 from dbuffer.io.copier import Copier
+from dbuffer.io.delta import apply_delta, encode_delta
 from dbuffer.io.tensors import DTYPE_NAMES, FileTensors, join_blocks
 from dbuffer.publish import kept_copy
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shards import Box
+from tests.support.deltas import BASE, ID, Step
 from tests.support.patterns import odd_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -106,12 +108,13 @@ def test_rows_of_tensors_are_changes_of_the_whole_tensors(copier):
     sides = [contents_of(layout, side, copier) for side in (before, after)]
     whole = find_changes(sides[0], bytes_in(sides[1]), copier)
     assert sum(part.num_changed for part in found) == whole.num_changed
-    places = [
-        chunk.first_word for part in found for chunk, _ in part.chunks if chunk.word_bytes == 4
-    ]
-    assert min(places) == min(
-        chunk.first_word for chunk, _ in whole.chunks if chunk.word_bytes == 4
+    layout_xxh3 = digest(layout.encode())
+    encoded, *chunks = encode_delta(
+        Changes.joined(found), None, base=BASE, version=ID, layout_xxh3=layout_xxh3
     )
+    step = Step(layout, layout_xxh3, before, after, encoded, chunks)
+    apply_delta(step.header, chunks.__getitem__, sides[0], copier)
+    assert (bytes_in(sides[0]) == bytes_in(sides[1])).all()
 
 
 @pytest.mark.usefixtures("batches")
@@ -119,7 +122,8 @@ def test_too_many_changes_are_kept_and_not_encoded(copier):
     layout = Layout.of([TensorSpec(f"{index}", "int8", (3000,)) for index in range(20)])
     copy = KeptCopy(None, layout, copier)
     copy.fill(range(20), lambda _: torch.zeros(3000, dtype=torch.int8))
+    copy.digests()
     changes = copy.update(range(20), lambda _: torch.ones(3000, dtype=torch.int8), 5000)
     assert changes.num_changed > 5000
     assert all((view == 1).all() for view in copy.contents.views)
-    assert len(copy.digests()) == 20
+    assert join_blocks(layout.blocks, copy.digests()) == copier.checksums(copy.contents)
