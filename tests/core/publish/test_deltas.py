@@ -534,6 +534,20 @@ def test_an_older_version_after_a_newer_one(sender, reader):
                 assert SPARSE.version_of(dict(snapshot.tensors)) == version - 1
 
 
+def test_what_changed_in_several_versions_is_named_once(store, mount, sender, reader):
+    weights = {"a": torch.zeros(4000), "c": torch.zeros(500, dtype=torch.complex128)}
+    first = sender.send(weights)
+    for places in ([3, 70], [9, 70, 399]):
+        for tensor in weights.values():
+            tensor[places] += 1 + 1j if tensor.is_complex() else 1
+        sender.send(weights)
+    with reader.open() as snapshot:
+        changed = snapshot.changed_since(first.id)
+    assert {name: places.tolist() for name, places in changed.items()} == {
+        name: [3, 9, 70, 399] for name in weights
+    }
+
+
 # Tensors of all kinds
 
 

@@ -28,10 +28,12 @@ from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
-from dbuffer.format.layout import ALIGNMENT_BYTES, TensorSpec
+from dbuffer.format.layout import ALIGNMENT_BYTES, Layout, TensorSpec
+from dbuffer.io.footer import Footer
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.publish import box_share
+from dbuffer.publish.draft import ClaimInfo
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import HeldParts, assign_writes, whole_box
 from dbuffer.ranks import agreement
@@ -528,6 +530,18 @@ def fail_to_commit(rank: int, store: Path) -> None:
                 del caught
                 assert cause() is None
             assert not removed_but_mapped(store)
+
+
+def test_a_rank_that_sees_another_file_than_rank_0_writes_nothing(store):
+    path = store / "A" / "weights-0123456789abcdef-2.td"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(4096))
+    path.chmod(0o600)
+    writer = SharedFileWriter(store, owner_only=True, is_rewritten=True)
+    info = ClaimInfo(f"{'0' * 16}-1", "A", path.name, [0, 0])
+    footer = Footer.of(Layout.of([TensorSpec("a", "float32", (3,))]))
+    with pytest.raises(dbuffer.StoreAccessError, match="the same directory for all ranks"):
+        writer.begin(info, footer)
 
 
 def test_a_failed_publish_takes_no_room(four, store):
