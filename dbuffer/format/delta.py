@@ -59,7 +59,7 @@ ESCAPE = 65535
 
 MAX_HEADER_BYTES = 1 << 28
 MAX_TABLE_BYTES = 1 << 28
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 """Longest range of a chunk. It bounds the memory that a thread needs for one."""
 
 _MAX_LINE_BYTES = 4096

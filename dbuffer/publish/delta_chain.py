@@ -191,11 +191,15 @@ class DeltaChain:
             problem = self._problem_with(base)
             if problem is not None:
                 logger.warning(
-                    "%s: the next version needs no earlier file: %s", self.writer.root, problem
+                    "%s: beginning a new chain of deltas, with a whole file: %s",
+                    self.writer.root,
+                    problem,
                 )
                 base = replace(base, delta_bytes={base.manifest.id: 0})
             elif not self.maps_files and (with_file := _is_far_from_anchor(base)):
-                self.explain("the next version gets a whole file: the last is many deltas back")
+                self.explain(
+                    "the next version gets a whole file: its anchor is many deltas, or bytes, back"
+                )
         self._base, self._num_bytes = base, None
         self._draft = Draft(
             self.writer,
@@ -283,7 +287,11 @@ class DeltaChain:
             if not draft.has_file:
                 anchor_fields = base.manifest.upon(base.buffer)
         delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
-        manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
+        chain = chain_of(delta_bytes)
+        if num_bytes is not None and not chain:
+            self.explain_full(f"it would have {num_bytes} bytes, too many for one delta")
+            num_bytes = None  # its file goes with the next claim
+        manifest = draft.commit(metadata, checksums, chain=chain, **anchor_fields)
         self._last = DeltaBase(manifest, draft.claim.buffer, footer, checksums, delta_bytes)
         self._draft = None
         return num_bytes

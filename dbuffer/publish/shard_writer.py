@@ -236,7 +236,7 @@ class PartFileWriter(ShardWriter):
     def drop(self) -> None:
         if self._file is not None:
             self._file.close()
-            with contextlib.suppress(OSError):  # the next sender removes it
+            with contextlib.suppress(OSError):  # the next claim removes it
                 self._path.unlink()
             self._file = None
 
