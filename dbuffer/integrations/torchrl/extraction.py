@@ -6,7 +6,8 @@ That of all modules is one tensor of bytes, named ``__extra_state__``.
 
 from __future__ import annotations
 
-import io
+import base64
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
@@ -17,6 +18,7 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
+from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor
@@ -143,16 +145,16 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def unpacked(packed: torch.Tensor) -> Any:
-    """Return extra states by the paths of their modules. Nothing in the bytes is executed."""
+    """Return extra states by the paths of their modules."""
     try:
-        data = io.BytesIO(packed.numpy().tobytes())
-        return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch raises for bytes that it did not write
+        return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
+    # Whatever bytes or numbers that were not written here lead to.
+    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
 def _packed(states: Mapping[str, Any]) -> torch.Tensor:
-    """Return the bytes of modules' extra states."""
+    """Return the bytes of modules' extra states: JSON, so that reading them executes nothing."""
     plain = {
         # TorchRL's own receivers hand it to set_extra_state flat, too.
         clean_path(path): state.flatten_keys(".").to_dict()
@@ -160,18 +162,48 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
         else state
         for path, state in states.items()
     }
-    data = io.BytesIO()
     try:
-        torch.save(plain, data)
-        packed = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
-        unpacked(packed)
-    except Exception as error:  # a class of its own may raise anything as it is pickled
+        text = json.dumps(_plain(plain))
+    except (TypeError, ValueError, RecursionError) as error:
         owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
             f"the extra state of {owners} cannot be published, but tensors, numbers, strings, and "
             f"lists and dictionaries of them: {error}"
         ) from error
-    return packed
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it, with a mark for dictionaries, tuples, bytes and tensors."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        data = base64.b64encode(flat.numpy().tobytes()).decode()
+        return {"tensor": [DTYPE_NAMES[value.dtype], list(value.shape), data]}
+    if type(value) is dict:
+        return {"items": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    if type(value) in (list, tuple):
+        values = [_plain(each) for each in value]
+        return values if type(value) is list else {"tuple": values}
+    if type(value) is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _from_plain(marked: dict[str, Any]) -> Any:
+    """Return the value that `_plain` marked, once its parts are decoded."""
+    match marked:
+        case {"tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
+            flat = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
+            return flat.view(DTYPES[dtype]).view(shape)
+        case {"bytes": str(data), **rest} if not rest:
+            return base64.b64decode(data)
+        case {"items": list(items), **rest} if not rest:
+            return dict(items)
+        case {"tuple": list(values), **rest} if not rest:
+            return tuple(values)
+    return marked
 
 
 def _named_values(weights: Any) -> dict[str, Any]:
