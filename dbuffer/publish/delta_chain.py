@@ -287,11 +287,7 @@ class DeltaChain:
             if not draft.has_file:
                 anchor_fields = base.manifest.upon(base.buffer)
         delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
-        chain = chain_of(delta_bytes)
-        if num_bytes is not None and not chain:
-            self.explain_full(f"it would have {num_bytes} bytes, too many for one delta")
-            num_bytes = None  # its file goes with the next claim
-        manifest = draft.commit(metadata, checksums, chain=chain, **anchor_fields)
+        manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
         self._last = DeltaBase(manifest, draft.claim.buffer, footer, checksums, delta_bytes)
         self._draft = None
         return num_bytes

@@ -32,7 +32,8 @@ from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror import mirror as mirrors
-from dbuffer.mirror.mirror import Mirror, _id_of, start_mirror
+from dbuffer.mirror.ends import mirror_id
+from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import kept
@@ -664,11 +665,11 @@ def test_a_local_store_that_was_removed_is_made_anew(remote, local, what):
 
 def test_containers_of_one_host_name_have_mirrors_of_their_own_ids(monkeypatch, local):
     here = Process.here()
-    ids = {_id_of(str(local))}
+    ids = {mirror_id(str(local))}
     for elsewhere in ({"pid_namespace": 1}, {"boot": "another"}):
         there = replace(here, **elsewhere)
         monkeypatch.setattr(Process, "here", lambda there=there: there)
-        ids.add(_id_of(str(local)))
+        ids.add(mirror_id(str(local)))
     assert len(ids) == 3
 
 

@@ -435,17 +435,6 @@ def test_a_sender_removes_deltas_of_dead_ones_before_it_publishes(store, sender)
         assert version_files(store) == named_files(store)
 
 
-def test_a_delta_that_is_too_long_is_none(store, mount, sender):
-    """Just under half of all words changed, to anything; on a network mount it is needed."""
-    weights = {"a": torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32)}
-    sender.send(weights)
-    places = torch.randperm(100_000)[:49_900]
-    weights["a"][places] = torch.randint(-(2**31), 2**31, (49_900,), dtype=torch.int32)
-    published = sender.send(weights)
-    assert (published.delta_bytes is None) == (manifest_of(store).chain == []) == (mount == "local")
-    assert torch.equal(received(store)["a"], weights["a"])
-
-
 def test_a_chain_of_large_deltas_is_short(store, mount, sender):
     for version in range(1, 20):
         publication = sender.send(SPARSE.weights(version))

@@ -262,6 +262,7 @@ def send_transformers_stages(rank: int, store: Path) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
     mesh = grid()
+    torch.manual_seed(0)  # the same weights on all ranks, whatever they did before
     model = mixtral()
     full = revert_weight_conversion(model, state_of(model))
     number = mesh.get_local_rank("outer")
