@@ -149,7 +149,7 @@ def unpacked(packed: torch.Tensor) -> Any:
     try:
         return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
     # Whatever bytes or numbers that were not written here lead to.
-    except (ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
 
@@ -164,7 +164,7 @@ def _packed(states: Mapping[str, Any]) -> torch.Tensor:
     }
     try:
         text = json.dumps(_plain(plain))
-    except (TypeError, ValueError, RecursionError) as error:
+    except (InvalidWeightsError, KeyError, ValueError, RecursionError) as error:
         owners = ", ".join(path or "the model" for path in states)
         raise InvalidWeightsError(
             f"the extra state of {owners} cannot be published, but tensors, numbers, strings, and "
@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise TypeError(f"a {type(value).__name__}")
+    raise InvalidWeightsError(f"a {type(value).__name__}")
 
 
 def _from_plain(marked: dict[str, Any]) -> Any:
