@@ -12,8 +12,8 @@ word. Chunks are sorted by the bytes of their words, then by place. A table is s
 byte plane, as values are.
 
 A *word* is an element's bits as an unsigned number. An element of 16 bytes is two words of 8. A
-chunk changes words of one size, in tensors that have words of this size; its positions count words
-of this size through the whole range, whatever else lies in it.
+chunk changes words of one size, in tensors that have words of this size. Its positions count words
+of this size from the first one to the last; padding and other tensors in between are counted, too.
 
 A chunk is, in this order: the stored length of each of its streams (4 bytes, little-endian), then
 the streams. The first two are the low and the high bytes of *gaps*: the number of unchanged words

@@ -237,10 +237,7 @@ class Layout:
         """Places of the tensors, by the bytes of their words: 1, 2, 4 or 8."""
         from dbuffer.format.words import WordRanges  # numpy is much to import for a command
 
-        return {
-            width: WordRanges.of(self.offsets, self.sizes, self.widths, width)
-            for width in (1, 2, 4, 8)
-        }
+        return WordRanges.by_width(self.offsets, self.sizes, self.widths)
 
     def _cuts(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""

@@ -65,8 +65,7 @@ class Run(NamedTuple):
     started_at: float
     """Seconds since the epoch on its host's clock; for people."""
     upon: Positive | None
-    """Number of the version from which it continued, in the run before it; None if the store was
-    empty."""
+    """The run continued from the version of this number; None if the store was empty."""
 
 
 class Relation(enum.Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -24,14 +24,19 @@ class WordRanges(NamedTuple):
     ends: Integers
 
     @classmethod
-    def of(
-        cls, offsets: Sequence[int], sizes: Sequence[int], widths: Sequence[int], width: int
-    ) -> Self:
-        """Return the ranges of tensors with words of this width, from the columns of a layout."""
-        starts, lengths = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        (tensors,) = ((np.array(widths, np.int64) == width) & (lengths > 0)).nonzero()
-        ends = (starts + lengths)[tensors] // width
-        return cls(tensors, starts[tensors] // width, ends)
+    def by_width(
+        cls, offsets: Sequence[int], sizes: Sequence[int], widths: Sequence[int]
+    ) -> dict[int, Self]:
+        """Return the ranges of tensors by the width of their words, from columns of a layout."""
+        starts, lengths, of_tensor = (
+            np.array(column, np.int64) for column in (offsets, sizes, widths)
+        )
+        ranges = {}
+        for width in (1, 2, 4, 8):
+            (tensors,) = ((of_tensor == width) & (lengths > 0)).nonzero()
+            ends = (starts + lengths)[tensors] // width
+            ranges[width] = cls(tensors, starts[tensors] // width, ends)
+        return ranges
 
     def within(self, start: int, end: int) -> Self:
         """Return the tensors that have words in a range."""
@@ -39,6 +44,19 @@ class WordRanges(NamedTuple):
             int(self.ends.searchsorted(start, side="right")), int(self.starts.searchsorted(end))
         )
         return type(self)(self.tensors[some], self.starts[some], self.ends[some])
+
+    def split(self, places: Integers) -> Iterator[tuple[int, int, slice]]:
+        """Split ascending places, all of them in these tensors, by the tensor.
+
+        Yields:
+            Index of a tensor, its first word, and which of the places are in it; only tensors with
+            a place.
+        """
+        start = 0
+        for row, end in enumerate(places.searchsorted(self.ends).tolist()):
+            if start < end:
+                yield int(self.tensors[row]), int(self.starts[row]), slice(start, end)
+            start = end
 
     def owners(self, places: Integers) -> Integers:
         """Return which of these tensors each place is in; -1: in none."""

@@ -6,7 +6,6 @@ describes words and chunks; `dbuffer.io.delta` makes a file of the chunks, and a
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,10 +45,13 @@ class Changes:
     """Chunks of a delta, in the order of the file."""
 
     chunks: list[tuple[Chunk, bytes]]
-    num_changed: int
-    """Words that differ. If these are more than was asked for, some chunks are missing."""
     tensors: set[int]
     """Indices of the tensors that differ, in the layout of the memory that was compared."""
+
+    @property
+    def num_changed(self) -> int:
+        """Words that differ. If these are more than was asked for, some chunks are missing."""
+        return sum(chunk.num_changed for chunk, _ in self.chunks)
 
     @classmethod
     def joined(cls, parts: Iterable[Changes]) -> Changes:
@@ -58,7 +60,6 @@ class Changes:
         chunks = [chunk for part in parts for chunk in part.chunks]
         return cls(
             sorted(chunks, key=lambda chunk: chunk[0][:2]),
-            sum(part.num_changed for part in parts),
             {tensor for part in parts for tensor in part.tensors},
         )
 
@@ -139,12 +140,11 @@ def find_changes(
             tensors = _tensors_in(layout, part)
             differs = _compare(part, old[part.start : part.end], new, tensors, mask)
             found[number] = list(_encoded(tensors, differs, file_starts))
-            changed.update(_owners(tensors, differs.places))
+            changed.update(index for index, _, _ in tensors.split(differs.places))
             num_changed += len(differs.places)  # less, if another thread does so now: no harm
 
     copier.in_parallel(work, cut_work([part.end - part.start for part in ranges], copier))
-    chunks = [chunk for number in sorted(found) for chunk in found[number]]
-    return Changes(chunks, sum(chunk.num_changed for chunk, _ in chunks), changed)
+    return Changes([chunk for number in sorted(found) for chunk in found[number]], changed)
 
 
 def apply_patches(patches: Iterable[Patch], contents: FileTensors) -> Changes:
@@ -161,9 +161,10 @@ def apply_patches(patches: Iterable[Patch], contents: FileTensors) -> Changes:
             (differs,) = (old != new).nonzero()
             if len(differs):
                 chunks.append(_encode_chunk(places[differs], old[differs], new[differs]))
-                changed.update(_owners(contents.layout.word_ranges[width], places[differs]))
+                tensors = contents.layout.word_ranges[width].split(places[differs])
+                changed.update(index for index, _, _ in tensors)
             words[places] = new
-    return Changes(chunks, sum(chunk.num_changed for chunk, _ in chunks), changed)
+    return Changes(chunks, changed)
 
 
 def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
@@ -183,13 +184,6 @@ def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
 def _tensors_in(layout: Layout, part: _Range) -> WordRanges:
     start, end = part.start // part.width, part.end // part.width
     return layout.word_ranges[part.width].within(start, end)
-
-
-def _owners(tensors: WordRanges, places: Integers) -> list[int]:
-    """Return the indices of the tensors that ascending places are in."""
-    counts = np.diff(places.searchsorted(tensors.ends), prepend=0)
-    found: list[int] = tensors.tensors[counts > 0].tolist()
-    return found
 
 
 def _compare(
@@ -216,13 +210,13 @@ def _compare_run(
 ) -> tuple[Integers, Words, Words]:
     """Return the positions of the words that differ, the old words there and the new.
 
-    Eight bytes are compared at a time, and single words only where these differ.
+    Eight bytes are compared at a time, and single words only where these differ. The length of a
+    run is a multiple of `ALIGNMENT_BYTES`, as tensors and chunks begin at such multiples.
     """
-    end = len(old) // 8 * 8
-    old_eights, new_eights = old[:end].view(np.uint64), new[:end].view(np.uint64)
+    old_eights, new_eights = old.view(np.uint64), new.view(np.uint64)
     mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
-    old_words, new_words = old.view(dtype), new.view(dtype)
-    if end < len(old) or np.count_nonzero(mask) * 4 > len(mask):
+    if np.count_nonzero(mask) * 4 > len(mask):
+        old_words, new_words = old.view(dtype), new.view(dtype)
         (positions,) = (old_words != new_words).nonzero()
         return positions, old_words.take(positions), new_words.take(positions)
     eights = _true_in(mask)
@@ -234,13 +228,10 @@ def _compare_run(
 
 def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     """Return the positions of the few that are true, by looking at eight together."""
-    end = len(mask) // 8 * 8
-    eights = mask[:end].view(np.uint64)
+    eights = mask.view(np.uint64)
     (some,) = (eights != 0).nonzero()
     (hits,) = eights.take(some).view(np.bool_).nonzero()
-    positions = _positions_in(some, hits, 8)
-    (rest,) = mask[end:].nonzero()
-    return np.concatenate([positions, rest + end])
+    return _positions_in(some, hits, 8)
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
@@ -258,12 +249,9 @@ def _encoded(
         if len(places):
             yield _encode_chunk(*differs)
         return
-    cuts = [0, *places.searchsorted(tensors.ends).tolist()]
-    for number, (first, end) in enumerate(itertools.pairwise(cuts)):
-        if first < end:
-            in_file = file_starts[int(tensors.tensors[number])] // old.itemsize
-            moved = places[first:end] + (in_file - tensors.starts[number])
-            yield _encode_chunk(moved, old[first:end], new[first:end])
+    for index, start, some in tensors.split(places):
+        in_file = file_starts[index] // old.itemsize
+        yield _encode_chunk(places[some] + (in_file - start), old[some], new[some])
 
 
 def _encode_chunk(places: Integers, old: Words, new: Words) -> tuple[Chunk, bytes]:

@@ -149,11 +149,8 @@ def changed_positions(
             places = _decode_places(header, chunk, _streams(header, number, read_chunk(number)))
             ranges = header.layout.word_ranges[chunk.word_bytes]
             tensors = ranges.within(int(places[0]), int(places[-1]) + 1)
-            cuts = itertools.pairwise([0, *places.searchsorted(tensors.ends).tolist()])
             of_chunk[number] = [
-                (int(index), places[cut:end] - start)
-                for index, start, (cut, end) in zip(*tensors[:2], cuts, strict=True)
-                if cut < end
+                (index, places[some] - start) for index, start, some in tensors.split(places)
             ]
 
     copier.in_parallel(work, cut_work([chunk.raw_bytes for chunk in header.chunks], copier))

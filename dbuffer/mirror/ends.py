@@ -125,7 +125,7 @@ class Target(Protocol):
 
 
 def mirror_id(target: str) -> str:
-    """Return the id of a mirror: the same for each start in this container with this target.
+    """Return the id of a mirror; it stays the same when the container starts it again.
 
     Containers of one host name and one path, in two clusters say, relay to one bucket.
     """

@@ -144,7 +144,7 @@ class Mirror(Closing, ProcessBound):
         self._copy: Copy | None = None
         """Open from the first version on."""
         self._published: int | None = None
-        """Number of the source's version up to which nothing need be copied."""
+        """Number of the newest version of the source that need not be copied."""
         self._announced: int | None = None
         """Newest version for which ``on_copied`` has returned."""
         self._error: BaseException | None = None

@@ -94,12 +94,11 @@ class BoxShare(Share):
         def compare(numbers: range, elements_in: ElementsIn) -> None:
             found.append(copy.update(numbers, elements_in, most))
 
-        self._each_box(
-            "compare" if is_compared else "copy",
-            request.source,
-            compare if is_compared else copy.fill,
-        )
-        return self._of_all_ranks(lambda: Changes.joined(found)) if is_compared else None
+        if not is_compared:
+            self._each_box("copy", request.source, copy.fill)
+            return None
+        self._each_box("compare", request.source, compare)
+        return self._of_all_ranks(lambda: Changes.joined(found))
 
     def write(self, request: PublishRequest, info: ClaimInfo) -> list[int] | None:
         def write(numbers: range, elements_in: ElementsIn) -> None:
@@ -135,7 +134,7 @@ class BoxShare(Share):
         return Changes.joined(map(_unpacked, by_rank)) if by_rank else None
 
     def _checksums_of_copy(self) -> list[int]:
-        by_rank = self._world.each("hash what it holds", self.copy.digests)
+        by_rank = self._world.each("hash its boxes", self.copy.digests)
         return join_digests_of_parts(self._layout, by_rank)
 
     def _each_box(
@@ -196,18 +195,18 @@ class BoxShare(Share):
 
 
 def _packed(changes: Changes) -> Arrays:
-    """Pack changes into arrays: how many words, rows of chunks, their bytes."""
+    """Pack changes into arrays: rows of chunks, and their bytes."""
     rows = np.array([row for row, _ in changes.chunks], delta.CHUNK_ROW)
     body = np.frombuffer(b"".join(body for _, body in changes.chunks), np.uint8)
-    return [np.array([changes.num_changed]), rows.view(np.uint8), body]
+    return [rows.view(np.uint8), body]
 
 
 def _unpacked(arrays: Arrays) -> Changes:
     """Return the changes that were packed into arrays."""
-    num_changed, rows, body = (array for array in arrays if array is not None)
+    rows, body = (array for array in arrays if array is not None)
     chunks, at = [], 0
     for row in rows.view(delta.CHUNK_ROW).tolist():
         chunk = Chunk(*row)
         chunks.append((chunk, body[at : at + chunk.stored_bytes].tobytes()))
         at += chunk.stored_bytes
-    return Changes(chunks, int(num_changed[0]), set())
+    return Changes(chunks, set())

@@ -93,7 +93,7 @@ class DeltaChain:
         """Version that was committed last, or is resumed from."""
         self._draft: Draft | None = None
         self._base: DeltaBase | None = None
-        """Version from which a delta leads to the draft, or None for a draft without a delta."""
+        """Version before the draft, if the draft may come with a delta from it."""
         self._num_bytes: int | None = None
         """Bytes of that delta, once it is written."""
 

@@ -86,7 +86,7 @@ class KeptCopy:
             max_changed: once more words changed, they are not encoded any more.
             one_by_one: whether elements may be gone when the next are asked for.
         """
-        contents, chunks, num_changed = self.contents, list[Changes](), 0
+        contents, parts, num_changed = self.contents, list[Changes](), 0
         for batch in self._batches(numbers):
             layout = Layout.of(self._specs[batch.start : batch.stop])
             new = FileTensors(self._scratch_of(layout.checksums_offset), layout)
@@ -100,14 +100,12 @@ class KeptCopy:
                     file_starts=self._file_starts,
                     max_changed=max_changed - num_changed,
                 )
-                chunks.append(found)
+                parts.append(found)
                 num_changed += found.num_changed
-                for number in found.tensors:
-                    self._digests.pop(number, None)
             self._copier.copy_tensors(self._views_of(batch), new.views)
-        if num_changed > max_changed:
-            self._digests.clear()
-        return Changes.joined(chunks)
+        changes = Changes.joined(parts)
+        self._forget_digests(changes.tensors if num_changed <= max_changed else set(self._digests))
+        return changes
 
     def _copy(
         self, batch: range, views: list[torch.Tensor], elements_in: ElementsIn, *, one_by_one: bool
@@ -125,9 +123,12 @@ class KeptCopy:
     def patch(self, patches: Sequence[Patch]) -> Changes:
         """Write patches of whole tensors; return what that changed."""
         changes = apply_patches(patches, self.contents)
-        for number in changes.tensors:
-            self._digests.pop(number, None)
+        self._forget_digests(changes.tensors)
         return changes
+
+    def _forget_digests(self, numbers: set[int]) -> None:
+        for number in numbers:
+            self._digests.pop(number, None)
 
     def digests(self) -> list[int]:
         """Return the digests of the blocks of all boxes, in the order of the whole tensors.

@@ -209,7 +209,7 @@ class WeightSender(Publisher):
                 `SparsePatch` of plain tensors.
             VersionError: nothing was published before that patches could follow, or the last
                 `send`, or publish of patches, failed: send all weights. Patches that were refused
-                spoil nothing. Also raised if ``version`` is too low, or ``steps`` refuses it.
+                spoil nothing. It is also raised if ``version`` is too low or ``steps`` refuses it.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()

@@ -56,8 +56,8 @@ class SenderOptions:
     """Write a checksum of every tensor. ``"auto"``: on network mounts only."""
     delta: bool = False
     """Publish what changed since the version before, where that is worth it. Needs the extra
-    ``delta``, and weights that lie in memory whole. On a network mount, or with several ranks, each
-    rank needs memory for a copy of what it writes."""
+    ``delta``, and weights that are no iterator. On a network mount the sender keeps a copy of the
+    weights in memory, and each of several ranks a copy of the part that it writes."""
     dtype: torch.dtype | None = None
     """Publish floating-point tensors in this dtype, cast while copying. Values that it cannot hold
     are refused."""

@@ -227,9 +227,9 @@ class WholeShare(Share):
         if checksums is None:
             return None
         changed = sorted(changes.tensors)
-        new = zip(changed, self._copier.checksums(draft.mapped, changed), strict=True)
-        by_index = dict(new)
-        return [by_index.get(index, checksum) for index, checksum in enumerate(checksums)]
+        new = self._copier.checksums(draft.mapped, changed)
+        by_index = dict(enumerate(checksums)) | dict(zip(changed, new, strict=True))
+        return list(by_index.values())
 
     def _bring_up_to_date(self, draft: Draft) -> None:
         """Let a draft's file hold the last version, undamaged if that has checksums."""

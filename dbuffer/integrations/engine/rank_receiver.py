@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _MAX_ROUNDS = 5
 """Most attempts of ranks that took different versions to agree on the newest of them."""
 _NETWORK_LAG_S = 5.0
-"""Longest time for which a host may see an older version than the newest on a network mount."""
+"""On a network mount, a host may miss the newest version for this long."""
 _NETWORK_LOOK_S = 0.05
 """Interval at which such a host looks for the newest version."""
 

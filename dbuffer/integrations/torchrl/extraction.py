@@ -1,7 +1,7 @@
 """A model as a store holds it: named tensors, and the bytes of its extra state.
 
 Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
-That of all modules is one tensor of bytes, named ``__extra_state__``.
+The extra state of all modules is packed into one tensor of bytes, named ``__extra_state__``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ModelMetadata: TypeAlias = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
 
 _TURN_S = 0.01
-"""Seconds between two looks at the store, in which calls of other threads have a turn."""
+"""Pause between two looks at the store, for calls of other threads."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):

@@ -180,8 +180,8 @@ class VLLMDoubleBufferTransport:
 
     Args:
         remote_addr: the store, as the sender sees it.
-        local_addr: the store that the receiver reads: one in shared memory, to which every version
-            is copied once; or the same store under another name. Default: ``remote_addr`` itself.
+        local_addr: the store that the receiver reads. A mirror copies every version into it once,
+            unless it is ``remote_addr`` under another name. Default: ``remote_addr``.
         num_threads: threads that copy, on either side.
         options: for both; ``num_threads`` is theirs then.
     """

@@ -1,7 +1,7 @@
 """`Patch`: the part of a switch that is left where only some elements of a tensor changed.
 
 Positions in published tensors become positions in parameters while the engine serves, and are
-scattered in the pause. A tensor of which too much changed is copied whole.
+scattered in the pause. If too much of a tensor changed, it is copied whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by their size: torch computes with few unsigned ones."""
 
 Changed = Mapping[str, Integers]
-"""Flat, ascending positions where published tensors differ from those of an earlier version, by
-name. A tensor that is not named is unchanged."""
+"""Flat, ascending positions at which published tensors changed since an earlier version, by the
+tensor's name. A tensor without an entry is unchanged."""
 
 MAX_SHARE = 0.05
 """Largest share of a part's elements that is patched. Writing 3 % of 50 million bfloat16 one by one
