@@ -167,6 +167,20 @@ def test_imports_of_tests():
     assert not wrong, "\n".join(wrong)
 
 
+def test_tests_of_the_core_need_no_framework():
+    """`dev.py lowest` runs them in an environment without any."""
+    framework = re.compile(r"dbuffer\.integrations\.(megatron|sglang|torchrl|trl|verl|vllm)\b")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, module in modules().items()
+        if path.is_relative_to(ROOT / "tests" / "core")
+        for statement in module.body
+        for name in names_imported(statement)
+        if isinstance(statement, ast.ImportFrom | ast.Import) and framework.match(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_until_waits_in_a_loop():
     """A pause in a loop that is part of a scenario is a constant with a name.
 

@@ -19,7 +19,6 @@ from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import mapping_path
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.lightrft.manager import BroadcastManager
-from dbuffer.integrations.torchrl.model_stores import store_of
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
@@ -109,7 +108,6 @@ def test_a_tilde_is_a_home(tmp_path, monkeypatch, capsys):
     with dbuffer.WeightReceiver("~/store") as receiver:
         assert receiver.load_into({"b.w": torch.zeros(3)}) == 1
     assert call(capsys, "ls", "~/store")[0] == 0
-    assert store_of("~/stores", "policy") == home / "stores" / "policy"
     assert mapping_path("~/logs").parent == home / "logs"
     assert EngineOptions(store="~/store").store == str(home / "store")
     with pytest.raises(OptionError, match=r"begin it with \./~"):

@@ -164,7 +164,7 @@ def places(directory: Path) -> Path:
         *((1, f"{command} checkpoint", NO_STORE) for command in ("status", "verify", "ls")),
         *((1, f"{command} checkpoint 1", NO_STORE) for command in ("pin", "unpin", "rollback")),
         (2, "pin 2 empty", "is not a version number (are STORE and VERSION swapped?)"),
-        (2, "pin empty x", "Usage: dbuffer pin [OPTIONS] {STORE} {VERSION}"),
+        (2, "pin empty x", "'x' is not a version number"),
         (1, "pin store 9", "version 9 is not in"),
         (1, "unpin missing 1", "there is no store"),
         (1, "unpin store 1", "is not pinned"),

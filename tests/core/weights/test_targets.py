@@ -14,10 +14,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchError
 from dbuffer.format.layout import ITEM_BYTES
-from dbuffer.integrations.torchrl.extraction import VersionInfo
-from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
-from dbuffer.integrations.torchrl.loading import StagedVersion
-from dbuffer.weights.targets import Matcher
 from tests.support.patterns import NO_MEMORY, Tied, assert_same, bits, random_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -278,18 +274,6 @@ class TestSharedMemory:
         with pytest.raises(WeightsMismatchError):
             receiver.load_into({"a": memory[0:4], "b": memory[3:7]})
         assert memory[:4].tolist() == [2] * 4
-
-    def test_by_torchrls_loader(self, store):
-        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
-            sender.send(Tied(tied=False))
-            with receiver.open() as snapshot:
-                staged = StagedVersion.of(snapshot, VersionInfo())
-                with pytest.raises(WeightsMismatchError):
-                    staged.load(Tied(), ForwardGuard(), Matcher())
-                match, *_ = staged._plan(Tied(tied=False), Matcher())
-                match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
-                with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
-                    snapshot.fill(match)
 
     OVERLAPS = (
         lambda m: {"a": m[0:4], "b": m[2:6]},

@@ -15,9 +15,25 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from dbuffer import InvalidWeightsError, StoreCorruptError
-from dbuffer.integrations.torchrl.extraction import extract, extract_for_vllm, unpacked
+from dbuffer import (
+    InvalidWeightsError,
+    StoreCorruptError,
+    WeightReceiver,
+    WeightSender,
+    WeightsMismatchError,
+)
+from dbuffer.integrations.torchrl.extraction import (
+    VersionInfo,
+    extract,
+    extract_for_vllm,
+    unpacked,
+)
+from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
+from dbuffer.integrations.torchrl.loading import StagedVersion
+from dbuffer.integrations.torchrl.model_stores import store_of
+from dbuffer.weights.targets import Matcher
 from tests.support.engines.families import make_family
+from tests.support.patterns import Tied
 
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 
@@ -189,3 +205,21 @@ def test_bytes_that_are_no_such_state_are_refused():
     for packed in (harmful, torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(StoreCorruptError, match="invalid extra state"):
             unpacked(packed)
+
+
+def test_tied_parameters_take_no_tensors_that_differ(store):
+    with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+        sender.send(Tied(tied=False))
+        with receiver.open() as snapshot:
+            staged = StagedVersion.of(snapshot, VersionInfo())
+            with pytest.raises(WeightsMismatchError):
+                staged.load(Tied(), ForwardGuard(), Matcher())
+            match, *_ = staged._plan(Tied(tied=False), Matcher())
+            match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
+            with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
+                snapshot.fill(match)
+
+
+def test_a_tilde_is_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store_of("~/stores", "policy") == tmp_path / "stores" / "policy"
