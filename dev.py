@@ -13,12 +13,14 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
                                                       it and its extras allow)
 python3 dev.py newest [options of pytest]            (all tests without a vLLM or an SGLang, on the
                                                       newest versions that the index has)
+python3 dev.py core PYTHON [options of pytest]       (those of the core, on another Python: 3.13)
 python3 dev.py interfaces [--record] [NAME[==VERSION] ...]
                                                      (what moved, of what dbuffer uses, in the
                                                       newest release of each framework, or another)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (all tests at full length, over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
+python3 dev.py release [--dry-run]                   (builds and checks a release, and uploads it)
 python3 dev.py measure [options of pytest]           (all tests; writes the seconds of each file,
                                                       by which they are ordered)
 
@@ -85,8 +87,8 @@ WITHOUT_FRAMEWORKS = [
     "--ignore=tests/lab",
 ]
 WITHOUT_ENGINES = ["-m", "not vllm and not sglang", "--ignore=tests/lab"]
-LOWEST_EXTRAS = "cli,delta,demo,objects,peft,safetensors"
-LOWEST_TOOLS = (
+CORE_EXTRAS = "cli,delta,demo,objects,peft,safetensors"
+CORE_TOOLS = (
     "httpx",
     "hypothesis",
     "prometheus-client",
@@ -116,11 +118,13 @@ COMMANDS = {
     "verl": ["python", "-m", "pytest", "tests/integrations/verl"],
     "megatron": ["python", "-m", "pytest", "tests/integrations/megatron"],
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
+    "core": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
     # New packages warn of changes to come.
     "newest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_ENGINES],
     "interfaces": [],  # by compare_interfaces
+    "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
     "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--all", "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
@@ -293,20 +297,27 @@ def download_wheel(requirement: str, into: Path, *more: str) -> Path:
     return wheel
 
 
-def make_lowest_environment() -> Path:
-    """Make .venv-lowest: what the core needs and its extras add, as old as they allow."""
+def make_core_environment(python: str | None = None) -> Path:
+    """Make .venv-core-PYTHON, with what the core needs and its extras add; or .venv-lowest.
+
+    The latter has the lowest versions that pyproject.toml allows, and the Python of .venv.
+    """
     project = project_table()
     tools = [
-        each
-        for each in project["optional-dependencies"]["test"]
-        if each.partition(">")[0] in LOWEST_TOOLS
+        tool
+        for tool in project["optional-dependencies"]["test"]
+        if tool.partition(">")[0] in CORE_TOOLS
     ]
-    place, own = ROOT / ".venv-lowest", ["-e", f"{ROOT}[{LOWEST_EXTRAS}]"]
+    packages = ["-e", f"{ROOT}[{CORE_EXTRAS}]", *tools]
+    place = ROOT / (f".venv-core-{python}" if python else ".venv-lowest")
 
     def fill() -> None:
-        install_packages("--resolution", "lowest-direct", *own, *tools, into=place)
+        if python:
+            install_torch(packages, otherwise=packages, into=place)
+        else:
+            install_packages("--resolution", "lowest-direct", *packages, into=place)
 
-    make_beside(place, repr((project, sys.version, str(ROOT))), fill)
+    make_beside(place, repr((project, python or sys.version, str(ROOT))), fill, python)
     return place
 
 
@@ -373,20 +384,83 @@ def make_overlay(
     make_beside(place, repr(wanted), fill)
 
 
-def make_beside(place: Path, wanted: str, fill: Callable[[], None]) -> None:
+def make_beside(
+    place: Path, wanted: str, fill: Callable[[], None], python: str | None = None
+) -> None:
     """Make an environment beside .venv, unless the wanted one is there."""
     stamp = place / "made-from"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     say(f"making {place}")
     started_s = time.monotonic()
-    venv.create(place, clear=True, symlinks=True)
+    uv = [str(BIN / "uv"), "venv", "--quiet", "--clear", "--python", python or sys.executable]
     try:
+        run_installer(*uv, str(place))
         fill()
     except InstallError as error:
         sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
     stamp.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
+
+
+def release(options: list[str]) -> NoReturn:
+    """Build the sdist and the wheel, check both, and upload them unless this is a dry run."""
+    is_dry = options == ["--dry-run"]
+    if options and not is_dry:
+        sys.exit(f"dev.py: release takes --dry-run, and nothing else; this is {options}.")
+    version = re.findall(
+        r'^__version__ = "(.+)"$', (ROOT / "dbuffer/__init__.py").read_text(), re.M
+    )[0]
+    if not is_dry:
+        tag = subprocess.run(
+            ["git", "describe", "--exact-match", "--dirty"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout.strip()
+        if tag != f"v{version}":
+            sys.exit(
+                f"dev.py: a release of {version} needs a clean checkout of the tag v{version}."
+            )
+        if f"## [{version}]" not in (ROOT / "CHANGELOG.md").read_text():
+            sys.exit(f"dev.py: CHANGELOG.md has no section [{version}].")
+    dist = ROOT / "dist" / version
+    shutil.rmtree(dist, ignore_errors=True)
+    run_installer(str(BIN / "uv"), "build", "--quiet", "--out-dir", str(dist), str(ROOT))
+    archives = [str(path) for path in (*dist.glob("*.tar.gz"), *dist.glob("*.whl"))]
+    subprocess.run([BIN / "twine", "check", "--strict", *archives], check=True)
+    [wheel] = dist.glob("*.whl")
+    try_wheel(wheel)
+    if is_dry:
+        say(f"{version} is built and checked, and was not uploaded: {dist}")
+        sys.exit()
+    run_installer(str(BIN / "uv"), "publish", "--trusted-publishing=always", *archives)
+    sys.exit()
+
+
+def try_wheel(wheel: Path) -> None:
+    """Run the README's quickstart with a wheel in an environment of its own, and vLLM's plugin."""
+    alone, beside_vllm = ROOT / ".venv-wheel", ROOT / ".venv-wheel-vllm"
+    wanted = hashlib.sha256(wheel.read_bytes()).hexdigest() + sys.version
+
+    def fill() -> None:
+        packages = [f"{wheel}[cli,delta]"]
+        install_torch(packages, otherwise=packages, into=alone)
+
+    make_beside(alone, wanted, fill)
+    make_overlay(beside_vllm, [str(wheel)], paths=[], lines=[])
+    quickstart = re.findall(
+        r"```python\n(import dbuffer\n.*?)```", (ROOT / "README.md").read_text(), re.S
+    )[0]
+    plugin = "import vllm.plugins; vllm.plugins.load_general_plugins()"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as store:
+        program = quickstart.replace("/dev/shm/toy", f"{store}/toy")
+        for place, more in ((alone, ""), (beside_vllm, plugin)):
+            where = f"\nassert dbuffer.__file__.startswith({str(place)!r})\n"
+            subprocess.run(
+                [place / "bin" / "python", "-c", program + where + more], cwd=store, check=True
+            )
+            shutil.rmtree(f"{store}/toy")
 
 
 def compare_interfaces(options: list[str]) -> NoReturn:
@@ -478,18 +552,23 @@ def main(arguments: list[str]) -> NoReturn:
         version = options.pop(0)
         version = newest_release("vllm") if version == "newest" else version
         bin_ = make_vllm_environment(version) / "bin"
-    if task == "interfaces":
+    if task in ("interfaces", "release"):
         try:
-            compare_interfaces(options)
+            compare_interfaces(options) if task == "interfaces" else release(options)
         except InstallError as error:
-            sys.exit(f"{error}\ndev.py: a release could not be fetched; the reason is above.")
+            sys.exit(f"{error}\ndev.py: {task} failed; the reason is above.")
     if task in ("verl", "megatron"):
         if not takes_cpu_pins():
             sys.exit(f"dev.py: {task} needs Linux on x86-64 without a GPU.")
         bin_ = make_framework_environment(task) / "bin"
-    if task in ("lowest", "newest"):
-        make = make_lowest_environment if task == "lowest" else make_newest_environment
-        bin_ = make() / "bin"
+    if task == "core":
+        if not options:
+            sys.exit("dev.py: core needs the version of a Python, as in `dev.py core 3.13`.")
+        bin_ = make_core_environment(options.pop(0)) / "bin"
+    if task == "lowest":
+        bin_ = make_core_environment() / "bin"
+    if task == "newest":
+        bin_ = make_newest_environment() / "bin"
     os.chdir(ROOT)
     if task == "test":
         check_style()

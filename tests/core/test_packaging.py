@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import dbuffer
 from tests.support import ROOT
 from tests.support.soak import IN_SOAKS_ALONE
 
@@ -62,7 +65,7 @@ def test_the_wheel_holds_the_package_and_says_what_the_project_does(built):
         path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".json", ".py", ".typed"}
     )
     assert names == {str(path.relative_to(ROOT)) for path in package}
-    assert (told["Name"], told["Version"]) == (PROJECT["name"], PROJECT["version"])
+    assert (told["Name"], told["Version"]) == (PROJECT["name"], dbuffer.__version__)
     assert set(told.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     needed = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(needed) == sorted(PROJECT["dependencies"])
@@ -145,3 +148,55 @@ def test_the_oldest_and_the_newest_tensordict_will_do(version, tmp_path, environ
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     assert " passed" in run("-c", program, cwd=ROOT, PYTHONPATH=path)
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def tool(name: str) -> str:
+    """Return the path of a program beside this Python."""
+    return str(Path(sys.executable).with_name(name))
+
+
+def test_workflows_pass_their_linter():
+    done = subprocess.run(
+        [tool("zizmor"), "--offline", "--no-progress", *WORKFLOWS], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_steps_of_workflows_are_tasks_of_dev_py(workflow):
+    """So that each can be run by hand."""
+    tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    commands = [step["run"].split() for job in jobs for step in job["steps"] if "run" in step]
+    assert commands
+    for python, program, task, *_ in commands:
+        assert (python[:7], program) == ("python3", "dev.py")
+        assert task in tasks or task == "${{"
+    weekly = [
+        c for job in jobs for c in job.get("strategy", {}).get("matrix", {}).get("command", [])
+    ]
+    assert all(command.split()[0] in tasks for command in weekly)
+
+
+def test_words_are_spelled_right():
+    done = subprocess.run([tool("codespell")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_changes_can_be_put_into_the_change_log(tmp_path):
+    for name in ("pyproject.toml", "CHANGELOG.md", "dbuffer"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "changes").mkdir()
+    (tmp_path / "changes" / "7.added.md").write_text("`send` does more.\n")
+    done = subprocess.run(
+        [tool("towncrier"), "build", "--draft", "--version", "9.9.9"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert re.search(
+        r"## \[9\.9\.9\] - .*### Added.*- `send` does more\. \(#7\)", done.stdout, re.S
+    )
