@@ -654,7 +654,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         f"at {gpu('commit', 3)} of the link, {float(gpu('commit', 2)):.0f} GB/s",
         f"paused for {on_gpu['dbuffer']} ms, {ratio:.2f} of that copy of its 0.99 GB",
     ):
-        yield "which-transport.md", phrase
+        yield "choosing.md", phrase
     of_changes = {name: float(gpu(f"{name}, 1 % changed", 1)) for name in ("publish", "commit")}
     assert round(of_changes["publish"] / float(gpu("publish", 1))) == 6
     assert round(float(gpu("commit", 1)) / of_changes["commit"]) == 17
