@@ -678,7 +678,7 @@ def stated_figures() -> Iterator[tuple[str, str]]:
         ("tuning.md", "a seventeenth of the pause [with a GPU]"),
         ("tuning.md", f"[{live_mb:.0f} MB measured](benchmarks.md#the-pause)"),
         ("tuning.md", f"[{sender_mb:.1f} MB measured](benchmarks.md#targets)"),
-        ("integrations/vllm-switch.md", f"was {packed / 1000:.1f} GB beside a model of 0.99 GB"),
+        ("integrations/vllm-switch.md", f"{packed / 1000:.1f} GB beside a model of 0.99 GB"),
         ("integrations/vllm-switch.md", f"{experts / 1000:.1f} GB beside 1.09 GB of experts"),
         ("sharded-trainers.md", f"took more than {extra_mb} MB of memory"),
         (
