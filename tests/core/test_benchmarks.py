@@ -1,26 +1,9 @@
-"""Options of the benchmarks, and what they need."""
+"""What the benchmark of a GPU needs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-
-import pytest
-
-from benchmarks import __main__ as benchmarks
-
-
-@pytest.mark.parametrize(
-    "given",
-    [["--dir", "/one", "/two"], ["--dir", "/one", "--dir", "/two"]],
-    ids=["at once", "each"],
-)
-def test_directories_are_in_the_order_given(given: list[str]) -> None:
-    assert [str(each) for each in benchmarks._parse(["objects", *given]).dir] == ["/one", "/two"]
-
-
-def test_without_directories_stores_are_in_memory() -> None:
-    assert str(benchmarks._parse(["objects"]).dir[0]) == "/dev/shm"
 
 
 def test_a_gpu_is_measured_with_the_packages_that_its_page_names() -> None:

@@ -131,25 +131,6 @@ def test_extras_resolve_in_a_new_environment(built, tmp_path, environment_of_uv,
     assert {"dbuffer", "torch", "tensordict", "msgspec", "watchdog", "xxhash"} < names
 
 
-@IN_SOAKS_ALONE
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
-def test_the_oldest_and_the_newest_tensordict_will_do(version, tmp_path, environment_of_uv):
-    """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
-    uv = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
-    run(*uv, f"tensordict=={version}", cwd=tmp_path, **environment_of_uv)
-    names = ["weights/test_sources.py", "weights/test_targets.py", "publish/test_sender.py"]
-    chosen = [str(ROOT / "tests" / "core" / name) for name in names]
-    options = ["-q", "-n0", "-k", "tensordict or stack", "-p", "no:cacheprovider", *chosen]
-    program = (
-        "import sys, pytest, tensordict\n"
-        f"assert tensordict.__version__ == {version!r}\n"
-        f"sys.exit(pytest.main({options}))\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    assert " passed" in run("-c", program, cwd=ROOT, PYTHONPATH=path)
-
-
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
