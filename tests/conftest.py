@@ -44,21 +44,19 @@ pytest.register_assert_rewrite("tests.support")
 
 import dbuffer  # noqa: E402
 from dbuffer.runtime.timing import Timing  # noqa: E402
-from tests.support.durations import ROOT, Measurement, durations  # noqa: E402
+from tests.support import ROOT  # noqa: E402
+from tests.support.durations import Measurement, durations  # noqa: E402
 from tests.support.engines import preforked  # noqa: E402
 from tests.support.later import Later  # noqa: E402
 from tests.support.scopes import scope_of  # noqa: E402
 from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
-from tests.support.unchanged import BASE, changed_since, mark, skips_half  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
 children = Later("tests.support.children")
 object_store = Later("tests.support.object_store")
 s3 = Later("tests.support.object_server")
 patterns = Later("tests.support.patterns")
-
-SKIPS_HALF_OF_LAB = pytest.StashKey[bool]()
 
 settings.register_profile(
     "dbuffer",
@@ -119,18 +117,10 @@ def timing(request: pytest.FixtureRequest) -> Iterator[Timing]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="run all of the NFS lab, also if it is unchanged"
-    )
     parser.addoption("--measure", action="store_true", help="write tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        config.stash[SKIPS_HALF_OF_LAB] = config.workerinput["skips_half_of_lab"]
-    else:
-        changed = None if config.option.all else changed_since(BASE, ROOT)
-        config.stash[SKIPS_HALF_OF_LAB] = skips_half(changed)
     if config.option.measure:
         config.pluginmanager.register(Measurement())
 
@@ -138,12 +128,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     preforked.fork_workers()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Let all processes of a run skip the same tests, whatever changes meanwhile."""
-    node.workerinput["skips_half_of_lab"] = node.config.stash[SKIPS_HALF_OF_LAB]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,11 +140,6 @@ def pytest_make_collect_report(
     with collector.path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         return (yield)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.config.stash[SKIPS_HALF_OF_LAB]:
-        mark(item)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -189,10 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
 
     def wall_s(path: Path) -> float:
-        measured = table.get(path.relative_to(ROOT).as_posix())
-        if measured is not None:
-            return measured.wall_s
-        return math.inf if path in slow else 0.0
+        return table.get(path.relative_to(ROOT).as_posix(), math.inf if path in slow else 0.0)
 
     files = {item.path: wall_s(item.path) for item in items}
     scopes = {path: scope_of(path.relative_to(ROOT).as_posix()) for path in files}

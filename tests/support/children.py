@@ -37,9 +37,7 @@ def preload(*modules: str) -> None:
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
     names = [*_preloaded, *_preloaded_for_a_while]
-    _processes.set_forkserver_preload(
-        ["tests.support.collect_later", *names, "tests.support.frozen"]
-    )
+    _processes.set_forkserver_preload([*names, "tests.support.frozen"])
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 A fork inherits how far its parent is from its next garbage collection, so that, by chance, every
 child began with one. Such a collection goes through all that was ever imported and copies each
-page of it: half a second of work for a child that lives for a hundredth of one. What imports others
-keeps collections off meanwhile (`collect_later.py`): they would take a quarter of the time.
+page of it: half a second of work for a child that lives for a hundredth of one.
 
 A fork also copies an entry for each page of its parent. After an import of torch these are 60,000,
 and a fork takes 17 ms of processor time; with huge pages it takes 5 ms.
