@@ -12,7 +12,6 @@ import mmap
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -28,7 +27,7 @@ from dbuffer.runtime.timing import TIMING
 from dbuffer.store.hold import Held
 from dbuffer.store.medium import medium_of
 from tests.lab.guest import EXPORT, Guest, times_to_look
-from tests.lab.hosts import publish_when_told, published
+from tests.lab.hosts import Looking, publish_when_told, published
 from tests.lab.lab import scenario
 from tests.support.children import Child
 from tests.support.moments import Step, at_step
@@ -232,34 +231,16 @@ def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Gu
                 assert lost or guest.version != "3"
 
 
-class Looking(WeightReceiver):
-    """Receiver that notes its looks at the pointer and its waits between them."""
-
-    def __init__(self, store: Path) -> None:
-        super().__init__(store, poll_interval_s=POLL_INTERVAL_S)
-        self.looks: list[tuple[float, int | None]] = []
-        """When each began, on the machines' one clock, and the version that it saw."""
-        self.waits_s: list[float] = []
-
-    def _newest(self) -> int | None:
-        began = time.monotonic()
-        self.looks.append((began, super()._newest()))
-        return self.looks[-1][1]
-
-    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
-        self.waits_s.append(wait_s)
-        super()._wait_for_change(wait_s, stop_event)
-
-
 def say_when_seen(connection: Connection, path: Path) -> None:
     """Send each version's number, when it was seen, and looks and waits until then; load it."""
     version, target = None, WEIGHTS.empty()
-    with Looking(path / "store") as receiver:
+    with Looking(path / "store", poll_interval_s=POLL_INTERVAL_S) as receiver:
         while True:
             version = receiver.wait_for_version(version, timeout_s=None)
             connection.send((version, time.monotonic(), receiver.looks, receiver.waits_s))
             assert receiver.load_into(target) == version == WEIGHTS.version_of(target)
-            receiver.looks, receiver.waits_s = [], []
+            receiver.looks.clear()
+            receiver.waits_s.clear()
 
 
 @scenario(quiet=True, both=True)
