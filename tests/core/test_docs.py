@@ -41,6 +41,7 @@ from tests.support.documents import (
     NOT_RUN,
     PAGES,
     PROGRAM,
+    README,
     TUTORIAL,
     blocks,
     relative,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +11,8 @@ import pytest
 import torch
 
 import dbuffer
-from tests.support.engines.tiny_models import make_model, save_model
-from tests.support.engines.vllm_engines import greedy, judge, leave, start_llm, vllm_release
+from tests.support.engines.vllm_engines import judge
 from tests.support.waiting import TIMEOUT_S
-
-IS_OF_THEM = () < vllm_release() < (0, 25)
 
 WEIGHTS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(6.0)}
 
@@ -217,10 +211,11 @@ def check_update_info(case: Case) -> None:
         case.engine.parse_update_info(sparse | {"versions": 3})
 
 
-def run_contract(place: Path) -> None:
-    checks = [take_dense_and_sparse_updates, name_parameters, refuse, check_update_info]
-    if not IS_OF_THEM:
-        checks.append(send_from_a_trainer_with_a_configuration)
+def run(place: Path) -> None:
+    checks = (
+        *(take_dense_and_sparse_updates, name_parameters, refuse, check_update_info),
+        send_from_a_trainer_with_a_configuration,
+    )
     for mount in ("local", "network"):
         os.environ["DBUFFER_MOUNT"] = mount
         for check in checks:
@@ -229,80 +224,5 @@ def run_contract(place: Path) -> None:
             case.close()
 
 
-ENGINES = {
-    "in this process": {"processes": False, "tp": 1},
-    "two ranks": {"processes": True, "tp": 2},
-}
-
-
-def run(place: Path, tp: int) -> dict[str, Any]:
-    more = {"tp": tp, "compilation_config": {"mode": 0}}
-    models = {seed: make_model("qwen3", seed) for seed in (1, 2)}
-    paths = {seed: save_model("qwen3", seed, place) for seed in (0, 1, 2)}
-    fresh = {seed: greedy(start_llm(paths[seed], how="none", **more)) for seed in models}
-    llm = start_llm(paths[0], **more)
-    store = place / "store"
-    llm.init_weight_transfer_engine({"init_info": {"store": str(store), "engine_id": "engine"}})
-    with dbuffer.WeightSender(store, delta=True) as sender:
-        return {"fresh": fresh, "ranks": tp} | observe_updates(llm, models, sender, tp)
-
-
-def observe_updates(
-    llm: Any, models: dict[int, Any], sender: dbuffer.WeightSender, tp: int
-) -> dict[str, Any]:
-    arguments = {"sender": sender}
-    dense = []
-    for seed, session in ((1, "checkpoint"), (2, "kernel"), (1, "checkpoint"), (2, "checkpoint")):
-        version = backend().trainer_send_weights(models[seed].named_parameters(), arguments)
-        update(llm, session, {"version": version})
-        dense.append([seed, greedy(llm)])
-    seen: dict[str, Any] = {"dense": dense, "misfit": {}}
-    sender.wait_applied(version, receivers="engine", timeout_s=TIMEOUT_S)
-    seen["applied"] = True
-
-    spoilt = models[1].state_dict() | {"model.norm.weight": torch.ones(3)}
-    version = sender.send(spoilt).version
-    for session in ("checkpoint", "kernel"):
-        with pytest.raises(Exception, match=r"norm\.weight") as error:
-            update(llm, session, {"version": version})
-        if tp > 1:  # ends vLLM's session on the ranks that did not raise
-            with pytest.raises(Exception, match="finish_weight_update"):
-                llm.finish_weight_update()
-        seen["misfit"][session] = [str(error.value), greedy(llm)]
-
-    backend().trainer_send_weights(models[2].named_parameters(), arguments)
-    patches = list(differences(models[2], models[1]))
-    version = backend().trainer_send_sparse_weights(iter(patches), arguments)
-    names, counts = [p.name for p in patches], [len(p.indices) for p in patches]
-    info = {"version": version, "names": names, "num_updates_list": counts}
-    seen["sparse refused"] = "Sparse weight updates currently require TP=1 and PP=1"
-    try:
-        update(llm, "checkpoint", info | {"update_kind": "sparse_flat"})
-        seen["sparse"] = greedy(llm)
-    except Exception as error:
-        seen["sparse"] = re.search(seen["sparse refused"], str(error))[0]  # type: ignore[index]
-    return seen
-
-
-def update(llm: Any, session: str, info: dict[str, Any]) -> None:
-    llm.start_weight_update(is_checkpoint_format=session == "checkpoint")
-    llm.update_weights({"update_info": info})
-    llm.finish_weight_update()
-    llm.reset_prefix_cache()
-
-
-def differences(before: torch.nn.Module, after: torch.nn.Module) -> Iterator[Any]:
-    from vllm.distributed.weight_transfer.base import SparseWeightPatch
-
-    values = dict(after.named_parameters())
-    for name, tensor in before.named_parameters():
-        old, new = tensor.detach().view(-1), values[name].detach().view(-1)
-        places = (old != new).nonzero().view(-1)
-        if len(places):
-            yield SparseWeightPatch(name=name, indices=places.int(), values=new[places].clone())
-
-
 if __name__ == "__main__":
-    if sys.argv[2] == "contract":
-        judge(lambda directory, _: run_contract(directory))
-    leave(Path(sys.argv[1]), run(Path(sys.argv[1]), int(sys.argv[2])))
+    judge(run)

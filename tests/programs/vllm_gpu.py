@@ -15,7 +15,6 @@ from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from tests.programs.vllm_dead_core import label_of, tokens
-from tests.programs.vllm_deltas import change, counted_patches
 from tests.support.engines.tiny_models import (
     make_model,
     revealing_weights,
@@ -28,6 +27,8 @@ from tests.support.engines.tiny_models import (
 from tests.support.engines.vllm_engines import counted_reloads, greedy, judge, start_llm
 
 NUM_DELTAS = 20
+CHANGED = 0.01
+"""Of all elements, with each version."""
 CAPTURED: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
@@ -63,6 +64,29 @@ def switch_pair(directory: Path, family: str, **more: Any) -> None:
                 follower.sync()
                 assert greedy(llm) == fresh[seed]
         assert reloads == [], family
+
+
+def counted_patches() -> list[int]:
+    """The number of patches of each switch from now on that writes some."""
+    from dbuffer.integrations.engine.plan import prepared_switch
+
+    patched: list[int] = []
+    apply_patches = prepared_switch.apply_patches
+
+    def counted(patches: Any, copier: Any) -> None:
+        patched.append(sum(map(len, patches.by_parameter.values())))
+        apply_patches(patches, copier)
+
+    prepared_switch.apply_patches = counted
+    return patched
+
+
+def change(weights: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+    for tensor in weights.values():
+        flat = tensor.view(-1)
+        count = max(1, round(CHANGED * flat.numel()))
+        places = torch.randint(flat.numel(), (count,), generator=generator)
+        flat[places] += 0.2 * torch.randn(count, generator=generator).to(flat.dtype)
 
 
 def patch_by_deltas(directory: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import dbuffer
 from dbuffer.integrations.vllm import follow
@@ -20,14 +22,22 @@ from tests.support.engines.tiny_models import (
     revealing_weights,
     save_model,
     save_revealing,
+    token_of,
+    wrong_tokens,
 )
 from tests.support.engines.vllm_engines import (
     PROMPTS,
     engine_arguments,
     greedy_parameters,
-    leave,
+    judge,
 )
-from tests.support.engines.vllm_servers import BACKEND_FLAGS, WAIT_S, Server, following
+from tests.support.engines.vllm_servers import (
+    ANSWER_TOKENS,
+    BACKEND_FLAGS,
+    WAIT_S,
+    Server,
+    following,
+)
 from tests.support.ports import free_port
 from tests.support.waiting import error_of, until
 
@@ -38,7 +48,12 @@ HYBRID_NAMES = [*NAMES, f"{ENGINE}.dp-2", f"{ENGINE}.dp-3"]
 DENSE_VERSIONS = 40
 LOCKSTEP_VERSIONS = 5
 NUM_TOKENS = 16
+MIN_VERSIONS_SEEN = 5
 LATE_S = 0.2
+
+
+def versions_of(response: dict[str, Any]) -> list[int]:
+    return [int(version) for version, _, _ in response["spans"]]
 
 
 class Program(Asking):
@@ -61,6 +76,12 @@ class Program(Asking):
 
     async def of_each(self) -> list[dict[str, Any]]:
         return [await self.of(replica, PROMPTS[0], 4) for replica in REPLICAS]
+
+    async def require_served(self, *versions: int) -> None:
+        """Require that each replica answers from its one of these."""
+        responses = await self.of_each()
+        assert [versions_of(response) for response in responses] == [[one] for one in versions]
+        assert [wrong_tokens(response) for response in responses] == [[], []]
 
     @contextlib.asynccontextmanager
     async def load(self, follower: Any) -> AsyncIterator[None]:
@@ -100,50 +121,44 @@ class Program(Asking):
         return sorted(one.receiver for one in records if one.part_of is not None)
 
 
-async def fail_on_one(program: Program, follower: Any, before: int) -> dict[str, Any]:
-    await program.in_worker(1, let_fail, "prepare")
-    version = await program.send(revealing_weights(before + 1))
-    await until_async(lambda: follower.replicas[0].applied == version)
-    await until_async(lambda: follower.error is not None)
-    try:
-        not_in_time = str(await follower.wait_applied_async(version, 0.1))
-    except dbuffer.WaitTimeoutError as error:
-        not_in_time = str(error)
-    seen = {
-        "before": before,
-        "version": version,
-        "applied": follower.applied,
-        "applied by replica": [one.applied for one in follower.replicas],
-        "error": str(follower.error),
-        "not in time": not_in_time,
-        "during": await program.of_each(),
-    }
-    await program.in_worker(1, let_work, "prepare")
-    reached = await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-    return seen | {"reached": reached, "after": await program.of_each()}
-
-
-async def hold_one(program: Program, follower: Any, directory: Path) -> dict[str, Any]:
+async def hold_one(program: Program, follower: Any, directory: Path) -> None:
+    """While a load of one is held up, the other answers, from the new version already."""
     await program.in_worker(1, let_wait, "prepare", str(directory))
     version = await program.send(revealing_weights(follower.applied + 1))
     await until_async((directory / "entered").exists)
     await until_async(lambda: follower.replicas[0].applied == version)
     held = asyncio.create_task(program.of(1, PROMPTS[0], 4))
-    other = await program.of(0, PROMPTS[0], 4)
-    held_had_answered = held.done()
+    assert versions_of(await program.of(0, PROMPTS[0], 4)) == [version]
+    assert not held.done()
     (directory / "go on").touch()
-    return {
-        "version": version,
-        "other": other,
-        "held one had answered": held_had_answered,
-        "held": await asyncio.wait_for(held, STEP_TIMEOUT_S),
-    }
+    assert versions_of(await asyncio.wait_for(held, STEP_TIMEOUT_S)) == [version]
 
 
-async def observe_dense(directory: Path) -> dict[str, Any]:
+async def fail_on_one(program: Program, follower: Any) -> None:
+    """It serves on and says so, while the other one switches; it is tried again."""
+    before = follower.applied
+    await program.in_worker(1, let_fail, "prepare")
+    version = await program.send(revealing_weights(before + 1))
+    await until_async(lambda: follower.replicas[0].applied == version)
+    await until_async(lambda: follower.error is not None)
+    with pytest.raises(dbuffer.WaitTimeoutError) as late:
+        await follower.wait_applied_async(version, 0.1)
+    assert NAMES[1] in str(late.value)
+    assert NAMES[0] not in str(late.value).replace(NAMES[1], "")
+    assert follower.applied == before
+    assert [one.applied for one in follower.replicas] == [version, before]
+    assert f"{NAMES[1]} " in str(follower.error)
+    assert "this prepare fails" in str(follower.error)
+    await program.require_served(version, before)
+    await program.in_worker(1, let_work, "prepare")
+    assert await follower.wait_applied_async(version, STEP_TIMEOUT_S) == version
+    await program.require_served(version, version)
+
+
+async def run_dense(directory: Path) -> None:
+    """Each switches, answers and acknowledges by itself; a version is applied when all have it."""
     checkpoint = save_revealing(0, directory / "checkpoint")
     program = Program(start_engine(checkpoint), directory / "store")
-
     await program.send(revealing_weights(1))
     async with follow(program.engine, program.store, engine_id=ENGINE) as follower:
         await asyncio.wait_for(follower.wait_started_async(), STEP_TIMEOUT_S)
@@ -151,23 +166,29 @@ async def observe_dense(directory: Path) -> dict[str, Any]:
             for version in range(2, DENSE_VERSIONS + 1):
                 last = await program.send(revealing_weights(version))
                 await asyncio.sleep(0.05)
-            reached = await follower.wait_applied_async(last, STEP_TIMEOUT_S)
+            assert await follower.wait_applied_async(last, STEP_TIMEOUT_S) == last
         await asyncio.to_thread(
             program.sender.wait_applied, last, receivers=NAMES, timeout_s=STEP_TIMEOUT_S
         )
-        seen = {
-            "last": last,
-            "reached": reached,
-            "after": await program.of_each(),
-            "records": program.applied_records(),
-            "responses": program.responses,
-            "one is held": await hold_one(program, follower, directory),
-        }
-        seen["one fails"] = await fail_on_one(program, follower, follower.applied)
-    return seen
+        await program.require_served(last, last)
+        assert program.applied_records() == dict.fromkeys(NAMES, last)
+        for replica in REPLICAS:
+            responses = [one for one in program.responses if one["replica"] == replica]
+            assert len({v for one in responses for v in versions_of(one)}) >= MIN_VERSIONS_SEEN
+            for response in responses:
+                assert wrong_tokens(response) == []
+                assert versions_of(response) == sorted(versions_of(response))
+                assert min(versions_of(response)) >= response["floor"]
+        await hold_one(program, follower, directory)
+        await fail_on_one(program, follower)
 
 
-async def observe_lockstep(directory: Path) -> dict[str, Any]:
+async def run_lockstep(directory: Path) -> None:
+    """No token is of a mix: with experts of one version and attention of another it would be.
+
+    The last two switches are begun in a pause of another program, and while one replica refuses to
+    be paused: neither may let a replica wait for a step that the other one does not make.
+    """
     family = "qwen3-moe"
     checkpoint = save_model(family, 1, directory)
     # Each replica has a part of every expert. (With whole experts, this build's kernel crashes.)
@@ -198,17 +219,19 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
     await asyncio.to_thread(
         program.sender.wait_applied, last, receivers=1, timeout_s=STEP_TIMEOUT_S
     )
-    seen = {
-        "last": last,
-        "reached": follower.applied,
-        "records": program.applied_records(),
-        "ranks": program.rank_records(),
-    }
+    assert follower.applied == last
+    assert program.applied_records() == {ENGINE: last}, "they are one receiver"
+    assert program.rank_records() == [f"{ENGINE}.rank-{rank}" for rank in REPLICAS]
     await follower.aclose()
     program.engine.shutdown()
     at_first = [(prompt, 4) for prompt in PROMPTS]
     fresh = answer_afresh(directory, family, program.responses, seeds, at_first)
-    return seen | fresh | {"responses": program.responses}
+    assert fresh["tokens"] == fresh["fresh engines"]
+    assert all(one != other for one, other in zip(*fresh["fresh starts"], strict=True))
+    for replica in REPLICAS:
+        responses = [one for one in program.responses if one["replica"] == replica]
+        assert len({version for one in responses for version, _, _ in one["spans"]}) >= 3
+    assert any(len(response["spans"]) > 1 for response in program.responses)
 
 
 async def switch_in_a_pause_that_begins(program: Program, follower: Any, weights: Any) -> None:
@@ -283,31 +306,35 @@ def reach_late(engine: Any, replica: int) -> None:
     core._send_input_message = send_late
 
 
-async def observe_served(directory: Path) -> dict[str, Any]:
+async def run_served(directory: Path) -> None:
+    """Two API servers, of which one follows each replica and the other stands by."""
     store = directory / "store"
     server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
-    seen: dict[str, Any] = {"answers": {}}
     with dbuffer.WeightSender(store) as sender:
-        seen["ready with an empty store"] = server.is_ready_without_version()
+        assert not server.is_ready_without_version()
         for version in (1, 2, 3):
             sender.send(revealing_weights(version), version=version)
             server.wait_ready()
             sender.wait_applied(version, receivers=NAMES, timeout_s=WAIT_S)
             # A connection is of one API server; which, the kernel chooses.
-            seen["answers"][version] = [
-                fresh.answer(replica=replica)
-                for fresh in (server.connected_anew() for _ in range(6))
-                for replica in REPLICAS
-            ]
-        seen["driven from outside"] = error_of(lambda: follow(server.url, store).close())
+            for fresh in (server.connected_anew() for _ in range(6)):
+                for replica in REPLICAS:
+                    assert fresh.answer(replica=replica) == tokens_of(version)
+        driven = str(error_of(lambda: follow(server.url, store).close()))
+        assert "replicas step each by itself" in driven
+        assert "--middleware dbuffer.integrations.vllm.FollowStore" in driven
         until("all counted", lambda: all(map(counts_three, metrics_of(server))), WAIT_S, 0.1)
-        seen["metrics"] = metrics_of(server)
-        seen["exit code"], seen["left over"] = server.terminate()
-    return seen | {"log": server.log().splitlines()}
+        for metrics in metrics_of(server):
+            for name in NAMES:
+                assert metrics[f"dbuffer_version_applied of {name}"] == 3
+                assert metrics[f"dbuffer_following of {name}"] == 1
+        assert server.terminate() == (0, [])
+    assert server.log().count("and serves weights from outside the store") == len(REPLICAS)
+    assert switches_of(server) == [(name, version) for name in NAMES for version in (1, 2, 3)]
 
 
-async def observe_hybrid(directory: Path) -> dict[str, Any]:
-    """Two front ends, as on two hosts, each with two of four replicas."""
+async def run_hybrid(directory: Path) -> None:
+    """Two front ends, as on two hosts, each with two of four replicas, which it balances itself."""
     store = directory / "store"
     meeting_port = free_port()
     servers = []
@@ -326,18 +353,28 @@ async def observe_hybrid(directory: Path) -> dict[str, Any]:
                 "--data-parallel-hybrid-lb",
             )
         )
-    seen: dict[str, Any] = {"answers": {}}
     with dbuffer.WeightSender(store) as sender:
         for version in (1, 2, 3):
             sender.send(revealing_weights(version), version=version)
             sender.wait_applied(version, receivers=HYBRID_NAMES, timeout_s=WAIT_S)
             for server in servers:
                 server.wait_ready()
-            seen["answers"][version] = [
-                [server.connected_anew().answer() for _ in range(8)] for server in servers
-            ]
-    seen["ends"] = [server.terminate() for server in servers]
-    return seen | {"logs": [server.log().splitlines() for server in servers]}
+                for _ in range(8):
+                    assert server.connected_anew().answer() == tokens_of(version)
+    assert [server.terminate() for server in servers] == [(0, [])] * 2
+    for names, server in zip((HYBRID_NAMES[:2], HYBRID_NAMES[2:]), servers, strict=True):
+        # They start with version 1.
+        assert switches_of(server) == [(name, version) for name in names for version in (2, 3)]
+
+
+def tokens_of(version: int) -> list[int]:
+    return [token_of(version)] * ANSWER_TOKENS
+
+
+def switches_of(server: Server) -> list[tuple[str, int]]:
+    """Return names and versions of all switches that a server has logged, sorted."""
+    found = re.findall(r"(\S+) serves version (\d+): ", server.log())
+    return sorted((name, int(version)) for name, version in found)
 
 
 def start_server(directory: Path, store: Path, *flags: str | int) -> Server:
@@ -372,11 +409,10 @@ def start_engine(checkpoint: Path, **more: Any) -> Any:
 
 
 if __name__ == "__main__":
-    target, role = Path(sys.argv[1]), sys.argv[2]
-    programs = {
-        "dense": observe_dense,
-        "lockstep": observe_lockstep,
-        "served": observe_served,
-        "hybrid": observe_hybrid,
+    run = {
+        "dense": run_dense,
+        "lockstep": run_lockstep,
+        "served": run_served,
+        "hybrid": run_hybrid,
     }
-    leave(target, asyncio.run(programs[role](target)))
+    judge(lambda directory, role: asyncio.run(run[role](directory)))
