@@ -243,10 +243,10 @@ for store in sys.argv[1:]:
 """
 
 
-def test_a_last_publish_at_exit_needs_no_threads(shm_path, tmp_path):
+def test_a_last_publish_at_exit_needs_no_threads(shm_path):
     """By a sender that has published before, and by one that has started no thread yet."""
     warm, cold = shm_path / "warm", shm_path / "cold"
-    done = run_program(tmp_path, AT_EXIT, warm, cold)
+    done = run_program(AT_EXIT, warm, cold)
     assert (done.returncode, done.stdout) == (0, "published\n" * 2), done.stderr
     assert done.stderr.count("with fewer") >= 2
     for store, version in ((warm, 2), (cold, 1)):

@@ -416,8 +416,8 @@ have_changed.set()
 """
 
 
-def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store, tmp_path):
-    done = run_program(tmp_path, ENDS_WITHOUT_WAITING, store)
+def test_a_failure_that_nothing_raised_is_logged_when_the_process_ends(store):
+    done = run_program(ENDS_WITHOUT_WAITING, store)
     assert done.stderr.count("changed while they were being published") == 1
     assert newest(store) is None
 

@@ -797,9 +797,9 @@ begun.wait()
 """
 
 
-def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store, tmp_path):
+def test_a_program_that_ends_while_a_version_is_staged_is_not_aborted(store):
     """Python ends threads in the midst of torch's code, which takes that for an error."""
-    done = run_program(tmp_path, ENDS_WHILE_IT_STAGES, store)
+    done = run_program(ENDS_WHILE_IT_STAGES, store)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list((store / "receivers").glob("*"))
 

@@ -48,9 +48,9 @@ def test_a_command_says_what_to_install(monkeypatch, capsys, tmp_path, module, a
     assert err.endswith(f" needs {package}: pip install {package}{clone}\n")
 
 
-def test_without_typer_the_command_line_says_what_to_install(tmp_path):
+def test_without_typer_the_command_line_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; from dbuffer.__main__ import main; main()"
-    done = run_program(tmp_path, code)
+    done = run_program(code)
     assert (done.returncode, done.stdout) == (1, "")
     install = "pip install typer, or '.[cli]' in a clone of dbuffer"
     assert done.stderr == f"dbuffer: the command line needs typer: {install}\n"

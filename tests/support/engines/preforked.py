@@ -54,7 +54,6 @@ def start(
     errors: IO[bytes] | None = None,
     new_session: bool = False,
     imports_anew: bool = False,
-    needs_vllm: bool = True,
 ) -> Process:
     """Run a program in a child of this process.
 
@@ -66,12 +65,9 @@ def start(
         new_session: whether it leads a session of its own.
         imports_anew: whether what it imports must see its environment, as prometheus_client looks
             for several processes then: it is no fork.
-        needs_vllm: else it is a fork of what has imported torch, if this process is a fork, too.
     """
     errors = errors or output
-    zygote = None
-    if CAN_FORK and not imports_anew:
-        zygote = _zygote_with_vllm() if needs_vllm else _own
+    zygote = _zygote_with_vllm() if CAN_FORK and not imports_anew else None
     if zygote is not None:
         with Path(os.devnull).open("rb") as nothing:
             at = {0: nothing.fileno(), 1: output.fileno(), 2: errors.fileno()}
