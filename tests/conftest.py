@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import math
@@ -211,22 +212,29 @@ def frameworks_preloaded() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def made_in_memory() -> Iterator[Path]:
+    """Make a directory in shared memory, or where there is none on a disk; remove it afterwards."""
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @pytest.fixture
 def shm_path() -> Iterator[Path]:
     """A directory of the test's own on tmpfs, removed afterwards."""
     if not SHARED_MEMORY.is_dir():
         pytest.skip("this system has no /dev/shm")
-    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    with made_in_memory() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
     """A directory in shared memory for the whole file."""
-    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    with made_in_memory() as path:
+        yield path
 
 
 @pytest.fixture
@@ -306,34 +314,30 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def template() -> Iterator[Path]:
     """A store that holds versions 2 and 3, with checksums; not to be changed."""
-    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else tmp_path_factory.getbasetemp()
-    directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
-    path = directory / "template"
-    with dbuffer.WeightSender(path, checksum=True) as sender:
-        for version in (1, 2, 3):
-            sender.send(patterns.SMALL.weights(version), metadata={"step": version})
-    with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
-        receiver.load_into(patterns.SMALL.empty())
-    receiver.record.path.rename(path / "receivers" / "old.json")
-    yield path
-    shutil.rmtree(directory)
+    with made_in_memory() as directory:
+        path = directory / "template"
+        with dbuffer.WeightSender(path, checksum=True) as sender:
+            for version in (1, 2, 3):
+                sender.send(patterns.SMALL.weights(version), metadata={"step": version})
+        with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
+            receiver.load_into(patterns.SMALL.empty())
+        receiver.record.path.rename(path / "receivers" / "old.json")
+        yield path
 
 
 @pytest.fixture(scope="session")
-def chain_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def chain_template() -> Iterator[Path]:
     """A store of a network mount: version 1 whole, and 2 to 5 upon it; not to be changed."""
-    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else tmp_path_factory.getbasetemp()
-    directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
-    path = directory / "chain"
-    with pytest.MonkeyPatch.context() as patch:
+    with made_in_memory() as directory, pytest.MonkeyPatch.context() as patch:
+        path = directory / "chain"
         patch.setenv("DBUFFER_MOUNT", "network")
         with dbuffer.WeightSender(path, delta=True) as sender:
             for version in (1, 2, 3, 4, 5):
                 sender.send(patterns.SPARSE.weights(version))
-    yield path
-    shutil.rmtree(directory)
+        patch.undo()
+        yield path
 
 
 @pytest.fixture

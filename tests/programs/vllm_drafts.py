@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from tests.support.engines.vllm_engines import (
     counted_reloads,
     following,
     greedy,
-    leave,
+    judge,
+    require_different,
     set_packing,
     start_llm,
 )
@@ -166,20 +166,51 @@ CASES = {
 }
 
 
-def run(directory: Path, case: Case, dtype: str) -> dict[str, Any]:
+SHARES = {
+    "eagle": [True, True],
+    "eagle3": [True, True],
+    "eagle3 with a head": [True, False],
+    "draft model": [False, False],
+}
+"""Whether a draft has the target's embedding, and its head."""
+
+
+def run(directory: Path, name: str, dtype: str) -> dict[str, int]:
+    case = CASES[name]
     set_packing(packed=True)
     pair = [case.target(directory, seed) for seed in (0, 1)]
     config = case.speculates | ({"model": str(case.draft(directory, 2))} if case.draft else {})
-    seen: dict[str, Any] = {"fresh": [greedy(start_llm(path, dtype=dtype)) for path in pair]}
+    fresh = [greedy(start_llm(path, dtype=dtype)) for path in pair]
+    require_different(*fresh)
     engines = [start_llm(path, dtype=dtype, speculative_config=config) for path in pair]
     ask, ask_other = map(asking, engines)
-    seen["speculating"] = [ask(), ask_other()]
-    seen["shares"] = shares_of(engines[0])
+    speculating = [ask(), ask_other()]
+    assert [tokens for tokens, _ in speculating] == fresh
+    proposals = []
     with following(engines[0], directory / "store", lambda _: ask()) as switch:
-        seen["switched"] = [switch(pair[number]) for number in ORDER[:NUM_PROVEN]]
-        with counted_reloads(engines[0]) as reloads:
-            seen["switched"] += [switch(pair[number]) for number in ORDER[NUM_PROVEN:]]
-    return seen | {"late reloads": len(reloads)}
+        for place, number in enumerate(ORDER):
+            with counted_reloads(engines[0]) as reloads:
+                error, (tokens, proposed) = switch(pair[number])
+            assert (error, tokens) == (None, fresh[number])
+            assert place < NUM_PROVEN or not reloads
+            proposals.append(proposed)
+    judge_proposals(name, [proposed for _, proposed in speculating], proposals)
+    if name not in ("suffix", "mtp"):
+        assert shares_of(engines[0]) == SHARES.get(name)
+    return {"switches of engines that speculate": len(ORDER)}
+
+
+def judge_proposals(name: str, fresh: list[Any], switched: list[Any]) -> None:
+    assert fresh[0] != fresh[1]
+    if name == "suffix":  # several tokens in a step: it proposes what a version before has answered
+        assert all(len(proposals) < 12 for proposals in switched[2:])
+    elif name == "mtp":  # the draft is as the engine began with it, whatever a version brings
+        for number, proposals in zip(ORDER, switched, strict=True):
+            assert (proposals == fresh[number]) == (number == 0)
+    else:
+        assert switched == [fresh[number] for number in ORDER]
+    if name == "eagle":  # several tokens in a step: what it proposes is often right
+        assert all(len(proposals) < 12 for proposals in (*fresh, *switched))
 
 
 def runner_of(llm: Any) -> Any:
@@ -215,5 +246,4 @@ def asking(llm: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    leave(target, run(target, CASES[sys.argv[2]], sys.argv[3]))
+    judge(run)

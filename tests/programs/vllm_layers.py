@@ -34,6 +34,7 @@ from tests.support.engines.vllm_engines import (
     greedy_answers,
     judge,
     model_of,
+    require_different,
     set_packing,
     start_llm,
     vllm_release,
@@ -252,11 +253,6 @@ def quantised(
     if static:
         made[name.replace("weight", "input_scale")] = 0.05 + tensor.abs().mean().reshape(1) / 10
     return made
-
-
-def require_different(one: list[Any], other: list[Any]) -> None:
-    """Require that no answer is the same."""
-    assert all(a != b for a, b in zip(one, other, strict=True))
 
 
 def switch_pair(

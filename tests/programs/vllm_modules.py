@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from torch.distributed.fsdp import fully_shard
 import dbuffer
 from dbuffer.integrations.vllm import follow
 from tests.programs.vllm_breadth import BFLOAT16, FAMILIES, HYBRID, Case, answering
-from tests.support.engines.vllm_engines import leave, set_packing, start_llm
+from tests.support.engines.vllm_engines import judge, require_different, set_packing, start_llm
 from tests.support.waiting import error_of
 from tests.support.worlds import World
 
 CASES = FAMILIES | BFLOAT16 | HYBRID
-FORMS = ("checkpoint", "module", "sharded module")
 LAYERS = ("packed", "live")
 ORDER = {"plain": (1, 0), "delta": (1, 2, 1, 0)}
 """Numbers of the weights that a sender of each kind publishes one after another.
@@ -77,14 +75,17 @@ def sending_sharded(store: Path, world: World, *, delta: bool) -> Iterator[Send]
     world.run(close_sender)
 
 
-def run(directory: Path, name: str, layers: str) -> dict[str, Any]:
+def run(directory: Path, name: str, layers: str) -> dict[str, int]:
     case = CASES[name]
     set_packing(packed=layers == "packed")
     checkpoints = [checkpoint_of(case, number, directory) for number in range(3)]
     ask, store = answering(case), directory / "store"
     engines = [start_llm(path, **case.arguments) for path in checkpoints]
-    seen: dict[str, Any] = {"fresh": [ask(engine) for engine in engines], "published": {}}
+    fresh = [ask(engine) for engine in engines]
+    require_different(*fresh[:2])
+    require_different(*fresh[1:])
     trained = Trained(case)
+    num_switches = 0
     try:
         with (
             World(directory, 2, processes=multiprocessing.get_context("spawn")) as world,
@@ -93,20 +94,28 @@ def run(directory: Path, name: str, layers: str) -> dict[str, Any]:
             world.run(shard, name)
             for kind, numbers in ORDER.items():
                 delta = kind == "delta"
-                senders = {
-                    "checkpoint": sending(store, checkpoints.__getitem__, delta=delta),
-                    "module": sending(store, trained.at, delta=delta),
-                    "sharded module": sending_sharded(store, world, delta=delta),
-                }
-                for form, sender in senders.items():
+                for sender in (
+                    sending(store, checkpoints.__getitem__, delta=delta),
+                    sending(store, trained.at, delta=delta),
+                    sending_sharded(store, world, delta=delta),
+                ):
                     with sender as send:
-                        seen["published"][f"{form}, {kind}"] = [
-                            [send(number), error_of(follower.sync), ask(engines[0])]
-                            for number in numbers
-                        ]
+                        for place, number in enumerate(numbers):
+                            is_delta = send(number)
+                            error, answers = error_of(follower.sync), ask(engines[0])
+                            if case.refused:
+                                assert case.refused in str(error)
+                                assert answers == fresh[0]
+                                continue
+                            assert (error, answers) == (None, fresh[number])
+                            assert is_delta == (delta and place in (1, 2))
+                            num_switches += 1
     except dbuffer.UnsupportedError as error:
-        seen["published"]["nothing"] = [[False, str(error), ask(engines[0])]]
-    return seen
+        if not case.refused:
+            raise
+        assert case.refused in str(error)
+        assert ask(engines[0]) == fresh[0]
+    return {"switches to families in all forms": num_switches}
 
 
 # What runs on the ranks.
@@ -140,5 +149,4 @@ def close_sender(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    leave(target, run(target, *sys.argv[2:]))
+    judge(run)

@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Self
 from unittest import mock
 
-from tests.support import ROOT
 from tests.support.ports import free_port
 from tests.support.waiting import TIMEOUT_S, until
 
 BUCKET = "weights"
 _ACCESS_KEY_ID, _SECRET_ACCESS_KEY = "test-key", "test-secret"
 _SERVICES = ("master", "volume", "filer", "s3", "admin")
+_KEEPER = """
+"$@" < /dev/null > "$0/log" 2>&1 &
+while read -r _; do :; done
+kill -s KILL "$!"
+wait
+rm -rf "$0" $SOCKETS
+"""
+"""Shell script that runs the server in a directory until standard input ends, as it does when the
+test run ends, however that ends. Then it removes what the server left."""
 
 
 def variables(endpoint: str) -> dict[str, str]:
@@ -66,14 +74,15 @@ class ObjectServer:
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
             *("-master.telemetry=false", f"-volume.max={num_volumes}"),
         ]
-        program = str(ROOT / "tests" / "programs" / "object_server.py")
-        named = [program, directory, *map(str, ports.values()), "--"]
         self._log = Path(directory) / "log"
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", *named, *command],
+            ["/bin/sh", "-c", _KEEPER, directory, *command],
+            cwd=directory,
             stdin=subprocess.PIPE,
             env={
                 "HOME": directory,
+                # No option moves these.
+                "SOCKETS": " ".join(f"/tmp/seaweedfs-*-{port}.sock" for port in ports.values()),
                 "AWS_ACCESS_KEY_ID": _ACCESS_KEY_ID,
                 "AWS_SECRET_ACCESS_KEY": _SECRET_ACCESS_KEY,
             },

@@ -269,6 +269,11 @@ def set_packing(packed: bool) -> None:
     _custom_ops._supports_onednn = packed
 
 
+def require_different(one: list[Any], other: list[Any]) -> None:
+    """Require that no answer is the same."""
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
 def greedy_parameters(max_tokens: int = NUM_TOKENS) -> Any:
     import vllm
 
