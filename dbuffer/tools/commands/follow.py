@@ -119,10 +119,10 @@ def _follow(
         WaitTimeoutError: no version came for ``timeout_s``.
     """
     policy: Literal["follow", "raise"] = "follow" if forked == "follow" else "raise"
-    loop = FollowLoop(
-        receiver, "following", logger, forked=policy, final=(errors.WaitTimeoutError,)
-    )
+    final = (errors.WaitTimeoutError,)
     with receiver, contextlib.ExitStack() as at_end:
+        noted, received = at_end.enter_context(shared.noting_signals())
+        loop = FollowLoop(receiver, "following", logger, forked=policy, final=final, stop=noted)
         if not acknowledge:
             at_end.callback(receiver.record.remove)
         receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
@@ -131,7 +131,7 @@ def _follow(
             held = contextlib.ExitStack()
             with progress(shared.describe_wait(receiver.store, newer_than)):
                 snapshot = _hold_next(
-                    receiver, loop, held, newer_than, timeout_s, acknowledge=acknowledge
+                    receiver, loop, held, newer_than, timeout_s, received, acknowledge
                 )
             try:
                 # If another run comes meanwhile, the next wait applies `forked`.
@@ -151,15 +151,21 @@ def _hold_next(
     held: contextlib.ExitStack,
     newer_than: int | None,
     timeout_s: float | None,
-    *,
+    received: list[int],
     acknowledge: bool,
 ) -> Snapshot:
-    """Wait for the next version, also while the store cannot be read."""
+    """Wait for the next version, also while the store cannot be read.
+
+    ``received``: numbers of signals that end the wait.
+    """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
         with loop.attempt():
-            if loop.wait(newer_than, timeout_s=left_s) is None:
+            version = loop.wait(newer_than, timeout_s=left_s)
+            if received:  # and what the signal raised was dropped
+                signal.raise_signal(received[-1])
+            if version is None:
                 there = DoubleBuffer(receiver.store).state_without_version()
                 raise errors.WaitTimeoutError(
                     f"nothing new for {timeout_s:g} s in {receiver.store}{there}"

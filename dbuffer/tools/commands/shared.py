@@ -22,6 +22,8 @@ from dbuffer.store.foreign import is_store, other_contents
 from dbuffer.tools.terminal import print_error, print_json, print_line
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from dbuffer.publish.publication import Publication
 
 EXIT_FAILED = 1
@@ -189,6 +191,34 @@ def stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
     if received:
         raise SystemExit(EXIT_SIGNAL + received[0])
+
+
+@contextlib.contextmanager
+def noting_signals() -> Iterator[tuple[threading.Event, list[int]]]:
+    """Yield an event that SIGINT and SIGTERM set, and their numbers, beside what they raise.
+
+    Python drops what is raised in the callback of a weak reference. A command that waits for long
+    looks at the event, too.
+    """
+    noted, received = threading.Event(), list[int]()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # In another thread: the code that the signal interrupts may have the event's lock.
+        _thread.start_new_thread(noted.set, ())
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    for number, handler in before.items():
+        if callable(handler):  # else it is ignored
+            signal.signal(number, handle)
+    try:
+        yield noted, received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def explain_wait(store: Path, target: Path | str | None = None) -> None:

@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ from tensordict import TensorDict
 from torch import distributed
 
 import dbuffer
+from dbuffer.__main__ import main
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import hold_newest
 from dbuffer.tools import cli
+from dbuffer.tools.commands import follow
 from dbuffer.tools.commands.shared import stopped_by_signals
 from dbuffer.tools.verification import verify_store
-from tests.support.children import Command
+from tests.support.children import Child, Command
 from tests.support.commands import call
 from tests.support.stores import contents
 from tests.support.waiting import TIMEOUT_S, until
@@ -539,6 +543,36 @@ def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, 
         with Command(tmp_path, "follow", store, "--receiver-id", "r-1", "--count=1") as receiver:
             assert receiver.wait() == 0
         sender.wait_applied(4, receivers=["r-1"], timeout_s=0)
+
+
+def follow_and_drop_a_signal(connection: Connection, store: Path, number: int) -> None:
+    """Get a signal in the callback of a weak reference: Python drops what is raised there."""
+    report = follow.shared.report
+
+    def end(_: object) -> None:
+        os.kill(os.getpid(), number)
+        for _ in range(100):  # in which the signal is handled
+            pass
+
+    def report_and_get_it(*arguments: Any, **options: Any) -> None:
+        report(*arguments, **options)
+        thing = io.StringIO()
+        reference = weakref.ref(thing, end)
+        del thing
+        connection.send(reference() is None)
+
+    follow.shared.report = report_and_get_it
+    sys.argv = ["dbuffer", "follow", str(store)]
+    main()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_is_dropped_ends_follow(store, number):
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(TENSORS)
+    with Child(follow_and_drop_a_signal, store, number) as child:
+        assert child.receive()
+        assert child.wait() == -number
 
 
 @pytest.mark.parametrize("forked", ["follow", "refuse"])
