@@ -54,7 +54,6 @@ from tests.support.stores import SHARED_MEMORY  # noqa: E402
 from tests.support.timings import set_timings, timings  # noqa: E402
 
 # They import torch, which the process that hands out the tests does not need.
-children = Later("tests.support.children")
 object_store = Later("tests.support.object_store")
 s3 = Later("tests.support.object_server")
 patterns = Later("tests.support.patterns")
@@ -195,7 +194,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    children.collected()
 
 
 @pytest.fixture(scope="session")

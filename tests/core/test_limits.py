@@ -80,10 +80,9 @@ def run_until(mirror: Mirror, is_enough: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-def test_what_needs_a_thread_waits_for_one(tmp_path, mount):
-    for path in (tmp_path, *tmp_path.parents[:3]):  # the child is another user
-        path.chmod(path.stat().st_mode | 0o055)
-    place = tmp_path / "place"
+def test_what_needs_a_thread_waits_for_one(shm_path, mount):
+    shm_path.chmod(0o755)  # the child is another user
+    place = shm_path / "place"
     place.mkdir(mode=0o700)
     with Child(live_without_threads, place, mount) as child:
         seen = child.receive()

@@ -177,10 +177,9 @@ def read_as_nobody(connection: Connection, checkpoint: Path) -> None:
 
 
 @needs_root
-def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
-    for path in (tmp_path, *tmp_path.parents[:3]):
-        path.chmod(path.stat().st_mode | 0o055)
-    checkpoint = tmp_path / "model.safetensors"
+def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(shm_path):
+    shm_path.chmod(0o755)
+    checkpoint = shm_path / "model.safetensors"
     save_file(SMALL.weights(1), checkpoint)
     checkpoint.chmod(0o600)
     with Child(read_as_nobody, checkpoint) as child:

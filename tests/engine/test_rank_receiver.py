@@ -22,12 +22,9 @@ from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.engine.unused_tensors import UnusedTensors
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import preload
 from tests.support.light_engines import Rank
 from tests.support.soak import in_turn
 from tests.support.worlds import Coordinator, World, world_of
-
-preload("dbuffer.integrations.engine.rank_receiver", "tests.support.light_engines")
 
 SIZE = 4
 NUM_LAYERS = 3

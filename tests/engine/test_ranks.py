@@ -22,13 +22,11 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import Child, preload
+from tests.support.children import Child
 from tests.support.light_engines import LightEngine, Model, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import until
 from tests.support.worlds import Coordinator, Failure, world_of
-
-preload("dbuffer.integrations.engine.rank_receiver")
 
 SIZE = 3
 BAD = 1

@@ -22,50 +22,49 @@ from tests.support.timings import current_timings, set_timings
 from tests.support.waiting import TIMEOUT_S, until
 
 _processes = multiprocessing.get_context("forkserver")
-_preloaded: list[str] = []
-_preloaded_for_a_while: list[str] = []
-_environment: dict[str, str] = {}
 # Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
 _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
-
-
-def preload(*modules: str) -> None:
-    """Let children be forked off a process with one thread that has imported these, too.
-
-    To be called as test files are imported: the process starts with the first child.
-    """
-    _preloaded.extend(name for name in modules if name not in _preloaded)
-    names = [*_preloaded, *_preloaded_for_a_while]
-    _processes.set_forkserver_preload([*names, "tests.support.frozen"])
+_environment = dict(os.environ)
+_PRELOADED = (
+    *("dbuffer.api", "dbuffer.integrations.engine.rank_receiver", "dbuffer.mirror.mirror"),
+    *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
+    *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
+    *("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("httpx", "rich.console", "rich.table", "typer"),  # for commands
+)
+_preloaded_for_a_while: list[str] = []
 
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
-    """The same for a while, for large ones: each fork takes time for all that the process holds."""
+    """Let children be forked off a process that has imported these, too, for a while.
+
+    Each fork takes time for all that the process holds.
+    """
     before = list(_preloaded_for_a_while)
-    _preload_for_a_while([*before, *modules])
+    _preload([*before, *modules])
     try:
         yield
     finally:
-        _preload_for_a_while(before)
+        _preload(before)
 
 
-def _preload_for_a_while(modules: list[str]) -> None:
+def _preload(modules: list[str]) -> None:
     _preloaded_for_a_while[:] = modules
     forkserver._forkserver._stop()
-    preload()
+    _name_modules()
 
 
-def collected() -> None:
-    """Settle what children are forked off: all test files are imported."""
-    preload()  # whatever else set it meanwhile
-    _environment.update(os.environ)
+def _name_modules() -> None:
+    names = [*_PRELOADED, *_preloaded_for_a_while, "tests.support.frozen"]
+    _processes.set_forkserver_preload(names)
 
 
 def _start_server() -> None:
     """Start it with the first child, but not in the environment of a test that changes its own."""
     if forkserver._forkserver._forkserver_pid is None:
+        _name_modules()  # whatever else named some meanwhile
         current = dict(os.environ)
         os.environ.update(_environment)
         try:
@@ -75,10 +74,7 @@ def _start_server() -> None:
             os.environ.update(current)
 
 
-preload("dbuffer.mirror.mirror", "dbuffer.publish.sharded", "pytest")
-preload("dbuffer.api", "hypothesis.stateful", "prometheus_client", "tests.support.damage")
-preload("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-preload("httpx", "rich.console", "rich.table", "typer")  # for commands
+_name_modules()
 
 
 def is_running(pid: int) -> bool:

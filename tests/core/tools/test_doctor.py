@@ -26,7 +26,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.doctor import peer, probes
 from dbuffer.tools.doctor.finding import Finding
 from dbuffer.tools.doctor.probes import PREFIX, examine
-from tests.support.children import Child, Command, preload
+from tests.support.children import Child, Command
 from tests.support.commands import call
 from tests.support.moments import die
 from tests.support.patterns import SMALL, newest
@@ -36,7 +36,6 @@ from tests.support.waiting import TIMEOUT_S, until
 MEGABYTE = 1 << 20
 NOBODY = 65534
 
-preload("dbuffer.tools.doctor.peer")
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 

@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 import dbuffer
-from tests.support.children import preload
+from tests.support.children import preloaded
 from tests.support.later import Later
 from tests.support.sharded import mounted
 from tests.support.worlds import World
 
 transformers = Later("transformers")
-preload("tests.support.megatron_parts")  # skipped where there is no mbridge
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,7 +80,10 @@ def model_of(family: str) -> Any:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: Any) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world"), 4) as world:
+    with (
+        preloaded("tests.support.megatron_parts"),
+        World(tmp_path_factory.mktemp("world"), 4) as world,
+    ):
         yield world
 
 

@@ -33,12 +33,12 @@ from dbuffer.integrations.torchrl import (
 )
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
-from tests.support.children import Child, preload
+from tests.support.children import Child
 from tests.support.light_engines import WAIT_S, LightEngine, Rank, options
 from tests.support.patterns import SMALL
 from tests.support.waiting import Gate, until
 
-preload("dbuffer.integrations.torchrl.vllm_collective")
+pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
 SOON_S = 0.1
 """Long enough for another thread to begin to wait."""
