@@ -244,7 +244,7 @@ class Scene:
     def recorded(self) -> tuple[int | None, dict[str, Any]]:
         """Version in the engine's record, and its metadata there."""
         record = DoubleBuffer(self.store).receiver(self.engine_id)
-        return record.applied_version, record.metadata
+        return (None, {}) if record is None else (record.applied_version, record.metadata)
 
     def follower(self, **more: Any) -> Follower:
         return Follower(self.engine, options(self.store, self.engine_id, **more))
