@@ -1,15 +1,17 @@
 """`Stager`: keeps a version ready in the background; applying it is all that is left.
 
-A thread follows the store. It opens each newest version, or only one that it was told, checks it,
-and keeps it held and mapped; or, where a mapping would read a network at the wrong moment or a
-device copies faster out of pinned memory, it copies the version into memory of its own. Whoever
-applies the version takes it with :meth:`Stager.take`, and releases it afterwards.
+A thread follows the store. It opens and checks each newest version, or the one it was made for, and
+keeps it held and mapped; or it copies the version into memory of its own, if a mapping would read a
+network at the wrong moment, or a device copies faster out of pinned memory. The engine takes the
+version by :meth:`Stager.take`, applies it, and releases it. :class:`State` says what may follow
+what.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import enum
 import logging
 import threading
 import time
@@ -28,7 +30,7 @@ from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, 
 from dbuffer.format.manifest import MAX_INTEGER, Pointer
 from dbuffer.io.devices import PageLock
 from dbuffer.io.tensors import new_memory
-from dbuffer.receive.follow_loop import Failure, FollowLoop, Forked
+from dbuffer.receive.follow_loop import FollowLoop, Forked
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
@@ -96,18 +98,44 @@ class Staged:
         return self.lineage.id.number
 
 
-@dataclass(frozen=True, slots=True)
+class State(enum.Enum):
+    """State of a stager. Only its own thread stages a version, and only in `EMPTY`."""
+
+    EMPTY = enum.auto()
+    """No version is staged."""
+    READY = enum.auto()
+    """A version is staged. A newer one may replace it, unless it answers a request."""
+    TAKEN = enum.auto()
+    """A version is in use; no other is staged meanwhile."""
+    APPLIED = enum.auto()
+    """A version was applied, and the stager's thread is to let go of it: the record may have to be
+    flushed over a network, and unmapping takes 17 ms a GB, neither of which a pause waits for."""
+    CLOSED = enum.auto()
+
+
+TRANSITIONS = {
+    State.EMPTY: (State.READY, State.CLOSED),
+    State.READY: (State.TAKEN, State.APPLIED, State.EMPTY, State.CLOSED),
+    State.TAKEN: (State.TAKEN, State.READY, State.APPLIED, State.CLOSED),
+    State.APPLIED: (State.EMPTY, State.CLOSED),
+    State.CLOSED: (),
+}
+
+
+@dataclass(slots=True)
 class _Request:
     """A call of :meth:`Stager.take` that waits."""
 
     number: int
     id: VersionId | None
-    """Id of the version of this number; None: that is not published yet."""
+    """Id of the version of this number, or None if it is not published yet."""
     newest: Lineage | None
     """Newest version when the call was made."""
     is_exact: bool
     """Whether no later version will do."""
     is_whole: bool
+    error: Exception | None = None
+    """Error of the attempt to stage a version for this request."""
 
     def is_met_by(self, staged: Staged) -> bool:
         if (self.is_whole and staged.tensors is None) or not self.concerns(staged.version):
@@ -211,22 +239,13 @@ class Stager(ProcessBound):
         self._interrupt = threading.Event()
         self._condition = threading.Condition()
         """Guards all that follows."""
+        self._state = State.EMPTY
         self._staged: Staged | None = None
-        """Version that is ready, or taken."""
-        self._is_taken = False
-        """Whether the version is in use; nothing else is staged meanwhile."""
-        self._is_applied = False
-        """Whether the version was applied, and is for the stager's thread to let go of: its record
-        may have to be flushed over a network, and unmapping takes 17 ms a GB. An engine that is
-        paused waits for neither."""
         self._hold = contextlib.ExitStack()
-        """Hold on the staged version, where it is mapped."""
-        self._failure: Failure | None = None
-        """Failure of the last attempt. A version that was ready before it still is."""
+        """Hold on the staged version, if it is mapped."""
         self._request: _Request | None = None
         self._applied = applied
         """Version up to which nothing need be staged."""
-        self._is_closed = False
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -237,13 +256,8 @@ class Stager(ProcessBound):
     def store(self) -> Path:
         return self._receiver.store
 
-    @property
-    def maps_files(self) -> bool:
-        """Whether it maps versions where they lie, and does not read them over a network."""
-        return self._receiver.maps_files
-
     def newest(self) -> Pointer | None:
-        """Return the pointer to the store's newest version; None: no store, or nothing in it."""
+        """Return the pointer to the store's newest version, or None if there is none."""
         return self._receiver.newest()
 
     @property
@@ -281,10 +295,8 @@ class Stager(ProcessBound):
         self._require_open()  # a fork's copy of the lock may stay locked
         with self._condition:
             self._require_open()
-            self._drop_applied()
             request = self._request_for(version, at_least, is_whole=whole)
-            self._failure = None  # it may have been mended since
-            self._loop.retry_now()
+            self._loop.retry_now()  # the cause of a failure may have been mended since
             if self._applied is not None and self._applied.number >= request.number:
                 # It is to be applied again.
                 self._applied = self._applied._replace(number=request.number - 1)
@@ -299,10 +311,10 @@ class Stager(ProcessBound):
                         f"version {request.number} of {self.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {newest and newest.version}"
                     )
-                if self._failure is not None:
-                    raise self._failure.error
+                if request.error is not None:
+                    raise request.error
                 assert self._staged is not None  # noqa: S101 - that was the answer
-                self._is_taken = True
+                self._enter(State.TAKEN)
                 return self._staged
             finally:
                 self._request = None
@@ -311,22 +323,23 @@ class Stager(ProcessBound):
     def release(self, *, applied: VersionId | None = None) -> None:
         """Release the version that was taken; those up to ``applied`` need not be staged again."""
         with self._condition:
-            self._is_taken = False
+            if self._state is State.TAKEN:
+                self._enter(State.READY)
             if applied is not None and self._leads_on(applied):
                 self._applied = applied
-                if self._staged is not None and self._staged.version <= applied.number:
-                    self._is_applied = True
-            self._condition.notify_all()
+                staged = self._staged if self._state is State.READY else None
+                if staged is not None and staged.version <= applied.number:
+                    self._enter(State.APPLIED)
+            self._wake()
 
     def stage_again(self, *, applied: VersionId | None = None) -> None:
-        """Make ready anew the newest version above ``applied``; None: whichever is the newest.
+        """Stage the newest version above ``applied`` anew, or the newest of all if it is None.
 
         A version that is taken stays as it is.
         """
         with self._condition:
             self._applied = applied
-            if not self._is_taken:
-                self._drop()
+            if self._drop_unless_taken():
                 self._receiver.record.write()
             self._wake()
 
@@ -335,11 +348,11 @@ class Stager(ProcessBound):
         if self._is_inherited:
             return  # a fork has no thread, and its parent's record is not its to remove
         with self._condition:
-            self._is_closed = True
+            if self._state is not State.CLOSED:
+                self._enter(State.CLOSED)
             self._wake()
         self._thread.join()
-        with self._condition:
-            self._drop()
+        self._let_go()
         self._receiver.record.remove()
         self._receiver.close()
         self._memory.free()
@@ -351,24 +364,20 @@ class Stager(ProcessBound):
         *,
         is_whole: bool,
     ) -> _Request:
-        newest, seen = self.newest(), self._receiver.seen
+        pointer, seen = self.newest(), self._receiver.seen
+        newest = None if pointer is None else pointer.lineage
         if at_least is None:
             version = version or self._version
-        goal = version or at_least
-        if goal is None:
-            newest_known = seen if newest is None else newest.lineage
-            goal = 1 if newest_known is None else newest_known.id
-        is_exact = version is not None
-        lineage = None if newest is None else newest.lineage
+        last = newest or seen
+        goal = version or at_least or (1 if last is None else last.id)
         if not isinstance(goal, VersionId):
-            named = None if lineage is None else lineage.at(goal)
-            return _Request(goal, named, lineage, is_exact, is_whole)
-        known = [each for each in (seen, self._receiver.left) if each is not None]
-        if lineage is not None and _is_lost(goal, lineage, known):
-            raise errors.VersionRegressedError(
-                describe_fork(self.store, goal, lineage.id), is_forked=True
-            )
-        return _Request(goal.number, goal, lineage, is_exact, is_whole)
+            named = None if newest is None else newest.at(goal)
+            return _Request(goal, named, newest, version is not None, is_whole)
+        known = [lineage for lineage in (seen, self._receiver.left) if lineage is not None]
+        if newest is not None and _is_lost(goal, newest, known):
+            message = describe_fork(self.store, goal, newest.id)
+            raise errors.VersionRegressedError(message, is_forked=True)
+        return _Request(goal.number, goal, newest, version is not None, is_whole)
 
     def _leads_on(self, version: VersionId) -> bool:
         """Whether a version leads to what the store holds, as far as that was seen."""
@@ -381,27 +390,58 @@ class Stager(ProcessBound):
                 f"this stager of {self.store} is closed, or was made before a fork; make a new one"
             )
 
+    @property
+    def _is_closed(self) -> bool:
+        return self._state is State.CLOSED
+
+    def _enter(self, state: State) -> None:
+        assert state in TRANSITIONS[self._state], (self._state, state)  # noqa: S101
+        self._state = state
+
     def _wake(self) -> None:
         self._interrupt.set()
         self._receiver.wake()
         self._condition.notify_all()
 
     def _is_answered(self) -> bool:
-        """Whether a request waits for the version that is ready, or for the failure."""
-        if self._request is None:
-            return False
-        if self._failure is not None:
-            # A store that cannot be read concerns every request.
-            return self._request.concerns(self._failure.version or self._request.number)
-        return self._staged is not None and self._request.is_met_by(self._staged)
+        """Whether a request waits for the version that is ready, or for its error."""
+        if self._request is None or self._request.error is not None:
+            return self._request is not None
+        is_staged = self._state in (State.READY, State.TAKEN)
+        return is_staged and self._staged is not None and self._request.is_met_by(self._staged)
 
     def _may_stage(self) -> bool:
         """Whether another version may take the place of the one that is ready."""
         # A version that answers a request is about to be taken.
-        if self._is_closed or self._is_taken or self._is_answered():
+        if self._state in (State.CLOSED, State.TAKEN) or self._is_answered():
             return False
         is_done = self._applied is not None and self._applied.number == self._version
         return self._request is not None or not is_done
+
+    def _drop_unless_taken(self) -> Staged | None:
+        """Let go of a version that is not in use; return it, for its memory to be freed later."""
+        staged = self._staged
+        if self._state not in (State.READY, State.APPLIED):
+            return None
+        self._enter(State.EMPTY)
+        self._let_go()
+        return staged
+
+    def _let_go(self) -> None:
+        self._staged = None
+        record = self._receiver.record
+        record.set(staged=None)
+        try:
+            self._hold.close()
+        except (errors.DBufferError, OSError) as error:
+            if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
+                # Held for longer than the sender waits, or than there was a store: not needed.
+                record.count(evictions=1)
+            else:
+                # It is released anyway; opening the next version meets this error again.
+                logger.warning("releasing a version of %s: %s", self.store, str(error))
+            # A cycle of references, with the mapping of a file that may be long gone in it.
+            traceback.clear_frames(error.__traceback__)
 
     # In the stager's thread
 
@@ -426,32 +466,32 @@ class Stager(ProcessBound):
             self._settle(request)
 
     def _wait_until_free(self) -> bool:
-        """Wait until a version may be staged; False: it is closed."""
+        """Wait until a version may be staged; return False once the stager is closed."""
         while True:
             with self._condition:
                 self._condition.wait_for(
-                    lambda: self._is_closed or self._is_applied or self._may_stage()
+                    lambda: self._state in (State.APPLIED, State.CLOSED) or self._may_stage()
                 )
-                if self._is_closed or not self._is_applied:
+                if self._state is not State.APPLIED:
                     self._interrupt.clear()
                     return not self._is_closed
-                applied = self._drop_applied()
+                applied = self._drop_unless_taken()
+                self._receiver.record.write()
             del applied  # unmapped here, without the lock
 
     def _aim(self) -> tuple[int | None, int | VersionId | None]:
         """Return the version above which to stage the newest, or else the one to stage."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
-        # One that does not lead to what is there now says nothing of it.
-        staged, applied = self._staged, self._applied
-        if staged is not None and not self._leads_on(staged.id):
-            staged = None
-        if applied is not None and not self._leads_on(applied):
-            applied = None
+        # A version that does not lead to what is there now says nothing of it.
+        staged, applied = (
+            version if version is not None and self._leads_on(version) else None
+            for version in (None if self._staged is None else self._staged.id, self._applied)
+        )
         if self._version is None:
-            above = applied if staged is None else staged.id
+            above = staged or applied
             return None if above is None else above.number, None
-        if staged is not None and staged.version == self._version:
+        if staged is not None and staged.number == self._version:
             return MAX_INTEGER, None  # nothing, unless another run comes
         return None, self._version
 
@@ -467,38 +507,13 @@ class Stager(ProcessBound):
             newer_than, exactly = self._aim()
             if exactly is None and newer_than is not None and version <= newer_than:
                 return False
-            self._drop()
-            self._failure = None
+            self._drop_unless_taken()
             return True
-
-    def _drop_applied(self) -> Staged | None:
-        """Let go of a version that was applied; return it, for its memory to be freed later."""
-        staged = self._staged
-        if not self._is_applied:
-            return None
-        self._drop()
-        self._receiver.record.write()
-        return staged
-
-    def _drop(self) -> None:
-        self._staged, self._is_taken, self._is_applied = None, False, False
-        record = self._receiver.record
-        record.set(staged=None)
-        try:
-            self._hold.close()
-        except (errors.DBufferError, OSError) as error:
-            if isinstance(error, errors.SnapshotEvictedError | errors.VersionRegressedError):
-                # Held for longer than the sender waits, or than there was a store: not needed.
-                record.count(evictions=1)
-            else:
-                # It is released anyway; opening the next version meets this error again.
-                logger.warning("releasing a version of %s: %s", self.store, str(error))
-            # A cycle of references, with the mapping of a file that may be long gone in it.
-            traceback.clear_frames(error.__traceback__)
 
     def _stage(self, version: int, exactly: int | VersionId | None) -> None:
         started = time.monotonic()
         timeout_s = self._receiver.poll_interval_s
+        record = self._receiver.record
         with contextlib.ExitStack() as hold:
             opened = (
                 self._receiver.open(version=exactly, timeout_s=timeout_s, acknowledge=False)
@@ -517,22 +532,24 @@ class Stager(ProcessBound):
                 hold.close()  # it was read: if it was overwritten meanwhile, this says so
             else:
                 snapshot.read_ahead()
-            kept = hold.pop_all()
-        staged = Staged(
-            lineage=snapshot.lineage,
-            metadata=snapshot.metadata,
-            layout=snapshot.layout,
-            tensors=tensors,
-            prepared=prepared,
-            num_bytes=prepared.num_bytes if prepared and is_enough else snapshot.layout.num_bytes,
-            duration_s=time.monotonic() - started,
-        )
-        record = self._receiver.record
-        with self._condition:
-            self._staged, self._hold = staged, kept
-            record.count(staged=1, staged_bytes=staged.num_bytes, stage_s=staged.duration_s)
-            record.set(staged=staged.id, problem=None, problem_version=None)
-            self._condition.notify_all()
+            num_bytes = prepared.num_bytes if prepared and is_enough else snapshot.layout.num_bytes
+            with self._condition:
+                if self._is_closed:
+                    return
+                self._enter(State.READY)
+                self._hold = hold.pop_all()
+                self._staged = staged = Staged(
+                    lineage=snapshot.lineage,
+                    metadata=snapshot.metadata,
+                    layout=snapshot.layout,
+                    tensors=tensors,
+                    prepared=prepared,
+                    num_bytes=num_bytes,
+                    duration_s=time.monotonic() - started,
+                )
+                record.count(staged=1, staged_bytes=num_bytes, stage_s=staged.duration_s)
+                record.set(staged=staged.id, problem=None, problem_version=None)
+                self._condition.notify_all()
         record.write()
 
     def _copied(
@@ -550,30 +567,29 @@ class Stager(ProcessBound):
             return self._request is not None and self._request.is_whole
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
-        if not self.maps_files:  # a snapshot is in memory of its own already
+        if not self._receiver.maps_files:  # a snapshot is in memory of its own already
             return self._memory.is_pinned
         if self._copy == "auto":
             return self._memory.is_pinned and not later_copies_less
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:
-        """Record the result of an attempt that was made for this request."""
+        """Tell the result of an attempt that was made for this request."""
         with self._condition:
-            self._failure = None
-            if self._loop.error is not None:
+            failure = None if self._loop.error is None else self._loop.failure
+            if failure is not None:
                 self._receiver.reader.unmap()  # the store may be gone
             if self._loop.has_forked:
                 self._applied = None
-                if not self._is_taken:
-                    self._drop()
+                self._drop_unless_taken()
                 self._receiver.record.write()
-            elif self._loop.error is not None and not self._is_taken:
-                if self._request is None or self._request is request:
-                    self._failure = self._loop.failure
-                else:
-                    # The request came during the attempt, and the cause may have been mended
-                    # before it.
+            elif failure is not None and self._request is not None:
+                if self._request is not request:
+                    # It came during the attempt, and the cause may have been mended before it.
                     self._loop.retry_now()
+                # A store that cannot be read concerns every request.
+                elif failure.version is None or request.concerns(failure.version):
+                    request.error = failure.error
             self._condition.notify_all()
 
 

@@ -319,6 +319,16 @@ def test_what_was_given_back_as_applied_holds_nothing(store, copy):
         assert follower.stats["evictions"] == 0
 
 
+def test_a_version_that_was_never_taken_is_let_go_of_once_it_is_applied(store, sender):
+    """As after a load by the engine itself; no version comes that would wake the stager."""
+    publish(sender, 1)
+    with staging(store, poll_interval_s=60.0) as follower:
+        wait_until_staged(store, 1)
+        time.sleep(NOT_IN_VAIN_S)  # until its thread waits for the next version
+        release(follower, 1)
+        until("it is let go", lambda: record_in(store).held is record_in(store).staged is None)
+
+
 # A sender that is fast
 
 
