@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
-_RUN_BYTES = 2 * BLOCK_BYTES
+_RUN_BYTES = BLOCK_BYTES
 """Bytes that are compared together. Each call of numpy lets go of the interpreter's lock, and then
 waits while another thread has it: few calls, then; and yet a core's cache holds most of a run."""
 
@@ -171,8 +171,8 @@ def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
     """Yield the ranges of all chunks, sorted as those, between two bytes."""
     for width, tensors in layout.word_ranges.items():
         tensors = tensors.within(start // width, -(-end // width))
-        firsts = (tensors.starts * width).clip(min=start)
-        lasts = (tensors.ends * width).clip(max=end) - 1
+        firsts = np.maximum(tensors.starts * width, start)
+        lasts = np.minimum(tensors.ends * width, end) - 1
         num_open = np.zeros(-(-end // CHUNK_BYTES) + 1, np.int64)
         np.add.at(num_open, firsts // CHUNK_BYTES, 1)
         np.add.at(num_open, lasts // CHUNK_BYTES + 1, -1)
@@ -198,7 +198,7 @@ def _compare(
         found.append((positions + (start + at // part.width), *words))
     places, old_words, new_words = map(_joined, zip(*found, strict=True))
     end = part.end // part.width
-    covered = (tensors.ends.clip(max=end) - tensors.starts.clip(min=start)).sum()
+    covered = (np.minimum(tensors.ends, end) - np.maximum(tensors.starts, start)).sum()
     if covered < end - start:  # padding and other tensors may differ, too
         inside = tensors.owners(places) >= 0
         places, old_words, new_words = places[inside], old_words[inside], new_words[inside]
@@ -227,17 +227,20 @@ def _compare_run(
 
 
 def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
-    """Return the positions of the few that are true, by looking at eight together."""
-    eights = mask.view(np.uint64)
-    (some,) = (eights != 0).nonzero()
-    (hits,) = eights.take(some).view(np.bool_).nonzero()
-    return _positions_in(some, hits, 8)
+    """Return the positions of the few that are true, by looking at four together."""
+    fours = mask.view(np.uint32)
+    (some,) = (fours != 0).nonzero()
+    (hits,) = fours.take(some).view(np.bool_).nonzero()
+    return _positions_in(some, hits, 4)
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
     """Return the positions of hits, which count in some groups of ``size``, side by side."""
     shift = size.bit_length() - 1  # a division takes several times as long
-    return (groups.take(hits >> shift) << shift) + (hits & size - 1)
+    positions: Integers = groups.take(hits >> shift)
+    positions <<= shift
+    positions |= hits & (size - 1)
+    return positions
 
 
 def _encoded(

@@ -23,10 +23,6 @@ from dbuffer.io.changes import WORDS, Changes, Words, cut_work, file_words
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
 
-_NEAR_CHANGES = 1 << 11
-"""Changed words that are read, and then written: few enough to stay in a core's cache meanwhile,
-each with its neighbors."""
-
 ReadChunk: TypeAlias = Callable[[int], bytes | memoryview]
 """Called with a chunk's number, in any order and from several threads, for its stored bytes."""
 
@@ -171,12 +167,11 @@ def _check_layout(header: DeltaHeader, contents: FileTensors) -> None:
 
 def _write_words(words: Words, places: Integers, values: Words, code: int) -> None:
     """Write values to places, or add them to the words there."""
-    if code == delta.NEW_WORDS:
-        words[places] = values
-        return
-    for start in range(0, len(places), _NEAR_CHANGES):
-        near = places[start : start + _NEAR_CHANGES]
-        words[near] = words.take(near) + values[start : start + _NEAR_CHANGES]
+    # torch reads and writes each place once, and has signed numbers alone.
+    signed = f"<i{words.itemsize}"
+    memory, source = (torch.from_numpy(array.view(signed)) for array in (words, values))
+    write = memory.scatter_ if code == delta.NEW_WORDS else memory.scatter_add_
+    write(0, torch.from_numpy(places), source)
 
 
 def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[memoryview]:
@@ -226,15 +221,16 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
 
 def _decode_gaps(gaps: Words) -> Integers:
     """Return the positions that have these gaps before them."""
-    is_last = gaps != delta.ESCAPE
-    if not is_last[-1]:
+    if gaps[-1] == delta.ESCAPE:
         raise StoreCorruptError("delta: the last gap of a chunk has no end")
+    has_escapes = gaps.max() == delta.ESCAPE
+    is_last = gaps != delta.ESCAPE if has_escapes else np.True_
     steps = gaps.astype(np.int64)
     steps += is_last
     steps[0] -= 1
     # In a third of the time that numpy's sum takes.
-    positions: Integers = torch.from_numpy(steps).cumsum(0).numpy()
-    return positions if is_last.all() else positions[is_last]
+    positions: Integers = torch.from_numpy(steps).cumsum_(0).numpy()
+    return positions[is_last] if has_escapes else positions
 
 
 def _unzigzag(values: Words) -> Words:
