@@ -17,7 +17,6 @@ part, and a reader puts them together, in memory, as the weights file would have
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import json
@@ -219,13 +218,6 @@ class Layout:
             for index, start, end in self._cuts()
             for offset in range(start, max(end, start + 1), BLOCK_BYTES)
         ]
-
-    @cached_property
-    def first_blocks(self) -> list[int]:
-        """Index of each tensor's first block; and, last, how many blocks there are."""
-        counts = collections.Counter(block.tensor for block in self.blocks)
-        tensors = range(len(self.specs))
-        return list(itertools.accumulate((counts[index] for index in tensors), initial=0))
 
     @cached_property
     def widths(self) -> list[int]:

@@ -45,6 +45,11 @@ class WordRanges(NamedTuple):
         )
         return type(self)(self.tensors[some], self.starts[some], self.ends[some])
 
+    def counts_of(self, places: Integers) -> Integers:
+        """Return how many of some ascending places are in each of these tensors."""
+        counts: Integers = places.searchsorted(self.ends) - places.searchsorted(self.starts)
+        return counts
+
     def split(self, places: Integers) -> Iterator[tuple[int, int, slice]]:
         """Split ascending places, all of them in these tensors, by the tensor.
 

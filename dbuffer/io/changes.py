@@ -6,10 +6,11 @@ describes words and chunks; `dbuffer.io.delta` makes a file of the chunks, and a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,23 @@ class Changes:
             {tensor for part in parts for tensor in part.tensors},
         )
 
+    def encode(self) -> bytes:
+        """Return the chunks for another rank: their number in 8 bytes, their rows, then they."""
+        rows = np.array([row for row, _ in self.chunks], delta.CHUNK_ROW)
+        bodies = [body for _, body in self.chunks]
+        return b"".join([len(rows).to_bytes(8, "little"), rows.tobytes(), *bodies])
+
+    @classmethod
+    def decode(cls, data: memoryview) -> Changes:
+        """Return the changes that `encode` has encoded, without the tensors."""
+        rows = np.frombuffer(data, delta.CHUNK_ROW, int.from_bytes(data[:8], "little"), 8)
+        chunks, at = [], 8 + rows.nbytes
+        for row in rows.tolist():
+            chunk = Chunk(*row)
+            chunks.append((chunk, bytes(data[at : at + chunk.stored_bytes])))
+            at += chunk.stored_bytes
+        return cls(chunks, set())
+
 
 class Patch(NamedTuple):
     """New words of one size, at named places."""
@@ -75,22 +93,20 @@ class Patch(NamedTuple):
     def width(self) -> int:
         return self.words.itemsize
 
+    def cut(self) -> Iterator[Patch]:
+        """Yield the part of it in each range of the file that makes a chunk."""
+        if not len(self.places):
+            return
+        step = CHUNK_BYTES // self.width
+        starts = np.arange(step, int(self.places[-1]) + 1, step)
+        ends = [*self.places.searchsorted(starts).tolist(), len(self.places)]
+        for start, end in itertools.pairwise([0, *ends]):
+            if start < end:
+                yield Patch(self.places[start:end], self.words[start:end])
 
-class _Range(NamedTuple):
-    """Words of one size in a range of bytes, which make a chunk."""
 
-    width: int
-    start: int
-    end: int
-
-
-class _Differences(NamedTuple):
-    """Words that differ in a range."""
-
-    places: Integers
-    """Ascending places in the memory that was compared, counted in words of their size."""
-    old: Words
-    new: Words
+_Differences: TypeAlias = tuple[Integers, Words, Words]
+"""Ascending places of words that differ, the old words there, and the new."""
 
 
 def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
@@ -135,40 +151,45 @@ def find_changes(
         for number in range(first, end):
             if num_changed > max_changed:
                 return
-            part = ranges[number]
-            new = after[part.start - first_byte : part.end - first_byte]
-            tensors = _tensors_in(layout, part)
-            differs = _compare(part, old[part.start : part.end], new, tensors, mask)
+            width, start, stop = ranges[number]
+            tensors = layout.word_ranges[width].within(start // width, stop // width)
+            sides = old[start:stop], after[start - first_byte : stop - first_byte]
+            old_words, new_words = (side.view(WORDS[width]) for side in sides)
+            differs = _compare(old_words, new_words, start // width, tensors, mask)
             found[number] = list(_encoded(tensors, differs, file_starts))
-            changed.update(index for index, _, _ in tensors.split(differs.places))
-            num_changed += len(differs.places)  # less, if another thread does so now: no harm
+            changed.update(tensors.tensors[tensors.counts_of(differs[0]) > 0].tolist())
+            num_changed += len(differs[0])  # less, if another thread does so now: no harm
 
-    copier.in_parallel(work, cut_work([part.end - part.start for part in ranges], copier))
+    copier.in_parallel(work, cut_work([stop - start for _, start, stop in ranges], copier))
     return Changes([chunk for number in sorted(found) for chunk in found[number]], changed)
 
 
-def apply_patches(patches: Iterable[Patch], contents: FileTensors) -> Changes:
+def apply_patches(patches: Iterable[Patch], contents: FileTensors, copier: Copier) -> Changes:
     """Write patches into memory that holds the version before; return what that changed."""
-    chunks: list[tuple[Chunk, bytes]] = []
+    parts = [
+        part for patch in sorted(patches, key=lambda patch: patch.width) for part in patch.cut()
+    ]
+    chunks: dict[int, tuple[Chunk, bytes]] = {}
     changed: set[int] = set()
-    for patch in sorted(patches, key=lambda patch: patch.width):
-        width, words = patch.width, file_words(contents, patch.width)
-        cuts = np.diff(patch.places * width // CHUNK_BYTES).nonzero()[0] + 1
-        for places, new in zip(
-            np.split(patch.places, cuts), np.split(patch.words, cuts), strict=True
-        ):
-            old = words[places]
+
+    def work(first: int, end: int) -> None:
+        for number in range(first, end):
+            places, new = parts[number]
+            words = file_words(contents, new.itemsize)
+            old = words.take(places)
             (differs,) = (old != new).nonzero()
             if len(differs):
-                chunks.append(_encode_chunk(places[differs], old[differs], new[differs]))
-                tensors = contents.layout.word_ranges[width].split(places[differs])
-                changed.update(index for index, _, _ in tensors)
+                chunks[number] = _encode_chunk(places[differs], old[differs], new[differs])
+                tensors = contents.layout.word_ranges[new.itemsize]
+                changed.update(tensors.tensors[tensors.counts_of(places[differs]) > 0].tolist())
             words[places] = new
-    return Changes(chunks, changed)
+
+    copier.in_parallel(work, cut_work([len(part.places) for part in parts], copier))
+    return Changes([chunks[number] for number in sorted(chunks)], changed)
 
 
-def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
-    """Yield the ranges of all chunks, sorted as those, between two bytes."""
+def _ranges(layout: Layout, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the width of the words, the first byte and the end of each chunk between two bytes."""
     for width, tensors in layout.word_ranges.items():
         tensors = tensors.within(start // width, -(-end // width))
         firsts = np.maximum(tensors.starts * width, start)
@@ -178,37 +199,27 @@ def _ranges(layout: Layout, start: int, end: int) -> Iterator[_Range]:
         np.add.at(num_open, lasts // CHUNK_BYTES + 1, -1)
         for number in num_open.cumsum().nonzero()[0].tolist():
             at = number * CHUNK_BYTES
-            yield _Range(width, max(at, start), min(at + CHUNK_BYTES, end))
-
-
-def _tensors_in(layout: Layout, part: _Range) -> WordRanges:
-    start, end = part.start // part.width, part.end // part.width
-    return layout.word_ranges[part.width].within(start, end)
+            yield width, max(at, start), min(at + CHUNK_BYTES, end)
 
 
 def _compare(
-    part: _Range, old: Bytes, new: Bytes, tensors: WordRanges, mask: npt.NDArray[np.bool_]
+    old: Words, new: Words, start: int, tensors: WordRanges, mask: npt.NDArray[np.bool_]
 ) -> _Differences:
-    """Find the words that differ in a range."""
-    dtype, start = WORDS[part.width], part.start // part.width
-    found = []
-    for at in range(0, len(old), _RUN_BYTES):
-        sides = old[at : at + _RUN_BYTES], new[at : at + _RUN_BYTES]
-        positions, *words = _compare_run(*sides, dtype, mask)
-        found.append((positions + (start + at // part.width), *words))
+    """Find the words that differ in a range of the memory, which begins with the word ``start``."""
+    found, step = [], _RUN_BYTES // old.itemsize
+    for at in range(0, len(old), step):
+        places, *words = _compare_run(old[at : at + step], new[at : at + step], mask)
+        places += start + at
+        found.append((places, *words))
     places, old_words, new_words = map(_joined, zip(*found, strict=True))
-    end = part.end // part.width
-    covered = (np.minimum(tensors.ends, end) - np.maximum(tensors.starts, start)).sum()
-    if covered < end - start:  # padding and other tensors may differ, too
+    if tensors.counts_of(places).sum() < len(places):  # padding or other tensors differ, too
         inside = tensors.owners(places) >= 0
         places, old_words, new_words = places[inside], old_words[inside], new_words[inside]
-    return _Differences(places, old_words, new_words)
+    return places, old_words, new_words
 
 
-def _compare_run(
-    old: Bytes, new: Bytes, dtype: np.dtype[Any], mask: npt.NDArray[np.bool_]
-) -> tuple[Integers, Words, Words]:
-    """Return the positions of the words that differ, the old words there and the new.
+def _compare_run(old: Words, new: Words, mask: npt.NDArray[np.bool_]) -> _Differences:
+    """Find the words that differ, with their positions in the run.
 
     Eight bytes are compared at a time, and single words only where these differ. The length of a
     run is a multiple of `ALIGNMENT_BYTES`, as tensors and chunks begin at such multiples.
@@ -216,13 +227,12 @@ def _compare_run(
     old_eights, new_eights = old.view(np.uint64), new.view(np.uint64)
     mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
     if np.count_nonzero(mask) * 4 > len(mask):
-        old_words, new_words = old.view(dtype), new.view(dtype)
-        (positions,) = (old_words != new_words).nonzero()
-        return positions, old_words.take(positions), new_words.take(positions)
+        (positions,) = (old != new).nonzero()
+        return positions, old.take(positions), new.take(positions)
     eights = _true_in(mask)
-    some_old, some_new = (side.take(eights).view(dtype) for side in (old_eights, new_eights))
+    some_old, some_new = (side.take(eights).view(old.dtype) for side in (old_eights, new_eights))
     (hits,) = (some_old != some_new).nonzero()
-    positions = _positions_in(eights, hits, 8 // dtype.itemsize)
+    positions = _positions_in(eights, hits, 8 // old.itemsize)
     return positions, some_old.take(hits), some_new.take(hits)
 
 

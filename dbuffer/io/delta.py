@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -182,8 +183,8 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> list
             f"chunk {number} of delta {header.record.id} is not as it was written; publish again"
         )
     num_streams = delta.NUM_GAP_STREAMS + chunk.word_bytes
-    lengths = np.frombuffer(body, "<u4", num_streams).tolist()
-    ends = np.cumsum([4 * num_streams, *lengths]).tolist()
+    lengths = struct.unpack_from(f"<{num_streams}I", body)
+    ends = list(itertools.accumulate(lengths, initial=4 * num_streams))
     if ends[-1] != len(body):
         raise StoreCorruptError(f"delta: the streams of chunk {number} do not make it up")
     view = memoryview(body)
@@ -213,8 +214,7 @@ def _decode_places(header: DeltaHeader, chunk: Chunk, streams: list[memoryview])
     places += chunk.first_word
     tensors = header.layout.word_ranges[chunk.word_bytes]
     tensors = tensors.within(chunk.first_word, chunk.first_word + chunk.num_words)
-    counts = places.searchsorted(tensors.ends) - places.searchsorted(tensors.starts)
-    if counts.sum() != len(places):
+    if tensors.counts_of(places).sum() != len(places):
         raise StoreCorruptError("delta: a chunk's positions are in no tensor with such words")
     return places
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
-import numpy as np
 import torch
 
-from dbuffer.format import delta
-from dbuffer.format.delta import Chunk
 from dbuffer.format.layout import ITEM_BYTES
-from dbuffer.io.changes import Changes, bytes_in, find_changes
+from dbuffer.io.changes import Changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import refuse_overflow
@@ -25,10 +21,10 @@ from dbuffer.publish import shards
 from dbuffer.publish.delta_chain import max_changed
 from dbuffer.publish.draft import ClaimInfo
 from dbuffer.publish.kept_copy import ElementsIn, KeptCopy
-from dbuffer.publish.shard_writer import ShardWriter, SharedFileWriter, join_digests_of_parts
+from dbuffer.publish.shard_writer import ShardWriter, SharedFileWriter
 from dbuffer.publish.shards import WriteAssignment
 from dbuffer.publish.shares import PublishRequest, Share
-from dbuffer.ranks.agreement import Agreement, Arrays
+from dbuffer.ranks.world import World
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
 
@@ -52,7 +48,7 @@ class BoxShare(Share):
     def __init__(
         self,
         footer: Footer,
-        world: Agreement,
+        world: World,
         writer: ShardWriter,
         copier: Copier,
         assignment: WriteAssignment,
@@ -61,7 +57,6 @@ class BoxShare(Share):
         is_kept: bool,
     ) -> None:
         self._layout = footer.layout
-        self._world = world
         self._writer = writer
         self._assignment = assignment
         self._hashed = hashed
@@ -77,7 +72,7 @@ class BoxShare(Share):
         """Number of the box of each tensor that is gathered and written here."""
         is_copied = is_kept and not isinstance(writer, SharedFileWriter)
         copy = KeptCopy(self._boxes, footer.layout, copier) if is_copied else None
-        super().__init__(footer, copier, copy)
+        super().__init__(footer, world, copier, copy)
 
     def read_back(self, held: Held) -> None:
         self._file = self._writer.read_back(held, self.footer, self._copy, self._copier)
@@ -115,27 +110,6 @@ class BoxShare(Share):
         if self._is_kept and isinstance(self._writer, SharedFileWriter):
             self._keep_file(self._writer.mapped)
         return self._writer.finish(self._world, hashed=self._hashed)
-
-    def compare(self) -> Changes | None:
-        before, after = self._take_files()
-        find = partial(
-            find_changes,
-            before,
-            bytes_in(after),
-            self._copier,
-            share=(self._world.rank, self._world.size),
-            max_changed=max_changed(self._layout),
-        )
-        return self._of_all_ranks(find)
-
-    def _of_all_ranks(self, find: Callable[[], Changes]) -> Changes | None:
-        """Return the changes of all ranks on rank 0, None elsewhere."""
-        by_rank = self._world.collect("send what changed", lambda: _packed(find()))
-        return Changes.joined(map(_unpacked, by_rank)) if by_rank else None
-
-    def _checksums_of_copy(self) -> list[int]:
-        by_rank = self._world.each("hash its boxes", self.copy.digests)
-        return join_digests_of_parts(self._layout, by_rank)
 
     def _each_box(
         self, what: str, source: Source, action: Callable[[range, ElementsIn], None]
@@ -192,21 +166,3 @@ class BoxShare(Share):
                 boxes = [self._boxes[each] for each in some]
                 self._writer.write(boxes, list(map(elements_in, some)), self._copier)
                 some, num_bytes = [], 0
-
-
-def _packed(changes: Changes) -> Arrays:
-    """Pack changes into arrays: rows of chunks, and their bytes."""
-    rows = np.array([row for row, _ in changes.chunks], delta.CHUNK_ROW)
-    body = np.frombuffer(b"".join(body for _, body in changes.chunks), np.uint8)
-    return [rows.view(np.uint8), body]
-
-
-def _unpacked(arrays: Arrays) -> Changes:
-    """Return the changes that were packed into arrays."""
-    rows, body = (array for array in arrays if array is not None)
-    chunks, at = [], 0
-    for row in rows.view(delta.CHUNK_ROW).tolist():
-        chunk = Chunk(*row)
-        chunks.append((chunk, body[at : at + chunk.stored_bytes].tobytes()))
-        at += chunk.stored_bytes
-    return Changes(chunks, set())

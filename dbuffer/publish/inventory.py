@@ -148,8 +148,6 @@ class Joined:
 
     specs: tuple[TensorSpec, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
-    index_of: dict[str, int] = field(default_factory=dict)
-    """Index of each tensor by its name."""
     assignment: WriteAssignment = field(default_factory=WriteAssignment)
     """Ranks that write them."""
 
@@ -232,9 +230,7 @@ def _join(
         if tensor.index not in everywhere:
             raise InvalidWeightsError(f"no rank holds {tensor.spec}")
     specs = tuple(tensor.spec for tensor in tensors.values())
-    index_by_name = {name: tensor.index for name, tensor in tensors.items()}
-    assignment = assign_writes(specs, held, rows_only=rows_only)
-    return Joined(specs, aliases, index_by_name, assignment)
+    return Joined(specs, aliases, assign_writes(specs, held, rows_only=rows_only))
 
 
 def _decode_boxes(encoded: list[Any], index_of: Sequence[int]) -> Boxes:

@@ -122,7 +122,7 @@ class KeptCopy:
 
     def patch(self, patches: Sequence[Patch]) -> Changes:
         """Write patches of whole tensors; return what that changed."""
-        changes = apply_patches(patches, self.contents)
+        changes = apply_patches(patches, self.contents, self._copier)
         self._forget_digests(changes.tensors)
         return changes
 

@@ -352,7 +352,7 @@ class WeightSender(Publisher):
         return contents
 
     def _make_share(self, footer: Footer | None) -> WholeShare:
-        return WholeShare(footer, self._lead(), self._copier, is_kept=self._has_deltas)
+        return WholeShare(footer, self._world, self._lead(), self._copier, is_kept=self._has_deltas)
 
     def _refuse_idle_buffer(self, source: Source) -> None:
         """Refuse a snapshot's tensors that this version would overwrite while it reads them."""

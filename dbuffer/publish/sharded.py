@@ -36,7 +36,6 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import require_version
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
-from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.sources import Source, Weights
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
@@ -288,9 +287,11 @@ class ShardedWeightSender(Publisher):
         joined = self._joined
         if source.specs == joined.specs:
             return replace(source, specs=joined.specs, aliases=joined.aliases)
-        tensors: list[torch.Tensor | LazyTensor] = [_ELSEWHERE] * len(joined.specs)
-        for spec, tensor in zip(source.specs, source.tensors, strict=True):
-            tensors[joined.index_of[spec.name]] = tensor
+        held = {spec.name: i for i, spec in enumerate(source.specs)}
+        tensors = [
+            source.tensors[held[spec.name]] if spec.name in held else _ELSEWHERE
+            for spec in joined.specs
+        ]
         return replace(source, specs=joined.specs, tensors=tensors, aliases=joined.aliases)
 
 

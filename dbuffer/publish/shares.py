@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
 from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shard_writer import join_digests_of_parts
+from dbuffer.ranks.world import World
 from dbuffer.store.hold import Held, hold_newest
 from dbuffer.weights.sources import Source
 
@@ -64,14 +66,18 @@ class Share(ABC):
 
     Args:
         footer: footer of the versions; None for a stream.
+        world: the ranks.
         copier: its threads do the work.
         copy: on a network mount, with deltas; else None.
     """
 
-    def __init__(self, footer: Footer | None, copier: Copier, copy: KeptCopy | None) -> None:
+    def __init__(
+        self, footer: Footer | None, world: World, copier: Copier, copy: KeptCopy | None
+    ) -> None:
         self.version: VersionId | None = None
         """Version that was published last."""
         self._footer = footer
+        self._world = world
         self._copier = copier
         self._copy = copy
         self._file: MappedTensors | None = None
@@ -117,13 +123,34 @@ class Share(ABC):
             The checksums of all tensors, if versions have any.
         """
 
-    @abstractmethod
     def compare(self) -> Changes | None:
         """Compare the written file with the one before it.
 
         Returns:
             On rank 0, what differs; elsewhere None.
         """
+        before, self._file_before = self._file_before, None
+        assert before is not None  # noqa: S101
+        assert self._file is not None  # noqa: S101 - there are two versions
+        find = partial(
+            find_changes,
+            before,
+            bytes_in(self._file),
+            self._copier,
+            share=(self._world.rank, self._world.size),
+            max_changed=max_changed(self.footer.layout),
+        )
+        return self._of_all_ranks(find)
+
+    def _of_all_ranks(self, find: Callable[[], Changes]) -> Changes | None:
+        """Return the changes of all ranks on rank 0, None elsewhere."""
+        by_rank = self._world.collect("send what changed", find, Changes.encode, Changes.decode)
+        return Changes.joined(by_rank) if by_rank else None
+
+    def _checksums_of_copy(self) -> list[int]:
+        """Return the checksums of all tensors, by the copies of all ranks."""
+        by_rank = self._world.each("hash its boxes", self.copy.digests)
+        return join_digests_of_parts(self.footer.layout, by_rank)
 
     def unmap(self) -> None:
         """Let go of the files, after an error: each keeps its room for as long as it is mapped."""
@@ -132,31 +159,31 @@ class Share(ABC):
     def _keep_file(self, mapped: MappedTensors) -> None:
         self._file_before, self._file = self._file, mapped
 
-    def _take_files(self) -> tuple[MappedTensors, MappedTensors]:
-        """Return the file of the version before, and the written file; forget the first."""
-        before, self._file_before = self._file_before, None
-        assert before is not None  # noqa: S101
-        assert self._file is not None  # noqa: S101 - there are two versions
-        return before, self._file
-
 
 class WholeShare(Share):
     """All tensors, for a sender alone.
 
     Args:
         footer: footer of the versions; None for a stream.
+        world: the sender alone.
         chain: the store's, with the draft that is written.
         copier: its threads do the work.
         is_kept: whether the next version is compared with this one.
     """
 
     def __init__(
-        self, footer: Footer | None, chain: DeltaChain, copier: Copier, *, is_kept: bool
+        self,
+        footer: Footer | None,
+        world: World,
+        chain: DeltaChain,
+        copier: Copier,
+        *,
+        is_kept: bool,
     ) -> None:
         copy = None
         if footer is not None and is_kept and not chain.maps_files:
             copy = KeptCopy(None, footer.layout, copier)
-        super().__init__(footer, copier, copy)
+        super().__init__(footer, world, copier, copy)
         self._chain = chain
         self._is_kept = is_kept
         self._patched: Changes | None = None
@@ -169,9 +196,10 @@ class WholeShare(Share):
             ChainReader(held, self.footer.layout).read(self._copy.contents, self._copier)
 
     def checksums(self) -> list[int] | None:
-        contents = self._file if self._copy is None else self._copy.contents
-        assert contents is not None  # noqa: S101 - it was read back
-        return self._copier.checksums(contents)
+        if self._copy is not None:
+            return self._checksums_of_copy()
+        assert self._file is not None  # noqa: S101 - it was read back
+        return self._copier.checksums(self._file)
 
     def update(self, request: PublishRequest, *, is_compared: bool) -> Changes | None:
         if request.patches is not None:
@@ -193,9 +221,7 @@ class WholeShare(Share):
         if self._copy is not None:
             if draft.has_file:
                 return draft.fill(self._copy.contents.views, self._copier)
-            if not self._chain.hashed:
-                return None
-            return join_digests_of_parts(draft.footer.layout, [self._copy.digests()])
+            return self._checksums_of_copy() if self._chain.hashed else None
         if request.patches is not None:
             checksums = self._write_patches(draft, request.patches)
         elif source.stream is not None:
@@ -209,11 +235,12 @@ class WholeShare(Share):
             self._keep_file(draft.mapped)
         return checksums
 
-    def compare(self) -> Changes:
+    def compare(self) -> Changes | None:
         patched, self._patched = self._patched, None
-        before, after = self._take_files()
-        most = max_changed(self.footer.layout)
-        return patched or find_changes(before, bytes_in(after), self._copier, max_changed=most)
+        if patched is None:
+            return super().compare()
+        self._file_before = None
+        return patched
 
     def _write_patches(self, draft: Draft, patches: Sequence[Patch]) -> list[int] | None:
         """Bring a draft's file to the last version, and write patches into it.
@@ -222,7 +249,7 @@ class WholeShare(Share):
             StoreCorruptError: the published buffer was damaged.
         """
         self._bring_up_to_date(draft)
-        self._patched = changes = apply_patches(patches, draft.mapped)
+        self._patched = changes = apply_patches(patches, draft.mapped, self._copier)
         checksums = self._chain.last.checksums
         if checksums is None:
             return None
@@ -240,7 +267,7 @@ class WholeShare(Share):
             with held, contextlib.suppress(*UNREADABLE):
                 if since is not None and since in held.manifest.chain:
                     ChainReader(held, mapped.layout).read(mapped, copier, since=since)
-                    if last.checksums in (None, copier.checksums(mapped)):
+                    if last.checksums is None or last.checksums == copier.checksums(mapped):
                         return
                     logger.warning(
                         "%s was damaged since it was written: writing it anew", draft.claim.path

@@ -9,7 +9,7 @@ Ranks that are out of step must never take each other's messages for answers. Wh
 on one rank alone, an interrupt for instance, drops that rank's connections; and each exchange
 carries the step's number and name, which must be the same on all ranks.
 
-Messages are JSON, and arrays raw bytes: nothing is unpickled.
+Messages are JSON or bytes: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -30,24 +28,20 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
-from dbuffer.ranks.world import T, World
+from dbuffer.ranks.world import T, V, World
 from dbuffer.runtime.messages import described, first_line
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
 
-Arrays: TypeAlias = list[npt.NDArray[Any] | None]
-"""Flat arrays of numbers, or None in the place of one."""
-
 _FRAME_BYTES = 1024
 """A message of at most this size takes one collective, a longer one two."""
 
-_WORD_BYTES = 8
-"""Size of a length; arrays are aligned to it, the largest of their elements."""
+_LENGTH_BYTES = 8
+"""Size of a message's length, in front of it."""
 
 _MESSAGE_BYTES = 1 << 30
 """Most bytes of what is collected that go in one message."""
-
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
@@ -160,31 +154,38 @@ class Agreement(World):
                     cause = None  # its traceback has this frame: a cycle that keeps the weights
             return [one.value for one in outcomes]
 
-    def collect(self, what: str, action: Callable[[], Arrays]) -> list[Arrays]:
+    def collect(
+        self,
+        what: str,
+        action: Callable[[], V],
+        encode: Callable[[V], bytes],
+        decode: Callable[[memoryview], V],
+    ) -> list[V]:
         """Bring the result of ``action`` on all ranks to rank 0: by rank there, [] elsewhere."""
-        arrays: Arrays = []
+        by_rank: list[V] = []
         mine = bytearray()
 
-        def pack() -> int:
-            nonlocal arrays, mine
-            arrays = action()
-            mine = _packed(arrays) if self.rank else mine
+        def act() -> int:
+            result = action()
+            if self.rank:
+                mine[:] = encode(result)
+            else:
+                by_rank.append(result)
             return len(mine)
 
         with self.call():
-            sizes = self.each(what, pack)
+            sizes = self.each(what, act)
             with self._in_step(what):
                 if self.rank:
                     data = torch.frombuffer(mine, dtype=torch.uint8)
                     for message in torch.split(data, _MESSAGE_BYTES):
                         self._group.send([message], 0, 0).wait()
                     return []
-                by_rank = [arrays]
                 for rank, num_bytes in enumerate(sizes[1:], 1):
                     data = torch.empty(num_bytes, dtype=torch.uint8)
                     for message in torch.split(data, _MESSAGE_BYTES):
                         self._group.recv([message], rank, 0).wait()
-                    by_rank.append(_unpacked(data.numpy()))
+                    by_rank.append(decode(memoryview(data.numpy())))  # type: ignore[arg-type]
             return by_rank
 
     @property
@@ -223,12 +224,12 @@ class Agreement(World):
         return TranslatedErrors(translate)
 
     def _gather(self, data: bytes) -> list[bytes]:
-        framed = len(data).to_bytes(_WORD_BYTES, "little") + data
+        framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         frames = self._gather_frames(framed, _FRAME_BYTES)
-        ends = [_WORD_BYTES + int.from_bytes(frame[:_WORD_BYTES], "little") for frame in frames]
+        ends = [_LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
         if max(ends) > _FRAME_BYTES:
             frames = self._gather_frames(framed, max(ends))
-        return [frame[_WORD_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
+        return [frame[_LENGTH_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
 
     def _gather_frames(self, data: bytes, num_bytes: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
@@ -254,37 +255,6 @@ class Agreement(World):
             f"{who} while the ranks tried to {what} ({first_line(cause)}); "
             "make a new sender in a new process group"
         ) from cause
-
-
-def _packed(arrays: Arrays) -> bytearray:
-    """Pack arrays into one message: a header in JSON behind its length, then their bytes."""
-    kinds = [None if one is None else [one.dtype.str, one.nbytes] for one in arrays]
-    header = json.dumps(kinds).encode()
-    parts: list[Any] = [len(header).to_bytes(_WORD_BYTES, "little"), header]
-    parts += [np.ascontiguousarray(one).view(np.uint8) for one in arrays if one is not None]
-    return bytearray().join(
-        piece for part in parts for piece in (part, bytes(_padded(len(part)) - len(part)))
-    )
-
-
-def _unpacked(message: npt.NDArray[np.uint8]) -> Arrays:
-    """Return the arrays of a message, in its memory."""
-    end = _WORD_BYTES + int.from_bytes(message[:_WORD_BYTES].tobytes(), "little")
-    kinds, start = json.loads(message[_WORD_BYTES:end].tobytes()), _padded(end)
-    arrays: Arrays = []
-    for kind in kinds:
-        if kind is None:
-            arrays.append(None)
-            continue
-        dtype, num_bytes = kind
-        arrays.append(message[start : start + num_bytes].view(dtype))
-        start += _padded(num_bytes)
-    return arrays
-
-
-def _padded(num_bytes: int) -> int:
-    """Room of so many bytes where what follows is aligned to a word."""
-    return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
 def connect(

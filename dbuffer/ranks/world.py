@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
 """Values that JSON has: a tuple would come back as a list."""
 
+V = TypeVar("V")
+"""Values that can be encoded."""
+
 
 class World:
     """Ranks that take steps together. Here one rank: a step is a call, and its error is raised."""
@@ -33,6 +36,23 @@ class World:
         """Let rank 0 do ``action`` while the others wait, and return its result on all of them."""
         values = self.each(what, action if self.rank == 0 else lambda: None)
         return values[0]  # type: ignore[return-value]  # rank 0's
+
+    def collect(
+        self,
+        what: str,  # noqa: ARG002
+        action: Callable[[], V],
+        encode: Callable[[V], bytes],  # noqa: ARG002
+        decode: Callable[[memoryview], V],  # noqa: ARG002
+    ) -> list[V]:
+        """Bring the result of ``action`` on all ranks to rank 0: by rank there, [] elsewhere.
+
+        Args:
+            what: the step, as for `each`.
+            action: what each rank does.
+            encode: encodes a result as bytes, one at least, for another process.
+            decode: decodes them there.
+        """
+        return [action()]
 
     @property
     def is_open(self) -> bool:

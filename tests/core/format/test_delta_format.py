@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ from tests.support.deltas import (
 from tests.support.soak import is_soak
 
 FUZZ_CASES = 20_000 if is_soak() else 1_500
+
+MOST_BYTES = 16 << 20
+"""Memory that reading and applying a delta may take, of versions with up to 1.3 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -238,12 +242,17 @@ WAYS = (fuzz_bytes, fuzz_fields, fuzz_stream)
 @pytest.mark.parametrize("way", WAYS)
 def test_fuzz(steps, copier, way, record_property):
     outcomes: dict[str, int] = {}
-    for number in range(-(-FUZZ_CASES // len(WAYS))):
-        chance = random.Random(f"{way.__name__} {number}")
-        step = chance.choice(steps)
-        header, chunks = way(step, chance)
-        outcome = try_to_apply(step, header, chunks, copier)
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    tracemalloc.start()
+    try:
+        for number in range(-(-FUZZ_CASES // len(WAYS))):
+            chance = random.Random(f"{way.__name__} {number}")
+            step = chance.choice(steps)
+            header, chunks = way(step, chance)
+            outcome = try_to_apply(step, header, chunks, copier)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
     for outcome, count in outcomes.items():
         record_property(f"damaged deltas: {outcome}", count)
     refused = {"header refused", "chunk refused", "found out"}

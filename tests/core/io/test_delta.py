@@ -196,7 +196,7 @@ def test_patches_are_what_a_comparison_finds(copier, seed):
         places = np.arange(len(words))[(words != old) | (rng.random(len(words)) < 0.1)]
         places = places[tensors.owners(places) >= 0] if len(tensors.starts) else places[:0]
         patches += [Patch(places, words[places])] if len(places) else []
-    changes = apply_patches(patches, before)
+    changes = apply_patches(patches, before, copier)
     assert torch.equal(before.data, after.data)
     assert [body for _, body in changes.chunks] == step.chunks
     assert changes.tensors == {0, 1, 2}

@@ -7,8 +7,8 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 from torch import distributed
 
@@ -134,29 +134,16 @@ def test_the_error_of_a_rank_that_only_waited_for_another_is_not_the_one_that_al
     assert set(world.run(fail_alone)) == {"StoreFullError: rank 1 could not work: full"}
 
 
-def arrays_of(rank: int) -> list[Any]:
-    return [
-        np.full(rank, rank, np.uint8),
-        None,
-        np.arange(3 * rank, dtype=np.int64)[::-1],
-        np.array([], np.uint32),
-        np.array([7 + rank], np.uint16),
-    ]
-
-
-def described(arrays: list[Any]) -> list[Any]:
-    return [None if one is None else (one.dtype.str, one.tolist()) for one in arrays]
-
-
-def collect_arrays(rank: int) -> list[list[Any]]:
+def collect_texts(rank: int) -> list[str]:
     ranks = Agreement(None, timeout_s=TIMEOUT_S)
-    return list(map(described, ranks.collect("tell", lambda: arrays_of(rank))))
+    with mock.patch.object(agreement, "_MESSAGE_BYTES", 2):
+        return ranks.collect(
+            "tell", lambda: "abcdef"[rank:], str.encode, lambda data: bytes(data).decode()
+        )
 
 
-def test_arrays_reach_the_first_rank_alone(world):
-    first, *others = world.run(collect_arrays)
-    assert others == [[], []]
-    assert first == [described(arrays_of(rank)) for rank in range(3)]
+def test_results_of_all_ranks_reach_the_first_alone(world):
+    assert world.run(collect_texts) == [["abcdef", "bcdef", "cdef"], [], []]
 
 
 def meet_again(rank: int) -> list[int]:
