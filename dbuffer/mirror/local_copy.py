@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from dbuffer.errors import StoreFullError, StoreNotFoundError
+from dbuffer.format.chain import chain_of, trimmed
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE
@@ -17,7 +18,6 @@ from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
-from dbuffer.publish.delta_chain import chain_of, trimmed
 from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
@@ -146,4 +146,4 @@ class LocalCopy(Closing):
                 "copying version %d without its deltas: %s", manifest.version, str(error)
             )
             return {manifest.id: 0}
-        return trimmed(chain, draft.footer.layout, None)
+        return trimmed(chain, draft.footer.layout.num_bytes, None)

@@ -23,6 +23,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
     WriterSupersededError,
 )
+from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout, digest
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
@@ -46,7 +47,6 @@ from dbuffer.mirror.bucket_records import ReceiversOfBucket
 from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver, mirror_id
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
 from dbuffer.mirror.retention import Retention
-from dbuffer.publish.delta_chain import chain_of, is_long, trimmed
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
@@ -270,7 +270,7 @@ class Upload(Closing):
             return True
         since = last.manifest.deltas_after(last.anchor)
         sizes = [last.delta_parts(version).num_bytes for version in since]
-        if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout):
+        if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout.num_bytes):
             return True
         return any(record.unreadable in since for record in self._receivers.known())
 
@@ -330,7 +330,7 @@ class Upload(Closing):
             assert last is not None  # noqa: S101 - deltas lead from it
             digests, anchor = last.weights, last.anchor
             of_file = last.manifest.of_file | {"file": last.manifest.file}
-        chain = chain_of(trimmed(sizes, footer.layout, anchor))
+        chain = chain_of(trimmed(sizes, footer.layout.num_bytes, anchor))
         described = replace(
             manifest,
             **of_file,

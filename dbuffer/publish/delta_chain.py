@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreFullError, StoreNotFoundError
+from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import UNDECODABLE, Manifest
@@ -22,13 +22,6 @@ from dbuffer.store.hold import Held, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
-
-MAX_CHAIN = 64
-"""Most deltas that a version names: late readers apply them one after another."""
-
-MAX_CHAIN_SHARE = 0.5
-"""Largest fraction of a full version's bytes that a chain's deltas may have. Beyond, an anchor is
-smaller."""
 
 MAX_CHANGED_SHARE = 0.5
 """Largest fraction of all elements that a delta may change. Beyond, a full version is published."""
@@ -243,14 +236,16 @@ class DeltaChain:
     def add_delta(self, changes: Changes, checksums: list[int] | None) -> None:
         """Write the delta that leads to the draft, if it has a base and few changes.
 
-        Without room for it, a version that has a file is published without its delta.
+        A version that has a file is published without its delta if that is too long, or the store
+        has no room for it.
 
         Args:
             changes: what differs from the last version.
             checksums: of all tensors of the draft, if it has any.
         """
         draft, base = self.draft, self._base
-        if base is None or not self.is_worth(changes, draft.footer.layout):
+        layout = draft.footer.layout
+        if base is None or not self.is_worth(changes, layout):
             return
         encoded = encode_delta(
             changes,
@@ -259,6 +254,12 @@ class DeltaChain:
             version=draft.id,
             layout_xxh3=base.footer.layout_xxh3,
         )
+        num_bytes = sum(map(len, encoded))
+        if draft.has_file and is_long([num_bytes], layout.num_bytes):
+            self.explain_full(
+                f"it would have {num_bytes} bytes, and a full version {layout.num_bytes}"
+            )
+            return
         try:
             self._num_bytes = draft.add_delta(encoded)
         except StoreFullError:
@@ -286,7 +287,7 @@ class DeltaChain:
                 delta_bytes = {**base.delta_bytes, draft.id: num_bytes}
             if not draft.has_file:
                 anchor_fields = base.manifest.upon(base.buffer)
-        delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
+        delta_bytes = trimmed(delta_bytes, footer.layout.num_bytes, anchor_fields.get("anchor"))
         manifest = draft.commit(metadata, checksums, chain=chain_of(delta_bytes), **anchor_fields)
         self._last = DeltaBase(manifest, draft.claim.buffer, footer, checksums, delta_bytes)
         self._draft = None
@@ -306,30 +307,4 @@ class DeltaChain:
 def _is_far_from_anchor(last: DeltaBase) -> bool:
     """Whether a new anchor serves late readers better than one more delta."""
     since = last.manifest.deltas_after(last.anchor)
-    return is_long([last.delta_bytes[each] for each in since], last.footer.layout)
-
-
-def is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
-    """Whether deltas of these sizes are a worse way to a version than a new anchor."""
-    sizes = list(delta_bytes)
-    return len(sizes) >= MAX_CHAIN or sum(sizes) > MAX_CHAIN_SHARE * layout.num_bytes
-
-
-def trimmed(
-    delta_bytes: dict[VersionId, int], layout: Layout, anchor: VersionId | None
-) -> dict[VersionId, int]:
-    """Drop the oldest versions of a long chain, but not the anchor, nor the deltas after it.
-
-    A single delta that is too long goes as well: then no delta leads to the version.
-    """
-    versions = list(delta_bytes)
-    while len(versions) > 1 and versions[0] != anchor:
-        if not is_long([delta_bytes[each] for each in versions[1:]], layout):
-            break
-        versions = versions[1:]
-    return {each: delta_bytes[each] for each in versions}
-
-
-def chain_of(delta_bytes: dict[VersionId, int]) -> list[VersionId]:
-    """Return a chain as a manifest has it: empty if no delta leads to the version."""
-    return list(delta_bytes) if len(delta_bytes) > 1 else []
+    return is_long([last.delta_bytes[each] for each in since], last.footer.layout.num_bytes)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dbuffer import errors
@@ -200,10 +200,10 @@ class DoubleBuffer:
         directories = filesystem.list_matching(self.root / places.KEPT_DIRECTORY, "*")
         return {places.kept_buffer(directory.name): directory for directory in directories}
 
-    def delta_bytes(self, manifest: Manifest) -> int:
-        """Size of the deltas that a manifest names, as far as they are there."""
+    def delta_bytes(self, versions: Iterable[VersionId]) -> int:
+        """Return the size of the deltas that lead to these versions, as far as they are there."""
         num_bytes = 0
-        for version in manifest.chain[1:]:
+        for version in versions:
             with contextlib.suppress(FileNotFoundError):
                 num_bytes += self.delta_path(version).stat().st_size
         return num_bytes

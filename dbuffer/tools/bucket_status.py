@@ -23,6 +23,7 @@ from dbuffer.runtime.messages import listed as in_words
 from dbuffer.runtime.timing import TIMING
 from dbuffer.tools.status import (
     EMPTY_BUFFER,
+    anchor_status,
     in_order,
     make_status,
     receiver_status,
@@ -104,10 +105,13 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 
 
 def _version_status(version: BucketVersion) -> dict[str, Any]:
-    deltas = map(version.delta_parts, version.manifest.chain[1:])
+    manifest = version.manifest
+    sizes = {each: version.delta_parts(each).num_bytes for each in manifest.chain[1:]}
+    since_anchor = manifest.deltas_after(manifest.anchor or manifest.id)
     return {
         **EMPTY_BUFFER,
-        **version_status(version.manifest),
+        **version_status(manifest),
+        **anchor_status(manifest, sum(map(sizes.__getitem__, since_anchor))),
         "state": "newest",
-        "delta_bytes": sum(delta.num_bytes for delta in deltas),
+        "delta_bytes": sum(sizes.values()),
     }

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from dbuffer.format.chain import until_anchor
 from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import (
     UNDECODABLE,
@@ -164,6 +165,8 @@ EMPTY_BUFFER: dict[str, Any] = {
     "num_deltas": 0,
     "delta_bytes": 0,
     "is_whole": True,
+    "deltas_until_anchor": None,
+    "bytes_until_anchor": None,
     "held_by": [],
 }
 
@@ -182,6 +185,19 @@ def version_status(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def anchor_status(manifest: Manifest, delta_bytes: int) -> dict[str, Any]:
+    """Return the part of a version's status that says when the next anchor comes.
+
+    ``delta_bytes``: size of its deltas after its anchor.
+    """
+    if manifest.anchor is None:
+        return {}
+    num_deltas = len(manifest.deltas_after(manifest.anchor))
+    until = until_anchor(num_deltas, delta_bytes, manifest.num_bytes)
+    left = (max(0, number) for number in until)
+    return dict(zip(("deltas_until_anchor", "bytes_until_anchor"), left, strict=True))
+
+
 def _buffer_status(
     store: DoubleBuffer,
     contents: Contents,
@@ -196,12 +212,14 @@ def _buffer_status(
         return empty | {"state": "damaged"}
     if manifest is None:
         return empty
+    since_anchor = manifest.deltas_after(manifest.anchor or manifest.id)
     return (
         empty
         | version_status(manifest)
+        | anchor_status(manifest, store.delta_bytes(since_anchor))
         | {
             "state": _state_of(store, contents, name, manifest, newest),
-            "delta_bytes": store.delta_bytes(manifest),
+            "delta_bytes": store.delta_bytes(manifest.chain[1:]),
             "held_by": [
                 record.receiver
                 for record in receivers

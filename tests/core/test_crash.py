@@ -29,9 +29,9 @@ import torch
 from msgspec import structs
 
 import dbuffer
+from dbuffer.format import chain
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
-from dbuffer.publish import delta_chain
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
@@ -119,7 +119,7 @@ def publish_up_to(store: Path, situation: str, number: int, action: Callable[[],
     """Publish what the situation asks for; ``action`` at a moment of the last publish."""
     pattern = OTHER if situation.startswith("new layout") else pattern_of(situation)
     version = (last_before(situation) or 0) + 1
-    delta_chain.MAX_CHAIN = max_chain(situation)
+    chain.MAX_CHAIN = max_chain(situation)
     with make_sender(store, situation) as sender:
         for earlier in range(1, version):
             sender.send(pattern_of(situation).weights(earlier))

@@ -99,7 +99,7 @@ def test_full_at_any_page(disk, store):
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_deltas_full_at_any_page(disk, store, mount, monkeypatch):
     """Whichever file of a delta, or of an anchor after some, comes too late."""
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     failures = last = 0
     with dbuffer.WeightSender(store, checksum=True, delta=True) as sender:
@@ -125,7 +125,7 @@ def test_deltas_full_at_any_page(disk, store, mount, monkeypatch):
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_room_for_two_versions_is_enough_for_deltas(store, mount, monkeypatch):
     """And for the anchors between them, and after an error."""
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2)
     with dbuffer.WeightSender(store, delta=True, checksum=True) as sender:
         publish_and_read(sender, CHANGING, *range(1, 10))
         for version in (10, 12, 14):

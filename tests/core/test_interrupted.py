@@ -17,7 +17,7 @@ import time
 import pytest
 
 import dbuffer
-from dbuffer.publish import delta_chain
+from dbuffer.format import chain
 from dbuffer.store.filesystem import is_locked
 from dbuffer.store.medium import medium_of
 from tests.support.crashes import (
@@ -69,7 +69,7 @@ def test_interrupted_at_every_moment_of_a_publish(
     shm_path, situation, mount, record_property, monkeypatch
 ):
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN", max_chain(situation))
+    monkeypatch.setattr(chain, "MAX_CHAIN", max_chain(situation))
     flip = Flip(last_before(situation))
     pattern = pattern_of(situation)
     for number in itertools.count(1):

@@ -212,7 +212,7 @@ LIVES = {
 
 @pytest.mark.parametrize("lives", LIVES.values(), ids=LIVES)
 def test_whenever_the_power_is_cut_what_was_published_is_there(shm_path, mount, lives, monkeypatch):
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2 if is_soak() else 1)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2 if is_soak() else 1)
     with contextlib.closing(PowerCuts(shm_path)) as cuts:
         for patterns in lives:
             cuts.publish(patterns)

@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 )
 
 import dbuffer
-from dbuffer.publish import delta_chain
+from dbuffer.format import chain
 from dbuffer.runtime.timing import TIMING
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
@@ -131,7 +131,7 @@ def publish_and_die(
 def set_short_limits() -> None:
     TIMING.keep_superseded_s = 0.0
     # The weights are small, and deltas soon as large; chains are to end, and not with each version.
-    delta_chain.MAX_CHAIN, delta_chain.MAX_CHAIN_SHARE = 3, 100.0
+    chain.MAX_CHAIN, chain.MAX_CHAIN_SHARE = 3, 100.0
 
 
 def make_sender(store: Path, options: dict[str, bool]) -> dbuffer.WeightSender:
@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
         for name in ("MAX_CHAIN", "MAX_CHAIN_SHARE"):
-            self.patches.enter_context(mock.patch.object(delta_chain, name))
+            self.patches.enter_context(mock.patch.object(chain, name))
         set_short_limits()
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))

@@ -27,9 +27,8 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.format import layout
+from dbuffer.format import chain, layout
 from dbuffer.io.copier import Copier
-from dbuffer.publish import delta_chain
 from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.timing import TIMING
@@ -184,7 +183,7 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
     counts: Counter[str] = Counter()
     switch_off_what_is_not_in(layers)
     count_detections(counts)
-    delta_chain.MAX_CHAIN = 8
+    chain.MAX_CHAIN = 8
     with dbuffer.WeightSender(
         store,
         checksum=layers.checksums or (layers.delta and layers.is_network),

@@ -253,7 +253,7 @@ def test_another_layout_is_an_anchor_of_its_own(remote, local, bucket_url):
 
 
 def test_a_long_chain_ends_with_a_new_anchor(remote, local, bucket, monkeypatch):
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 3)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 3)
     anchors = []
     with Way(remote, bucket.url, local, delta=True) as way:
         for version in range(1, 9):

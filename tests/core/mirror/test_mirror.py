@@ -356,7 +356,7 @@ def changing(
     remote: Path, mount: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dbuffer.WeightSender]:
     """A sender whose versions are deltas, for a while upon one anchor."""
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 3)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 3)
     with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
         yield sender
 

@@ -23,6 +23,7 @@ import torch
 
 import dbuffer
 from dbuffer import SparsePatch
+from dbuffer.format import chain
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import Manifest
@@ -46,7 +47,7 @@ READER_TIMEOUT_S = 0.2
 
 @pytest.fixture
 def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
+    monkeypatch.setattr(chain, "MAX_CHAIN", 3)
 
 
 def make_sender(store: Path, **options: bool) -> dbuffer.WeightSender:
@@ -137,7 +138,7 @@ def go_on_with_few_descriptors(connection: Connection, store: Path, version: int
 
 
 def test_a_chain_may_have_more_deltas_than_descriptors(store, network, monkeypatch, sender):
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN_SHARE", 100)
+    monkeypatch.setattr(chain, "MAX_CHAIN_SHARE", 100)
     publish(sender, *range(1, 41))
     assert len(manifest_of(store).chain) == 40
     sender.close()
@@ -391,8 +392,8 @@ def test_the_chain_is_trimmed_and_nothing_is_left_but_what_manifests_name(store,
         assert len(list(store.glob("deltas/*"))) <= 8
     assert len(list(store.glob("[AB]/weights-*"))) <= 3
     is_local = mount == "local"
-    assert max(since_anchor) == (0 if is_local else delta_chain.MAX_CHAIN)
-    assert max(lengths) <= (1 if is_local else 2) * delta_chain.MAX_CHAIN + 1
+    assert max(since_anchor) == (0 if is_local else chain.MAX_CHAIN)
+    assert max(lengths) <= (1 if is_local else 2) * chain.MAX_CHAIN + 1
 
 
 @pytest.mark.usefixtures("network", "short_chains")
@@ -435,12 +436,24 @@ def test_a_sender_removes_deltas_of_dead_ones_before_it_publishes(store, sender)
         assert version_files(store) == named_files(store)
 
 
+def test_a_delta_that_is_too_long_is_none(store, mount, sender):
+    """Just under half of all words changed, to anything; on a network mount it is needed."""
+    weights = {"a": torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32)}
+    sender.send(weights)
+    places = torch.randperm(100_000)[:49_900]
+    weights["a"][places] = torch.randint(-(2**31), 2**31, (49_900,), dtype=torch.int32)
+    published = sender.send(weights)
+    assert (published.delta_bytes is None) == (manifest_of(store).chain == []) == (mount == "local")
+    assert version_files(store) == named_files(store)
+    assert torch.equal(received(store)["a"], weights["a"])
+
+
 def test_a_chain_of_large_deltas_is_short(store, mount, sender):
     for version in range(1, 20):
         publication = sender.send(SPARSE.weights(version))
         found = manifest_of(store)
         sizes = [(store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:]]
-        most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
+        most = chain.MAX_CHAIN_SHARE * publication.num_bytes
         assert sum(sizes) <= 2 * (most + (publication.delta_bytes or 0))
         if version > 1 and sizes:
             assert publication.delta_bytes == sizes[-1] < publication.num_bytes / 4

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.format import chain
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.transfer import part_path
 from dbuffer.publish import delta_chain
@@ -121,7 +122,7 @@ def follow(
     with contextlib.ExitStack() as stack:
         stack.enter_context(mounted(mount))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(delta_chain, "MAX_CHAIN", 3)
+        patch.setattr(chain, "MAX_CHAIN", 3)
         log = stack.enter_context(warnings_logged())
         if hindrance is not None and rank == hindrance[0]:
             patch.setattr(*hindrance[1:])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import dbuffer
-from dbuffer.publish import delta_chain
+from dbuffer.format import chain
 from dbuffer.store import filesystem, kept
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from tests.support.children import Child
@@ -72,7 +72,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(store, mount):
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_deltas_of_a_kept_version_stay(store, mount, monkeypatch):
     """They stay when no newer version names them, and when another sender begins."""
-    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
+    monkeypatch.setattr(chain, "MAX_CHAIN", 3)
     with dbuffer.WeightSender(store, delta=True) as sender:
         publish(sender, 1, 2, 3, pattern=SPARSE)
         kept.pin(DoubleBuffer(store), 3)

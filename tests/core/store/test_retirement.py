@@ -92,7 +92,7 @@ def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(store, sender, c
 
 
 def test_an_anchor_goes_when_what_stands_on_it_has_long_been_superseded(store, clock, monkeypatch):
-    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2)
+    monkeypatch.setattr("dbuffer.format.chain.MAX_CHAIN", 2)
     with dbuffer.WeightSender(store, num_threads=1, delta=True) as sender:
         for version in range(1, 12):
             clock.now_s += KEEP_S
