@@ -1,6 +1,6 @@
 """Length of a chain of deltas: when a full version serves readers better than one more delta.
 
-Every sender and mirror follows this rule, and `dbuffer status` tells what is left by it.
+Senders and mirrors share the rule, and `dbuffer status` shows when the next anchor comes.
 """
 
 from __future__ import annotations

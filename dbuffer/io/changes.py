@@ -140,7 +140,7 @@ def find_changes(
     ranges = list(_ranges(layout, first_byte, end))
     first, last = (number * len(ranges) // share[1] for number in (share[0], share[0] + 1))
     ranges = ranges[first:last]
-    found: dict[int, list[tuple[Chunk, bytes]]] = {}
+    chunks: dict[int, list[tuple[Chunk, bytes]]] = {}
     changed: set[int] = set()
     num_changed = 0
     old = bytes_in(before)
@@ -156,12 +156,12 @@ def find_changes(
             sides = old[start:stop], after[start - first_byte : stop - first_byte]
             old_words, new_words = (side.view(WORDS[width]) for side in sides)
             differs = _compare(old_words, new_words, start // width, tensors, mask)
-            found[number] = list(_encoded(tensors, differs, file_starts))
+            chunks[number] = list(_encoded(tensors, differs, file_starts))
             changed.update(tensors.tensors[tensors.counts_of(differs[0]) > 0].tolist())
             num_changed += len(differs[0])  # less, if another thread does so now: no harm
 
     copier.in_parallel(work, cut_work([stop - start for _, start, stop in ranges], copier))
-    return Changes([chunk for number in sorted(found) for chunk in found[number]], changed)
+    return Changes([chunk for number in sorted(chunks) for chunk in chunks[number]], changed)
 
 
 def apply_patches(patches: Iterable[Patch], contents: FileTensors, copier: Copier) -> Changes:
@@ -206,12 +206,12 @@ def _compare(
     old: Words, new: Words, start: int, tensors: WordRanges, mask: npt.NDArray[np.bool_]
 ) -> _Differences:
     """Find the words that differ in a range of the memory, which begins with the word ``start``."""
-    found, step = [], _RUN_BYTES // old.itemsize
+    runs, step = [], _RUN_BYTES // old.itemsize
     for at in range(0, len(old), step):
         places, *words = _compare_run(old[at : at + step], new[at : at + step], mask)
         places += start + at
-        found.append((places, *words))
-    places, old_words, new_words = map(_joined, zip(*found, strict=True))
+        runs.append((places, *words))
+    places, old_words, new_words = map(_joined, zip(*runs, strict=True))
     if tensors.counts_of(places).sum() < len(places):  # padding or other tensors differ, too
         inside = tensors.owners(places) >= 0
         places, old_words, new_words = places[inside], old_words[inside], new_words[inside]
@@ -239,13 +239,13 @@ def _compare_run(old: Words, new: Words, mask: npt.NDArray[np.bool_]) -> _Differ
 def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     """Return the positions of the few that are true, by looking at four together."""
     fours = mask.view(np.uint32)
-    (some,) = (fours != 0).nonzero()
-    (hits,) = fours.take(some).view(np.bool_).nonzero()
-    return _positions_in(some, hits, 4)
+    (groups,) = (fours != 0).nonzero()
+    (hits,) = fours.take(groups).view(np.bool_).nonzero()
+    return _positions_in(groups, hits, 4)
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
-    """Return the positions of hits, which count in some groups of ``size``, side by side."""
+    """Return the positions of hits, which are counted in groups of ``size``, side by side."""
     shift = size.bit_length() - 1  # a division takes several times as long
     positions: Integers = groups.take(hits >> shift)
     positions <<= shift

@@ -48,7 +48,7 @@ class World:
 
         Args:
             what: the step, as for `each`.
-            action: what each rank does.
+            action: work of each rank.
             encode: encodes a result as bytes, one at least, for another process.
             decode: decodes them there.
         """
