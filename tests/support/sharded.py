@@ -99,9 +99,9 @@ def replicated(size: int) -> Case:
 
 
 def tied(size: int) -> Case:
-    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12, bias=False), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Embedding(120, 80), nn.Linear(80, 120, bias=False), nn.Linear(80, 80))
     model[1].weight = model[0].weight
-    model.append(nn.Linear(8, 8))
+    model.append(nn.Linear(80, 80))
     model[3].bias = model[2].bias
     full = model.state_dict(keep_vars=True)
     fully_shard(model)
@@ -121,7 +121,7 @@ def hsdp(size: int) -> Case:
 
 def two_dimensions(size: int) -> Case:
     """FSDP of what tensor parallelism has cut by rows and by columns."""
-    model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3))
+    model = nn.Sequential(nn.Linear(100, 140), nn.Linear(140, 100), nn.Linear(100, 30))
     full = state_of(model)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     model = parallelize_module(model, grid()["inner"], plan)
@@ -132,7 +132,7 @@ def two_dimensions(size: int) -> Case:
 def placements(size: int) -> Case:
     """All ways to cut rows and columns on a mesh of two dimensions."""
     ways = (Replicate(), Shard(0), Shard(1), Shard(2))
-    full = {f"{one} {two}": whole(5, 7, 3) for one in ways for two in ways}
+    full = {f"{one} {two}": whole(5, 7, 3, 64) for one in ways for two in ways}
     pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
     return dict(zip(full, (distribute_tensor(t, grid(), p) for t, p in pairs), strict=True)), full
 
@@ -196,7 +196,7 @@ def strided_experts(size: int) -> Case:
 def strided(size: int) -> Case:
     """Tensors of which a rank holds rows that are no neighbors."""
     mesh = init_device_mesh("cpu", (size,))
-    full = {"a": whole(8, 3), "b": whole(16), "rows": whole(8, 3)}
+    full = {"a": whole(8, 300), "b": whole(1600), "rows": whole(8, 300)}
     ways = [_StridedShard(0, split_factor=2)]
     sharded = {name: distribute_tensor(full[name], mesh, ways) for name in ("a", "b")}
     return {**sharded, "rows": distribute_tensor(full["rows"], mesh, [Shard(0)])}, full
@@ -205,9 +205,9 @@ def strided(size: int) -> Case:
 def sums(size: int) -> Case:
     """What is yet to be added up."""
     mesh = init_device_mesh("cpu", (size,))
-    full = {"sum": whole(6, 2), "none": torch.empty(0, 2), "rows": whole(5, 2)}
-    part = full["sum"] / size
-    full["sum"] = sum([part] * size, torch.zeros(6, 2))
+    full = {"none": torch.empty(0, 2), "rows": whole(5, 2, 500)}
+    part = torch.arange(6000.0).view(6, 2, 500)
+    full["sum"] = size * part
     return {
         "sum": DTensor.from_local(part, mesh, [Partial()]),
         "none": DTensor.from_local(full["none"], mesh, [Partial()]),

@@ -53,7 +53,7 @@ def world(four: World) -> World:
 
 def few(size: int) -> Case:
     """Too little for all ranks to write some of it."""
-    full = {"weight": whole(40, 5), "bias": whole(40)}
+    full = {"weight": whole(400, 50), "bias": whole(400)}
     return full, full
 
 
