@@ -1,4 +1,4 @@
-"""What the benchmark of a GPU needs."""
+"""Packages that the benchmark of a GPU needs."""
 
 from __future__ import annotations
 

@@ -523,7 +523,7 @@ OTHERS_FIGURES = {"8.25", "21.25", "4.89", "0.067", "3.8", "700", "17.5"}
 
 
 def test_figures_in_the_text_of_pages_are_those_of_the_results():
-    """Or figures that these round to; in tables, too."""
+    """A figure of a page may be rounded. All figures in tables of the benchmarks are compared."""
     measured = set(OTHERS_FIGURES)
     for file in (ROOT / "benchmarks" / "results").glob("*.txt"):
         for figure in re.findall(r"\d+(?:\.\d+)?", result(file.name).replace(",", "")):

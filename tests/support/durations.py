@@ -1,4 +1,4 @@
-"""Wall time of each test file in seconds: `durations.json`, by which `conftest.py` orders a run.
+"""Wall time of each test file in seconds: `durations.json`. `conftest.py` orders a run by it.
 
 Any run with `--measure` writes the table (`python3 dev.py measure`).
 """

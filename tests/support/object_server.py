@@ -26,8 +26,8 @@ kill -s KILL "$!"
 wait
 rm -rf "$0" $SOCKETS
 """
-"""Shell script that runs the server in a directory until standard input ends, as it does when the
-test run ends, however that ends. Then it removes what the server left."""
+"""Shell script that runs the server in a directory until standard input ends, and then removes the
+server's files. Standard input ends with the test run, also if that is killed."""
 
 
 def variables(endpoint: str) -> dict[str, str]:

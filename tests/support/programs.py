@@ -10,7 +10,7 @@ from tests.support.waiting import TIMEOUT_S
 
 
 def run_program(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program; its exit status, and what it wrote."""
+    """Run a program, and return its exit status and its output."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     done.stderr = without_leaks_of_triton(done.stderr)

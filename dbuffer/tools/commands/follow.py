@@ -163,7 +163,7 @@ def _hold_next(
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
         with loop.attempt():
             version = loop.wait(newer_than, timeout_s=left_s)
-            if received:  # and what the signal raised was dropped
+            if received:  # Python has dropped the exception of this signal
                 signal.raise_signal(received[-1])
             if version is None:
                 there = DoubleBuffer(receiver.store).state_without_version()

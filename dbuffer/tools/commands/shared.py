@@ -195,10 +195,10 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def noting_signals() -> Iterator[tuple[threading.Event, list[int]]]:
-    """Yield an event that SIGINT and SIGTERM set, and their numbers, beside what they raise.
+    """Yield an event that SIGINT and SIGTERM set, and a list of their numbers.
 
-    Python drops what is raised in the callback of a weak reference. A command that waits for long
-    looks at the event, too.
+    The signals raise their exceptions as before. Python drops an exception in the callback of a
+    weak reference, so a command that waits for long looks at the event, too.
     """
     noted, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -546,12 +546,12 @@ def test_who_only_looks_is_no_receiver_that_a_sender_waits_for(tmp_path, store, 
 
 
 def follow_and_drop_a_signal(connection: Connection, store: Path, number: int) -> None:
-    """Get a signal in the callback of a weak reference: Python drops what is raised there."""
+    """Get a signal in the callback of a weak reference: Python drops its exception there."""
     report = follow.shared.report
 
     def end(_: object) -> None:
         os.kill(os.getpid(), number)
-        for _ in range(100):  # in which the signal is handled
+        for _ in range(100):  # Python handles the signal here
             pass
 
     def report_and_get_it(*arguments: Any, **options: Any) -> None:

@@ -1,7 +1,7 @@
 """Quantised engines and features in real engines, and families under load and on two ranks.
 
 Each token is as a fresh one answers; `test_modules.py` has all families on one rank. Each case is a
-program of its own: a crash in a kernel of one is nobody else's. They run in soaks; by hand,
+program of its own: a crash in a kernel ends no other. They run in soaks; by hand,
 `DBUFFER_SOAK=1 python3 dev.py test tests/integrations/vllm/test_breadth.py -k gemma`.
 """
 
