@@ -126,6 +126,6 @@ def _place(frame: FrameType) -> Hashable:
     return tuple(stack)
 
 
-def die_before_call(number: int, *, repeats: bool = True) -> None:
+def die_before_call(number: int) -> None:
     """Kill this process before its ``number``-th call that can change what is on the disk."""
-    at_call(number, die, CHANGING_CALLS, repeats=repeats)
+    at_call(number, die, CHANGING_CALLS)

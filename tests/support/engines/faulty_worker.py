@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.vllm import WorkerExtension
 from dbuffer.store import filesystem
 from tests.support.waiting import until
@@ -79,13 +77,6 @@ class Faults(WorkerExtension):
             until("this rank may go on", go_on.exists, _WAIT_S)
 
         watch_loads(self.get_model(), halt)
-
-
-def receiver_of(worker: Any) -> RankReceiver:
-    """What follows a store in a worker of an engine."""
-    receiver = RankEndpoint.of(worker.get_model()).receiver
-    assert receiver is not None
-    return receiver
 
 
 def damage(path: Path, kind: str) -> None:

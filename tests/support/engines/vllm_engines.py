@@ -85,7 +85,6 @@ def observe(
     program: str,
     directory: Path,
     *arguments: str,
-    timeout_s: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
     imports_anew: bool = False,
 ) -> Any:
@@ -106,7 +105,7 @@ def observe(
             imports_anew=imports_anew,
         )
         try:
-            code: int | None = process.wait(timeout_s)
+            code: int | None = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = None
             os.killpg(process.pid, signal.SIGABRT)  # faulthandler tells where each thread is
