@@ -50,7 +50,7 @@ from tests.support.crashes import (
 )
 from tests.support.moments import die, stop
 from tests.support.patterns import OTHER, SMALL, SPARSE, newest
-from tests.support.soak import at_moment, in_turn, is_soak, patience_s
+from tests.support.soak import IN_SOAKS_ALONE, at_moment, in_turn, is_soak, patience_s
 from tests.support.stores import assert_tidy, make_temporaries_old, named_files, version_files
 
 pytestmark = pytest.mark.timing(settle_s=60.0)
@@ -111,7 +111,6 @@ def forked_and_stopped(body: Callable[[], None]) -> Iterator[bool]:
 
 # Killed before each call that changes the disk, and in between
 
-SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
 KILLS = "kills at a moment of a publish"
 
 
@@ -207,7 +206,10 @@ def kill_at_every_moment(
     [
         *((situation, "local") for situation in SITUATIONS),
         *((situation, "network") for situation in NETWORK_SITUATIONS),
-        *(pytest.param(situation, "local", marks=SLOW) for situation in DURABLE_SITUATIONS),
+        *(
+            pytest.param(situation, "local", marks=IN_SOAKS_ALONE)
+            for situation in DURABLE_SITUATIONS
+        ),
     ],
 )
 def test_killed_at_every_moment_of_a_publish(shm_path, situation, mount, record_property):
@@ -215,7 +217,7 @@ def test_killed_at_every_moment_of_a_publish(shm_path, situation, mount, record_
         record_property(KILLS, child.receive(patience_s()))
 
 
-@SLOW
+@IN_SOAKS_ALONE
 def test_killed_at_every_moment_of_a_publish_to_a_disk(tmp_path, record_property):
     with Child(kill_at_every_moment, tmp_path, "new layout", "auto") as child:
         record_property(KILLS, child.receive(patience_s()))
@@ -423,7 +425,10 @@ def freeze_at_every_moment(
 @in_turn(
     ("situation", "mount"),
     ["in place", "new layout"]
-    + [pytest.param(each, marks=SLOW) for each in ("in place, durable", *DELTA_SITUATIONS)],
+    + [
+        pytest.param(each, marks=IN_SOAKS_ALONE)
+        for each in ("in place, durable", *DELTA_SITUATIONS)
+    ],
     ["local", "network"],
 )
 def test_a_frozen_sender_delays_no_reader(shm_path, situation, mount, record_property):
