@@ -226,22 +226,17 @@ def _compare_run(old: Words, new: Words, mask: npt.NDArray[np.bool_]) -> _Differ
     """
     old_eights, new_eights = old.view(np.uint64), new.view(np.uint64)
     mask = np.not_equal(old_eights, new_eights, out=mask[: len(old_eights)])
-    if np.count_nonzero(mask) * 4 > len(mask):
+    fours = mask.view(np.uint32)  # four of the mask at a time: few of them are true
+    (groups,) = (fours != 0).nonzero()
+    if 3 * len(groups) > 2 * len(fours):
         (positions,) = (old != new).nonzero()
         return positions, old.take(positions), new.take(positions)
-    eights = _true_in(mask)
+    (hits,) = fours.take(groups).view(np.bool_).nonzero()
+    eights = _positions_in(groups, hits, 4)
     some_old, some_new = (side.take(eights).view(old.dtype) for side in (old_eights, new_eights))
     (hits,) = (some_old != some_new).nonzero()
     positions = _positions_in(eights, hits, 8 // old.itemsize)
     return positions, some_old.take(hits), some_new.take(hits)
-
-
-def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
-    """Return the positions of the few that are true, by looking at four together."""
-    fours = mask.view(np.uint32)
-    (groups,) = (fours != 0).nonzero()
-    (hits,) = fours.take(groups).view(np.bool_).nonzero()
-    return _positions_in(groups, hits, 4)
 
 
 def _positions_in(groups: Integers, hits: Integers, size: int) -> Integers:
@@ -291,13 +286,13 @@ def _encode_chunk(places: Integers, old: Words, new: Words) -> tuple[Chunk, byte
 
 def _gaps_of(places: Integers) -> Words:
     """Return the gaps before each place, as 16-bit numbers."""
-    gaps = np.zeros(len(places), np.int64)
-    gaps[1:] = places[1:] - places[:-1] - 1
-    if gaps.max() >= delta.ESCAPE:
-        (long,) = (gaps >= delta.ESCAPE).nonzero()
-        times, gaps[long] = np.divmod(gaps.take(long), delta.ESCAPE)
-        gaps = np.insert(gaps, np.repeat(long, times), delta.ESCAPE)
-    return gaps.astype(np.uint16)
+    between = places[1:] - places[:-1]
+    between -= 1
+    gaps = np.zeros(len(places), np.uint16)
+    (long,) = (between >= delta.ESCAPE).nonzero()
+    times, between[long] = np.divmod(between.take(long), delta.ESCAPE)
+    gaps[1:] = between
+    return np.insert(gaps, np.repeat(long + 1, times), delta.ESCAPE) if len(long) else gaps
 
 
 def _zigzag(differences: Words) -> Words:
