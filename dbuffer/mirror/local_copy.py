@@ -138,7 +138,8 @@ class LocalCopy(Closing):
             for version in manifest.deltas_after(last):
                 path, file = held.open_delta(version)
                 with file:
-                    num_bytes = draft.add_delta(chunks_of(file, path), version)
+                    chunks = chunks_of(file, path)
+                    num_bytes = self._writer.add_delta(draft.claim, version, chunks)
                 chain = {**chain, version: num_bytes}
         except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
             # The version itself is here, whole.

@@ -15,8 +15,8 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Changes
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import KeptMappings, MappedTensors
-from dbuffer.publish.draft import Draft, map_shared
+from dbuffer.io.tensors import KeptMappings
+from dbuffer.publish.draft import Draft
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.hold import Held, hold_newest
 from dbuffer.store.writer import BufferWriter
@@ -106,10 +106,6 @@ class DeltaChain:
     def maps_files(self) -> bool:
         """Whether the store is on a local mount, where each version has a whole file."""
         return self.writer.medium.maps_files
-
-    def map_published(self, held: Held, footer: Footer) -> MappedTensors:
-        """Map a held version's weights file, as drafts map theirs."""
-        return map_shared(self.mappings, held.path, held.file.number, footer)
 
     def resume_from_store(self, footer: Footer | None) -> DeltaBase | None:
         """Return the version that an earlier sender left, as the last one.
@@ -261,7 +257,7 @@ class DeltaChain:
             )
             return
         try:
-            self._num_bytes = draft.add_delta(encoded)
+            self._num_bytes = self.writer.add_delta(draft.claim, draft.id, encoded)
         except StoreFullError:
             if not draft.has_file:
                 raise

@@ -14,7 +14,7 @@ import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align
-from dbuffer.format.lineage import Lineage, VersionId
+from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -212,14 +212,6 @@ class Draft:
         file, dtype, hashed = self.claim.weights, DTYPES[spec.dtype], self._hashed
         digests = write_tensor(file, self.claim.path, offset, tensor, dtype, hashed=hashed)
         return [join_digests(digests)] if hashed else []
-
-    def add_delta(self, chunks: Iterable[bytes], version: VersionId | None = None) -> int:
-        """Write the file of a delta that leads to it, or to another version of its chain.
-
-        Returns:
-            The file's size.
-        """
-        return self._writer.add_delta(self.claim, version or self.id, chunks)
 
     def commit(
         self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any

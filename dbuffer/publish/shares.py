@@ -33,7 +33,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, max_changed
-from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter
+from dbuffer.publish.draft import ClaimInfo, Draft, Progress, counter, map_shared
 from dbuffer.publish.kept_copy import KeptCopy
 from dbuffer.publish.shard_writer import join_digests_of_parts
 from dbuffer.ranks.world import World
@@ -191,7 +191,8 @@ class WholeShare(Share):
 
     def read_back(self, held: Held) -> None:
         if self._copy is None:
-            self._file = self._chain.map_published(held, self.footer)
+            mappings, file = self._chain.mappings, held.file.number
+            self._file = map_shared(mappings, held.path, file, self.footer)
         else:
             ChainReader(held, self.footer.layout).read(self._copy.contents, self._copier)
 
