@@ -20,7 +20,6 @@ from dbuffer.format.lineage import VersionId
 from dbuffer.io.transfer import part_path
 from dbuffer.publish import delta_chain
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
-from dbuffer.ranks import agreement
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, hold_buffer, hold_newest
 from tests.support.damage import flip_bit
@@ -290,17 +289,6 @@ def test_what_was_published_by_one_process_before(world, store, mount):
             sender.send(SPARSE.weights(version))
     world.run(publish_sparse, store, range(4, 8), mount, mount == "local")
     assert DoubleBuffer(store).pointer().version == 7
-
-
-def follow_in_small_messages(rank: int, store: Path) -> Went:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_MESSAGE_BYTES", 100)
-        return follow(rank, two_dimensions, store, "network", [64] * 3, {})
-
-
-def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
-    for went in world.run(follow_in_small_messages, store):
-        assert went == Went([False, True, True], [])
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
