@@ -31,7 +31,7 @@ def two(tmp_path_factory: Any) -> Iterator[World]:
 
 def made() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 30))
 
 
 def send_source(rank: int, store: Path) -> list[int]:
