@@ -112,14 +112,14 @@ def first_and_last(rank: int) -> Trainer:
 
 def one_has_nothing(rank: int) -> Trainer:
     torch.manual_seed(0)
-    return nudged({} if rank == 0 else {f"{rank}": whole(5, 5), "scalar": whole()})
+    return nudged({} if rank == 0 else {f"{rank}": whole(50, 50), "scalar": whole()})
 
 
 def columns(rank: int) -> Trainer:
     """Stages of which each rank holds columns: not in a row in the file."""
     mesh = grid()
     torch.manual_seed(0)
-    full = [whole(10, 6) for _ in range(4)]
+    full = [whole(100, 60) for _ in range(4)]
     number = mesh.get_local_rank("outer")
     return nudged(
         {
