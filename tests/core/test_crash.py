@@ -243,6 +243,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
         store = directory / f"{number}"
         shutil.copytree(crashed, store)
         if not fork_and_kill(functools.partial(clear_up, store, number)):
+            assert_tidy(store)
             break
         with noting(number):
             assert newest(store, verify=True) == 3

@@ -95,6 +95,7 @@ BEFORE_THE_FLIP = {
     "in the copy": Step("call", "Copier.write"),
     "after the copy": Step("return", "Draft.fill"),
     "before the commit": Step("call", "BufferWriter.commit"),
+    "between manifest and pointer": Step("return", "BufferWriter._put", nth=2),
 }
 
 
