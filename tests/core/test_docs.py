@@ -354,9 +354,9 @@ def publish_rows(rank: int, store: Path) -> None:
 # Names, figures and links.
 
 
-def test_the_errors_page_is_current():
-    made = runpy.run_path(str(DOCS / "make_errors.py"))["errors_page"]()
-    assert (DOCS / "errors.md").read_text(encoding="utf-8") == made, (
+def test_the_table_of_errors_is_current():
+    made = runpy.run_path(str(DOCS / "make_errors.py"))["errors_table"]()
+    assert f"\n\n{made}\n" in (DOCS / "reference.md").read_text(encoding="utf-8"), (
         "dbuffer/errors.py has changed: run python3 docs/make_errors.py"
     )
 
@@ -443,7 +443,7 @@ def test_every_argument_is_documented(page, name, num_before):
 
 def test_the_lowest_versions_of_frameworks_are_those_of_the_extras():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    rows = rows_of((DOCS / "installation.md").read_text(encoding="utf-8"))
+    rows = rows_of((DOCS / "compatibility.md").read_text(encoding="utf-8"))
     (needed,) = (row[1] for row in rows if row[0].startswith("vLLM, "))
     shown = re.findall(r"(\w+) ([\d.]+)", needed)
     assert len(shown) == 6
@@ -453,7 +453,7 @@ def test_the_lowest_versions_of_frameworks_are_those_of_the_extras():
 
 
 def public_names() -> list[str]:
-    """Names of `dbuffer` besides its errors, which have a page, and of the integrations."""
+    """Names of `dbuffer` besides its errors, which have a table, and of the integrations."""
     names = [f"dbuffer.{name}" for name in dbuffer.__all__ if not name.endswith("Error")]
     names.remove("dbuffer.__version__")
     for package in pkgutil.iter_modules(integrations.__path__, "dbuffer.integrations."):
@@ -575,15 +575,18 @@ def test_links_and_names_of_programs_lead_somewhere(page):
         assert (ROOT / name).is_file(), name
 
 
+INTEGRATIONS = ROOT / "tests" / "integrations"
+
+
 def test_tests_of_interfaces_exist():
     """Each item of another project's interface has one, unless it is not provided."""
-    rows = rows_of((DOCS / "integrations" / "interfaces.md").read_text(encoding="utf-8"))
+    rows = rows_of((INTEGRATIONS / "interfaces.md").read_text(encoding="utf-8"))
     items = [row for row in rows if row[0] not in ("item", "---")]
     assert len(items) > 50
     for item, test in items:
         if test != "none: not provided":
             file, _, name = test.strip("`").partition("::")
-            source = (ROOT / "tests" / "integrations" / file).read_text(encoding="utf-8")
+            source = (INTEGRATIONS / file).read_text(encoding="utf-8")
             assert f"\ndef {name}(" in source, item
 
 

@@ -1,1 +1,1 @@
-"""Tests of the lines for Megatron-Core in ``docs/integrations/megatron.md``."""
+"""Tests of the lines for Megatron-Core in ``docs/integrations/more.md``."""
