@@ -30,8 +30,9 @@ HOST = "vm"
 """Name of the machine in the page."""
 _TIMEOUT_S = 300.0
 """For each command; servers start in 20 s on an idle machine."""
-_BLOCK = re.compile(r"(?<=```console\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
-_COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)$", re.MULTILINE)
+_BLOCK = re.compile(r"^```bash\n(.*?)^```\n(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
+"""Commands, and their output."""
+_COMMAND = re.compile(r"(?:.*\\\n)*.+")
 _VARIES = re.compile(r"\d+(?:\.\d+)+(?:e[+-]\d+)?|\d{1,3}(?:,\d{3})+|\b\d{3,}\b|[0-9a-f]{16}")
 
 
@@ -90,12 +91,14 @@ def follow(page: str, replaced: Mapping[str, str], show: Callable[[str], object]
         def rerun(block: re.Match[str]) -> str:
             if is_marked(page, block.start()):
                 return block[0]
-            text = ""
-            for command in _COMMAND.findall(block[0]):
+            output = ""
+            for command in _COMMAND.findall(block[1]):
                 show(command)
                 lines = shell.run(swap(command, replaced)).splitlines()
-                text += f"$ {command}\n" + "".join(f"{line.rstrip()}\n" for line in lines)
-            return re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, swap(text, names))
+                output += "".join(f"{line.rstrip()}\n" for line in lines)
+            output = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, swap(output, names))
+            shown = f"\n```text\n{output}```\n" if output else ""
+            return f"```bash\n{block[1]}```\n{shown}"
 
         return _BLOCK.sub(rerun, page)
 
@@ -109,7 +112,7 @@ def swap(text: str, pairs: Mapping[str, str]) -> str:
 
 def is_marked(page: str, start: int) -> bool:
     """Whether the block that begins there says that it is not run."""
-    return page[:start].removesuffix("```console\n").endswith("-->\n")
+    return page[:start].endswith("-->\n")
 
 
 def steady(page: str) -> list[str]:

@@ -75,7 +75,7 @@ def follow(page: Path, home: Path, bucket: str = BUCKET) -> dict[str, Any]:
             assert code != block.code or "Weight" not in code  # no store but in the directory
             lines = "\n" * (block.line - 1)  # a traceback shows the page's
             exec(compile(lines + code, str(page), "exec"), namespace)
-        elif block.language == "console":
+        elif block.language == "bash":
             for name, *arguments in dbuffer_commands_in(code):
                 if name in TAKE_A_VERSION:  # one that is there when this is read again
                     with dbuffer.WeightReceiver(arguments[0]) as receiver:
@@ -112,7 +112,7 @@ def home(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "page",
-    sorted({b.page for b in blocks("python") + blocks("console")} - {TUTORIAL}),
+    sorted({b.page for b in blocks("python") + blocks("bash")} - {TUTORIAL}),
     ids=relative,
 )
 def test_a_page_is_followed(page, home, request):
@@ -144,24 +144,23 @@ def test_a_block_that_is_not_run_says_why(block):
         assert "def test_" in (ROOT / name).read_text(encoding="utf-8")
     if "shown by" in block.reason:
         assert named
-    assert not blocks("bash") + blocks("yaml"), "these are not run at all"
+    assert not blocks("yaml"), "these are not run at all"
 
 
 # Commands.
 
 
 def commands_in(code: str) -> list[list[str]]:
-    code = code.replace("\\\n", " ")
-    lines = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
+    lines = code.replace("\\\n", " ").splitlines()
     lines = [re.sub(r" > \S+ 2>&1 &$", "", line) for line in lines]  # in the background
-    return [shlex.split(line, comments=True) for line in lines]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def dbuffer_commands_in(code: str) -> list[list[str]]:
     return [command[1:] for command in commands_in(code) if command[0] == "dbuffer"]
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "console"], ids=str)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
 def test_commands_are_understood(block):
     group = typer.main.get_command(app)
     tasks = runpy.run_path(str(ROOT / "dev.py"))["COMMANDS"]
@@ -184,7 +183,7 @@ def test_the_tutorial_shows_its_programs():
         excerpt = textwrap.indent(block.code, "    ")
         assert any(excerpt in text for text in texts.values()), str(block)
     run = set()
-    for block in (b for b in blocks("console") if b.page == TUTORIAL):
+    for block in (b for b in blocks("bash") if b.page == TUTORIAL):
         for command in commands_in(block.code):
             for program in (word for word in command if word.endswith(".py")):
                 run.add(Path(program).name)
@@ -195,7 +194,7 @@ def test_the_tutorial_shows_its_programs():
 
 
 def test_the_readme_shows_every_command():
-    shown = {name for b in blocks("console") for name, *_ in dbuffer_commands_in(b.code)}
+    shown = {name for b in blocks("bash") for name, *_ in dbuffer_commands_in(b.code)}
     assert shown == set(COMMANDS)
 
 
@@ -470,7 +469,7 @@ def test_every_public_name_is_in_the_reference_and_has_an_example():
     code = "\n".join(
         block.code
         for block in BLOCKS
-        if block.language in ("python", "console")
+        if block.language in ("python", "bash")
         and (block.mark != NOT_RUN or re.search("shown .*by tests/", block.reason))
     )
     words = set(re.findall(r"\w+", code))

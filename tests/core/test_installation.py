@@ -101,7 +101,7 @@ def clone(tmp_path: Path) -> Path:
 
 def commands(reason: str) -> list[CodeBlock]:
     """Return the page's commands that documents do not run for this reason."""
-    blocks = [block for block in blocks_of(PAGE) if block.language == "console"]
+    blocks = [block for block in blocks_of(PAGE) if block.language == "bash"]
     return [block for block in blocks if block.reason.startswith(reason)]
 
 
@@ -109,7 +109,7 @@ def commands(reason: str) -> list[CodeBlock]:
 @pytest.mark.slow
 def test_the_commands_of_the_page_install_dbuffer(environment, clone):
     (offline,) = commands("needs a package index")
-    collect = offline.code.removeprefix("$ ").replace(" wheel ", " wheel --no-deps ")
+    collect = offline.code.replace(" wheel ", " wheel --no-deps ")
     shown = commands("installs packages")
     assert len(shown) == 5
     (installed,) = environment.bin.parent.glob("lib/*/site-packages")
@@ -121,7 +121,7 @@ def test_the_commands_of_the_page_install_dbuffer(environment, clone):
             environment.run("python3 -m pip install dist/*.whl", clone)
             (installed / "dbuffer" / "added.py").unlink()
         for command in block.code.splitlines():
-            environment.run(command.removeprefix("$ "), clone)
+            environment.run(command, clone)
         environment.check(clone.parent)
         assert not is_upgrade or (installed / "dbuffer" / "added.py").exists()
         environment.run("python3 -m pip uninstall --yes dbuffer", clone)

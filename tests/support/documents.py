@@ -1,5 +1,6 @@
 """Code blocks of the README and the pages in `docs/`.
 
+A block of `bash` has commands alone, to be pasted; their output is in a block of `text`.
 A block that is not run says why, in an HTML comment above it::
 
     <!-- not run: needs a vLLM engine; shown by tests/integrations/vllm/test_vllm.py -->
@@ -23,7 +24,7 @@ PAGES = [
 ]
 TUTORIAL = DOCS / "tutorial.md"
 """Followed with real engines, by `tests/integrations/trl/test_tutorial.py`."""
-CODE = {"python", "console", "bash", "yaml", "json"}
+CODE = {"python", "bash", "yaml", "json"}
 
 NOT_RUN, PROGRAM = "not run", "run as a program"
 _MARK = re.compile(rf"<!-- ({NOT_RUN}|{PROGRAM}): (.+) -->")
@@ -57,6 +58,8 @@ def blocks_of(page: Path) -> Iterator[CodeBlock]:
             continue
         first, language, mark = begun
         code = "\n".join(lines[first:number]) + "\n"
+        if language == "console":  # of pages that still have prompts
+            language, code = "bash", re.sub(r"^\$ ", "", code, flags=re.MULTILINE)
         kind, reason = mark.groups() if mark else (None, "")
         yield CodeBlock(page, first + 1, language, code, kind, reason)
         begun = None

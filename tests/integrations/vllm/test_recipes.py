@@ -17,10 +17,10 @@ def shown() -> list[list[str]]:
     lines = [
         line
         for block in BLOCKS
-        if block.language == "console"
+        if block.language == "bash"
         for line in block.code.replace("\\\n", " ").splitlines()
     ]
-    return [shlex.split(line[2:]) for line in lines if line.startswith("$ vllm serve")]
+    return [shlex.split(line) for line in lines if line.startswith("vllm serve")]
 
 
 def test_vllm_understands_the_commands(tmp_path):
