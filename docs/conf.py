@@ -37,8 +37,13 @@ autodoc_member_order = "bysource"
 # whose own documentation would have to be fetched to check those.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
 
-ROOT_PAGES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
-"""Pages of the site that lie in the repository's root, where people look for them."""
+ROOT_PAGES = {
+    "index": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+    "measuring": "benchmarks/README.md",
+}
+"""Pages of the site that lie outside of `docs/`, where people look for them."""
 
 
 def read_root_page(app, docname, source):
@@ -47,7 +52,7 @@ def read_root_page(app, docname, source):
     if docname in ROOT_PAGES:
         path = ROOT / ROOT_PAGES[docname]
         app.env.note_dependency(str(path), docname=docname)
-        before = path.read_text(encoding="utf-8").replace("](docs/", "](")
+        before = re.sub(r"\]\((?:\.\./)?docs/", "](", path.read_text(encoding="utf-8"))
         text = re.sub(r"\]\((?=(?:benchmarks|examples)/)", "](../", before) + text
     for page, file in ROOT_PAGES.items():
         text = text.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")
