@@ -79,11 +79,10 @@ def wait_until_newer(
     timeout_s: float | None,
     stop_event: threading.Event | None,
 ) -> int | None:
-    """Wait as `Followed.wait_for_version` does; None: the time is over, or the wait was stopped.
+    """Wait as `Followed.wait_for_version` does; return None after the time-out or a stop.
 
     ``look`` returns the newest version's number. ``wait`` waits for at most so many seconds, and
-    returns whether to look earlier than after the poll interval, of which there is one for each
-    look.
+    returns whether to look before the poll interval is over.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     step_s = math.inf if stop_event is None else TIMING.stop_check_s
@@ -106,9 +105,9 @@ class Failure:
 
     error: Exception
     version: int | None
-    """Version that could not be used; None: the store could not be read."""
+    """Version that could not be used, or None if the store could not be read."""
     retry_at: float | None
-    """Time of the next attempt. None: only a newer version is attempted."""
+    """Time of the next attempt, or None if only a newer version is attempted."""
 
 
 class FollowLoop(RetryLoop):
@@ -161,14 +160,14 @@ class FollowLoop(RetryLoop):
         timeout_s: float | None = None,
         interrupt: threading.Event | None = None,
     ) -> int | None:
-        """Wait for a version to use; None: the time is over, or the wait was interrupted.
+        """Wait for a version to use; return None after the time-out or an interrupt.
 
         A version that failed before is returned again only after a while.
 
         Args:
-            newer_than: only a version above this one. None: any.
+            newer_than: only a version above this one, or any.
             exactly: this version, when it or a later one was published.
-            timeout_s: how long to wait. None: without end.
+            timeout_s: how long to wait. Default: without end.
             interrupt: ends the wait. Default: the loop's stop event.
         """
         if exactly is not None:
@@ -259,6 +258,6 @@ def _is_fork(error: Exception) -> bool:
 
 
 def _time_until(*times: float | None) -> float | None:
-    """Return the seconds until the first of these times; None: all of them are None."""
+    """Return the seconds until the first of these times, or None if all are None."""
     ends = [end for end in times if end is not None]
     return max(0.0, min(ends) - time.monotonic()) if ends else None

@@ -42,11 +42,11 @@ class VersionVerifier:
         self._known_checksums: dict[VersionId, list[int]] = {}
 
     def verify(self, held: HeldVersion, layout: Layout, checksums: list[int] | None) -> None:
-        """Compare checksums with the published ones; None: there are none to compare.
+        """Compare checksums, unless they are None, with the published ones.
 
         Raises:
-            OvertakenError: they differ, as a writer has moved on since.
-            StoreCorruptError: they differ, or none were published, and it was no writer.
+            OvertakenError: they differ because a writer has moved on.
+            StoreCorruptError: they differ for another reason, or none were published.
         """
         if checksums is None:
             return
@@ -65,7 +65,7 @@ class VersionVerifier:
     def reporting_unreadable(self, held: HeldVersion) -> Iterator[None]:
         """Record that a version made of an anchor and deltas cannot be read.
 
-        Its sender publishes the next version whole then, as no delta can be applied to this one.
+        Its sender then publishes the next version whole.
         """
         try:
             yield
@@ -85,8 +85,8 @@ class VersionVerifier:
         """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
 
         Returns:
-            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
-            read, or the memory was modified before: the version must be read whole.
+            The checksums of all tensors, or None if the version must be read whole: no deltas lead
+            to it, they cannot be read, or the memory was modified before, which is logged.
         """
         manifest = held.manifest
         if since not in manifest.chain:
@@ -146,14 +146,14 @@ class VersionReader(VersionVerifier):
         return self._store.medium.maps_files
 
     def keep_snapshots(self) -> None:
-        """Keep the mappings of snapshots, of which nothing is used once they were left.
+        """Keep the mappings of snapshots, whose tensors are not used after their block.
 
-        To map a file takes as long as half a copy of it, and to unmap it a quarter.
+        Mapping a file takes as long as half a copy of it, and unmapping a quarter.
         """
         self._keeps_snapshots = True
 
     def unmap(self) -> None:
-        """Drop the mappings that were kept: each one keeps a removed file's room."""
+        """Drop the mappings that were kept: a mapping keeps the room of a removed file."""
         self._mappings.clear()
 
     def close(self) -> None:
@@ -171,8 +171,7 @@ class VersionReader(VersionVerifier):
     def read(self, held: Held, *, keep: bool = False) -> FileTensors:
         """Return a version in memory, whole.
 
-        ``keep``: its memory or mapping is kept for the next version, as the caller only copies
-        from it before then.
+        ``keep``: keep its memory or mapping for the next version; the caller uses it before then.
         """
         if self.maps_files:
             is_kept = (keep or self._keeps_snapshots) and self._is_rewritten(held)
@@ -204,7 +203,12 @@ class VersionReader(VersionVerifier):
         return self.maps_files and self._must_verify(held)
 
     def _must_verify(self, held: Held) -> bool:
-        return held.must_verify(self._verify)
+        manifest = held.manifest
+        if self.maps_files:
+            return self._verify is True  # locks and generations are enough
+        if not manifest.is_final:
+            return True  # nothing else shows whether it was rewritten meanwhile
+        return manifest.checksums_xxh3 is not None if self._verify == "auto" else self._verify
 
     def _is_rewritten(self, held: Held) -> bool:
         """Whether later versions are mapped as this one is: else its mapping is kept for nothing.
@@ -240,7 +244,7 @@ class VersionReader(VersionVerifier):
     def _apply_deltas(
         self, before: Manifest, tensors: FileTensors, held: Held
     ) -> FileTensors | None:
-        """Apply deltas to the version in memory; None if they do not lead to the held one."""
+        """Apply deltas to the version in memory; return None if they do not lead to ``held``."""
         if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
             return None
         checksums = self.apply_changes(tensors, before.id, held)
@@ -279,10 +283,8 @@ def read_whole(
 ) -> tuple[FileTensors, list[int] | None]:
     """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
 
-    ``on_bytes`` is called with the bytes that were read, from several threads.
-
-    Raises:
-        As :class:`ChainReader`: its file, too, may be gone or damaged.
+    ``on_bytes`` is called with numbers of bytes that were read, from several threads. It raises the
+    errors of :class:`ChainReader`.
     """
     layout = held.read_layout()
     num_bytes = layout.checksums_offset
@@ -299,9 +301,9 @@ def wrong_tensors(
     checksums: list[int],
     known: MutableMapping[VersionId, list[int]] | None = None,
 ) -> list[str]:
-    """Names of the tensors whose checksums differ from those published.
+    """Return the names of the tensors whose checksums differ from those published.
 
-    ``known``: verified checksums of earlier versions; these are added if all match.
+    ``known``: verified checksums of an earlier version, which these replace if all match.
     """
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:

@@ -132,19 +132,9 @@ class WeightReceiver(Closing, ProcessBound):
         """The store's directory."""
         return self._store.root
 
-    @property
-    def maps_files(self) -> bool:
-        """Whether the store's files are mapped, and not read over a network."""
-        return self.reader.maps_files
-
     def newest(self) -> Pointer | None:
-        """Return the pointer to the newest version; None: nothing is there."""
+        """Return the pointer to the newest version, or None if there is none."""
         return self._store.newest_pointer() if self._store.exists() else None
-
-    @property
-    def seen_version(self) -> int:
-        """Newest version that it has seen published, whether or not it could be read; 0: none."""
-        return 0 if self._seen is None else self._seen.version
 
     @property
     def seen(self) -> Lineage | None:
@@ -166,7 +156,7 @@ class WeightReceiver(Closing, ProcessBound):
         it is reported in the record, and raised by a sender's ``wait_applied`` for this receiver.
 
         Args:
-            newer_than: wait for a version above this one. None: any version will do.
+            newer_than: wait for a version above this one. Default: any version will do.
             timeout_s: how long to wait for it.
             version: exactly the version of this number, or id, and no other.
             acknowledge: whether to acknowledge the version, or report an error.
@@ -187,11 +177,16 @@ class WeightReceiver(Closing, ProcessBound):
             _check_version("version", version)
         options.seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
+        # A version that has an id was published.
+        above = version - 1 if isinstance(version, int) else newer_than
 
         def hold() -> Held | None:
-            # One that has an id was published.
-            above = newer_than if version is None or isinstance(version, VersionId) else version - 1
-            self._wait_until_published(above, timeout_s, deadline)
+            if self.wait_for_version(above, max(0.0, deadline - time.monotonic())) is None:
+                missing = "no version" if above is None else f"no version above {above}"
+                raise errors.WaitTimeoutError(
+                    f"{missing} was published within {timeout_s:g} s in {self.store}"
+                    f"{self._store.state_without_version()}"
+                )
             if version is None:
                 return self._hold(newer_than, reread=False)
             # The newest is not held: what may be wrong with it says nothing of this one.
@@ -200,26 +195,21 @@ class WeightReceiver(Closing, ProcessBound):
         with self._open(hold, acknowledge=acknowledge) as snapshot:
             yield snapshot
 
-    @contextlib.contextmanager
-    def open_seen(self, newer_than: int) -> Iterator[Snapshot]:
+    def open_seen(self, newer_than: int) -> contextlib.AbstractContextManager[Snapshot]:
         """Hold the version that :meth:`wait_for_version` has just returned, for a ``with`` block.
 
         The pointer is read again only if that version is no longer there. Nothing is acknowledged.
         """
         self._check_open()
         hold = functools.partial(self._hold, newer_than, reread=False)
-        with self._open(hold, acknowledge=False) as snapshot:
-            yield snapshot
+        return self._open(hold, acknowledge=False)
 
     @contextlib.contextmanager
     def _open(self, hold: Callable[[], Held | None], *, acknowledge: bool) -> Iterator[Snapshot]:
-        reporting = self.reporting if acknowledge else contextlib.nullcontext
         while True:
-            with reporting(None):
-                held = hold()
-            if held is None:
-                continue
-            with self._released(held), reporting(held.manifest.id):
+            with self._holding(hold, is_reported=acknowledge) as held:
+                if held is None:
+                    continue
                 try:
                     tensors = self.reader.read(held)
                 except OvertakenError:
@@ -243,8 +233,8 @@ class WeightReceiver(Closing, ProcessBound):
     def reporting(self, version: VersionId | None) -> Iterator[None]:
         """Report in the record an error that leaves the block, as one of applying ``version``.
 
-        None: the block looks at the store; it ends a problem with the store if it ends without an
-        error. A problem with a version ends when a version is acknowledged.
+        If that is None, the block looks at the store, and its success ends a problem with the
+        store. A problem with a version ends when a version is acknowledged.
         """
         try:
             yield
@@ -257,16 +247,34 @@ class WeightReceiver(Closing, ProcessBound):
         if version is None and record.problem is not None and record.problem_version is None:
             self.record.write(problem=None)
 
-    @contextlib.contextmanager
-    def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
+    def hold_seen(
+        self, newer_than: int | None = None
+    ) -> contextlib.AbstractContextManager[Held | None]:
         """Hold the file of the version that :meth:`wait_for_version` has just returned, unread.
 
-        None: no version is above ``newer_than``.
+        The block gets None if no version is above ``newer_than``.
         """
         self._check_open()
-        held = self._hold(newer_than, reread=False)
-        with contextlib.nullcontext() if held is None else self._released(held):
-            yield held
+        hold = functools.partial(self._hold, newer_than, reread=False)
+        return self._holding(hold, is_reported=False)
+
+    @contextlib.contextmanager
+    def _holding(
+        self, hold: Callable[[], Held | None], *, is_reported: bool
+    ) -> Iterator[Held | None]:
+        """Hold a version for a block; the record names the version until the block is left."""
+        reporting = self.reporting if is_reported else contextlib.nullcontext
+        held = None
+        try:
+            with reporting(None):
+                held = hold()
+            with contextlib.nullcontext() if held is None else reporting(held.manifest.id):
+                yield held
+        finally:
+            if held is not None:
+                held.release()
+            if held is not None or self.record.current.held is not None:
+                self.record.write(held=None)
 
     def load_into(
         self,
@@ -316,7 +324,7 @@ class WeightReceiver(Closing, ProcessBound):
             try:
                 return self._load_newest(target, partial, views, check)
             except OvertakenError:
-                overwritten = self.seen_version
+                overwritten = None if self._seen is None else self._seen.version
                 message = "version %d of %s was overwritten while it was loaded; loading the newest"
                 logger.warning(message, overwritten, self.store)
             except Exception as error:
@@ -335,18 +343,17 @@ class WeightReceiver(Closing, ProcessBound):
         check: Callable[[Mapping[str, Any]], None],
     ) -> int | None:
         """Load the newest version; raise `OvertakenError` if a writer was faster."""
-        with self.reporting(None):
-            held = self._hold(self._loaded)
-        if held is None:
-            return None
-        manifest = held.manifest
-        with self._released(held), self.reporting(manifest.id):
+        hold = functools.partial(self._hold, self._loaded)
+        with self._holding(hold, is_reported=True) as held:
+            if held is None:
+                return None
+            manifest = held.manifest
             check(manifest.metadata)
             self._load(held, target, partial, views)
             held.require_unchanged()
             self._loaded = manifest.version
             self._set_applied(manifest.lineage)
-        return manifest.version
+            return manifest.version
 
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
@@ -356,7 +363,7 @@ class WeightReceiver(Closing, ProcessBound):
         A version is acknowledged when the loop asks for the next one.
 
         Args:
-            newer_than: begin above this version. None: with whatever is there.
+            newer_than: begin above this version. Default: with the newest.
             stop_event: end the loop when it is set, within a tenth of a second.
 
         Raises:
@@ -379,7 +386,7 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> int | None:
         """Wait until a version above ``newer_than`` is published; return the newest one's number.
 
-        Return None if ``timeout_s`` passes (None: it never does) or ``stop_event`` is set first.
+        Return None if ``timeout_s`` passes or ``stop_event`` is set first.
 
         Raises:
             OptionError: an argument is invalid.
@@ -482,27 +489,15 @@ class WeightReceiver(Closing, ProcessBound):
         self._seen = pointer
         return pointer.version
 
-    def _wait_until_published(
-        self, newer_than: int | None, timeout_s: float, deadline: float
-    ) -> None:
-        version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
-        if version is None:
-            missing = "no version" if newer_than is None else f"no version above {newer_than}"
-            raise errors.WaitTimeoutError(
-                f"{missing} was published within {timeout_s:g} s in {self.store}"
-                f"{self._store.state_without_version()}"
-            )
-
     def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
         """Hold the newest version; with ``reread`` False, the one that was seen just now."""
-        with self._cleared_on_error():
-            held = hold_newest(
-                self._store,
-                newer_than=newer_than,
-                seen=self._seen,
-                reread=reread,
-                announce=self._announce,
-            )
+        held = hold_newest(
+            self._store,
+            newer_than=newer_than,
+            seen=self._seen,
+            reread=reread,
+            announce=self._announce,
+        )
         if held is not None:
             self._seen = pointer_to(held.buffer, held.manifest)
             self._remember_metadata(held.manifest)
@@ -523,7 +518,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._held_last = manifest.id, metadata
 
     def _metadata_of(self, version: VersionId) -> dict[str, Any]:
-        """Return a version's metadata for the record; empty: the store no longer holds it."""
+        """Return a version's metadata for the record: empty if the store no longer holds it."""
         if self._held_last is not None and self._held_last[0] == version:
             return self._held_last[1]
         manifest = self._store.manifest_of(version)
@@ -533,32 +528,14 @@ class WeightReceiver(Closing, ProcessBound):
         if self.record.current.held != version:
             self.record.write(held=version)
 
-    @contextlib.contextmanager
-    def _cleared_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.record.current.held is not None:
-                self.record.write(held=None)
-            raise
-
     def _hold_exactly(self, version: int | VersionId) -> Held:
-        with self._cleared_on_error():
-            if not isinstance(version, VersionId) and self._seen is not None:
-                version = self._seen.lineage.at(version) or version
-            held = hold_version(self._store, version, self._announce)
-            if held is None:
-                raise kept.missing(self._store, version)
+        if not isinstance(version, VersionId) and self._seen is not None:
+            version = self._seen.lineage.at(version) or version
+        held = hold_version(self._store, version, self._announce)
+        if held is None:
+            raise kept.missing(self._store, version)
         self._remember_metadata(held.manifest)
         return held
-
-    @contextlib.contextmanager
-    def _released(self, held: Held) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            held.release()
-            self.record.write(held=None)
 
     def _load(self, held: Held, target: Target, partial: bool, views: bool) -> None:
         """Fill the target; raise `OvertakenError` if a writer was faster."""

@@ -81,7 +81,7 @@ class Staged:
     metadata: Mapping[str, Any]
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
-    """Tensors in main memory, valid until release. None: only ``prepared`` was staged."""
+    """Tensors in main memory, valid until release, or None if only ``prepared`` was staged."""
     prepared: Prepared | None
     """Result of the :class:`Stager`'s ``prepare``."""
     num_bytes: int
@@ -108,8 +108,8 @@ class State(enum.Enum):
     TAKEN = enum.auto()
     """A version is in use; no other is staged meanwhile."""
     APPLIED = enum.auto()
-    """A version was applied, and the stager's thread is to let go of it: the record may have to be
-    flushed over a network, and unmapping takes 17 ms a GB, neither of which a pause waits for."""
+    """A version was applied, and the stager's thread is to let go of it. A pause does not wait for
+    that: the record may have to be flushed over a network, and unmapping takes 17 ms a GB."""
     CLOSED = enum.auto()
 
 
@@ -191,8 +191,8 @@ class Stager(ProcessBound):
         receiver: reads the store; the stager closes it.
         check: called with a version whenever its layout is another one than before, in the
             stager's thread. An error from it makes the version unusable, and is raised by `take`.
-        prepare: called with each version, in the stager's thread. Its result is staged too; or
-            alone, where versions are copied and that is enough. None: there was nothing to prepare.
+        prepare: called with each version, in the stager's thread. Its result, if any, is staged
+            too; or alone, if versions are copied and that is enough.
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory``, and later versions will
             not have less to copy. On a network mount a version is read into memory of its own in
             any case.
@@ -483,7 +483,7 @@ class Stager(ProcessBound):
         """Return the version above which to stage the newest, or else the one to stage."""
         if self._request is not None and self._request.is_exact:
             return None, self._request.id or self._request.number
-        # A version that does not lead to what is there now says nothing of it.
+        # A version that does not lead to the store's is of no account.
         staged, applied = (
             version if version is not None and self._leads_on(version) else None
             for version in (None if self._staged is None else self._staged.id, self._applied)
@@ -567,7 +567,7 @@ class Stager(ProcessBound):
             return self._request is not None and self._request.is_whole
 
     def _must_copy(self, *, later_copies_less: bool) -> bool:
-        if not self._receiver.maps_files:  # a snapshot is in memory of its own already
+        if not self._receiver.reader.maps_files:  # a snapshot is in memory of its own already
             return self._memory.is_pinned
         if self._copy == "auto":
             return self._memory.is_pinned and not later_copies_less

@@ -31,14 +31,13 @@ def wait_applied(
 ) -> None:
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
-    What a receiver has applied must lead to the newest version.
-
-    Where several receivers have one id, the id has applied a version when all of them have that
-    live. If none lives, the record that was written last counts.
+    The applied version must lead to the newest. If several receivers have one id,
+    the id has applied a version when all living ones have. If none lives, the record that was
+    written last counts.
 
     A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
-    a local mount; else after `Timing.presumed_dead_after_s`, and where the mirror that told of it
-    has ended after `Timing.bucket_presumed_dead_after_s`. Records that are as they were
+    a local mount; else after `Timing.presumed_dead_after_s`, and if the mirror that relays its
+    record has ended, after `Timing.bucket_presumed_dead_after_s`. Records that are as they were
     ``written_before`` the writer began, by id and token, are of receivers that have ended, or will
     write again.
 
@@ -55,40 +54,14 @@ def wait_applied(
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
     needed = expected if isinstance(expected, int) else len(expected)
-    wait = _Wait(store, version, written_before)
-    while True:
-        everything = store.receivers()
-        pointer = store.newest_pointer()  # read last: what they have applied leads to it
-        wait.newest = None if pointer is None else pointer.lineage
-        store.require_writer(writer)  # so what was read is of this writer, or of those before it
-        # An engine acknowledges as one; its ranks only say what they have ready.
-        by_id: dict[str, list[ReceiverRecord]] = {}
-        for record in everything:
-            if record.part_of is None and (names is None or record.receiver in names):
-                by_id.setdefault(record.receiver, []).append(record)
-        waiting, num_applied = [], 0
-        for records in by_id.values():
-            by_id[records[0].receiver] = counted = wait.counted(records)
-            behind = [record for record in counted if not wait.has_applied(record)]
-            waiting += behind
-            num_applied += len(counted) - len(behind) if names is None else not behind
-        if num_applied >= needed:
-            return
-        ranks = _ranks_in(everything)
-        for record in waiting if names is not None else ():
-            wait.require_able(record, ranks[record.receiver, record.token])
+    wait = _Wait(store, version, names, written_before)
+    while (num_applied := wait.look(writer)) < needed:
+        wait.require_able()
         left = deadline - time.monotonic()
         if left <= 0:
-            states = [
-                wait.state(record, ranks[record.receiver, record.token])
-                for records in by_id.values()
-                for record in records
-            ]
-            states += [f"{name} has not come" for name in sorted((names or set()) - by_id.keys())]
-            so_far = ", ".join(states) or "no receiver came yet"
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
-                f"{store.root} within {timeout_s:g} s ({so_far})"
+                f"{store.root} within {timeout_s:g} s ({wait.states() or 'no receiver came yet'})"
             )
         time.sleep(min(next(pauses_s), left))
 
@@ -110,59 +83,98 @@ def receiver_lags(store: DoubleBuffer) -> dict[str, Lag]:
 
 
 class _Wait:
-    """Wait for receivers of one version."""
+    """Wait for receivers of one version, of these names or of any."""
 
     def __init__(
-        self, store: DoubleBuffer, version: int, written_before: Mapping[tuple[str, str], float]
+        self,
+        store: DoubleBuffer,
+        version: int,
+        names: set[str] | None,
+        written_before: Mapping[tuple[str, str], float],
     ) -> None:
         self._store = store
         self._version = version
+        self._names = names
         self._written_before = written_before
-        self.newest: Lineage | None = None
+        self._newest: Lineage | None = None
         """Newest version that was published."""
+        self._counted: dict[str, list[ReceiverRecord]] = {}
+        """Records that count, by their receiver's id."""
+        self._ranks: Mapping[tuple[str, str], Sequence[ReceiverRecord]] = {}
+        """Records of engines' ranks, by their engine's id and token."""
         self._noted_at: dict[tuple[str, str, str], float] = {}
         """Times at which receivers were first seen in a state."""
 
-    def has_applied(self, record: ReceiverRecord) -> bool:
+    def look(self, writer: WriterRecord) -> int:
+        """Read all records; return how many receivers, or names, have applied the version."""
+        records = self._store.receivers()
+        pointer = (
+            self._store.newest_pointer()
+        )  # read last: versions that they have applied lead to it
+        self._newest = None if pointer is None else pointer.lineage
+        self._store.require_writer(writer)  # the records are of its versions, or of earlier ones
+        # An engine has one acknowledgement; its ranks' records tell of staged versions.
+        by_id: defaultdict[str, list[ReceiverRecord]] = defaultdict(list)
+        ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
+        for record in records:
+            if record.part_of is not None:
+                ranks[record.part_of, record.token].append(record)
+            elif self._names is None or record.receiver in self._names:
+                by_id[record.receiver].append(record)
+        self._ranks = ranks
+        self._counted = {name: self._those_that_count(of_id) for name, of_id in by_id.items()}
+        applied = [[self._has_applied(each) for each in ids] for ids in self._counted.values()]
+        return sum(map(sum, applied)) if self._names is None else sum(map(all, applied))
+
+    def _has_applied(self, record: ReceiverRecord) -> bool:
         """Whether a receiver has applied the version, or a later one."""
         if self._version == 0:
             return True
-        return self.newest is not None and self.newest.has_since(self._version, record.applied)
+        return self._newest is not None and self._newest.has_since(self._version, record.applied)
 
-    def counted(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
-        """The records of one id that say what it has applied."""
+    def _those_that_count(self, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
+        """Return the records of one id that count."""
         if len(records) == 1:
             return records
+
+        def written_at(record: ReceiverRecord) -> float:
+            return filesystem.touched_at(self._store.record_path(record.receiver, record.token))
+
         living = [record for record in records if self._store.may_live(record)]
-        return living or [max(records, key=self._written_at)]
+        return living or [max(records, key=written_at)]
 
-    def _written_at(self, record: ReceiverRecord) -> float:
-        return filesystem.touched_at(self._store.record_path(record.receiver, record.token))
+    def states(self) -> str:
+        """Describe each receiver, with what keeps it from the version."""
+        states = [self._state(record) for records in self._counted.values() for record in records]
+        missing = sorted((self._names or set()) - self._counted.keys())
+        return ", ".join([*states, *(f"{name} has not come" for name in missing)])
 
-    def state(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> str:
-        """The state of a receiver in a few words, with what keeps it from the version.
-
-        ``ranks``: the records of its ranks, if it is an engine.
-        """
+    def _state(self, record: ReceiverRecord) -> str:
         verb = "stays" if record.stays_below(self._version) else "is"
         if not self._store.may_live(record):
             verb = "has ended" if _is_certain_of_end(record) else "was"
         state = f"{record.receiver} {verb} {_at(record)}"
-        for each in (record, *ranks):
-            if each.has_problem_with(self._version, self.newest):
+        for each in (record, *self._ranks.get((record.receiver, record.token), ())):
+            if each.has_problem_with(self._version, self._newest):
                 return f"{state}, because of: {each.problem}"
         return state
 
-    def require_able(self, record: ReceiverRecord, ranks: Sequence[ReceiverRecord]) -> None:
-        """Raise if a receiver will not apply the version: it stays below, cannot, or has ended."""
+    def require_able(self) -> None:
+        """Raise if a receiver that was named stays below the version, cannot apply it, or ended."""
+        for records in () if self._names is None else self._counted.values():
+            for record in records:
+                if not self._has_applied(record):
+                    self._require_able(record)
+
+    def _require_able(self, record: ReceiverRecord) -> None:
         version = self._version
         if record.stays_below(version):
             raise ReceiverFailedError(
                 f"{_who(record)} stays on version {record.only_version}, and will not "
                 f"apply version {version}"
             )
-        for each in (record, *ranks):
-            if self._is_old(each) or not each.has_problem_with(version, self.newest):
+        for each in (record, *self._ranks.get((record.receiver, record.token), ())):
+            if self._is_old(each) or not each.has_problem_with(version, self._newest):
                 continue
             problem = each.problem_version
             if problem or self._has_lasted(each, str(each.problem), TIMING.last_word_s):
@@ -189,26 +201,15 @@ class _Wait:
         return now - seen_at >= limit_s
 
 
-def _ranks_in(
-    records: Sequence[ReceiverRecord],
-) -> Mapping[tuple[str, str], Sequence[ReceiverRecord]]:
-    """Return the records of engines' ranks, by their engine's id and token."""
-    ranks: defaultdict[tuple[str, str], list[ReceiverRecord]] = defaultdict(list)
-    for record in records:
-        if record.part_of is not None:
-            ranks[record.part_of, record.token].append(record)
-    return ranks
-
-
 def _at(record: ReceiverRecord, noun: str = "") -> str:
     applied = record.applied_version
     return "at no version" if applied is None else f"at {noun}{applied}"
 
 
 def _is_certain_of_end(record: ReceiverRecord) -> bool:
-    """Whether a receiver without a sign of life has ended, and not only the mirror that told of it.
+    """Whether a receiver without a sign of life has ended itself, not the mirror that relays it.
 
-    A mirror that is started again goes on to tell of it.
+    A mirror that is started again goes on to relay its record.
     """
     return not record.is_relayed or record.has_ended or Process.of(record).can_be_seen
 

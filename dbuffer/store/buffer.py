@@ -126,11 +126,11 @@ class DoubleBuffer:
         return "" if other is None else f", which holds {other}"
 
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
-        """Find the pointer from the manifests, while ``CURRENT`` is missing.
+        """Derive the pointer from the manifests, while ``CURRENT`` is missing.
 
-        Over NFSv3 it is away while it is replaced, if a process on the writer's host has it open.
-        Of two whole versions the earlier one was published for certain; the later one was, if it
-        has been seen. While one buffer is being written the other one holds the newest.
+        Over NFSv3 it is missing while it is replaced, if a process on the writer's host has it
+        open. Of two complete versions the earlier one was certainly published; so was the later one
+        if it has been seen. While one buffer is being written, the other holds the newest.
         """
         manifests = self._manifests_of_one_moment()
         if None in manifests.values():
@@ -174,7 +174,7 @@ class DoubleBuffer:
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def manifest_of(self, version: VersionId) -> Manifest | None:
-        """Read the manifest of a version; None: it is damaged, or no longer in A or B."""
+        """Read the manifest of a version; return None if it is damaged, or not in A or B."""
         for buffer in places.BUFFERS:
             manifest = None
             with contextlib.suppress(*UNDECODABLE):
@@ -231,7 +231,7 @@ class DoubleBuffer:
             )
 
     def undamaged_pointer(self) -> Pointer | None:
-        """Read ``CURRENT`` for the writer that replaces it next; None also where it is damaged."""
+        """Read ``CURRENT``; return None also if it is damaged, as the next writer replaces it."""
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
@@ -241,11 +241,11 @@ class DoubleBuffer:
         return _unless_damaged(self.writer)
 
     def record(self, receiver_id: str, token: str) -> ReceiverRecord | None:
-        """The record of one receiver; None if it never came, or has gone."""
+        """Read the record of one receiver, if there is one."""
         return self._read(ReceiverRecord, self.record_path(receiver_id, token))
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
-        """The record that a receiver of this id wrote last; None if none ever came, or has gone."""
+        """Read the record that a receiver of this id wrote last, if there is one."""
         records = self.records_of(receiver_id)
         return records[-1] if records else None
 
@@ -259,21 +259,21 @@ class DoubleBuffer:
     def receivers(self) -> list[ReceiverRecord]:
         """Read the records of all receivers.
 
-        A file is read again if it has changed since the last time. One that is damaged, or that
-        someone else could have written, is ignored and logged once.
+        A file is read again if it has changed. A file that is damaged, or that another user could
+        have written, is ignored and logged once.
         """
         return self._listing.records(self.medium.now())
 
     def may_live(self, record: ReceiverRecord | WriterRecord) -> bool:
         """Whether the process that wrote a record may be alive.
 
-        One that can be seen from here is looked at. One of another container or host lives as long
-        as it locks its record, on a local mount; and on a network mount, where no lock can be
-        trusted by all, until it has not touched its record for
-        `Timing.presumed_dead_after_s`. Of a writer there is no such sign.
+        A process that can be seen from here is looked at. In another container, on a local mount, a
+        receiver lives as long as its record is locked; on a network mount, or another host, until
+        it has not touched its record for `Timing.presumed_dead_after_s`. A writer gives no such
+        sign.
 
-        A mirror that relays a record says in it that the receiver has ended, together with the last
-        of its acknowledgements, which may still be on its way when the process is gone.
+        A relayed record says that the receiver has ended when it has its last acknowledgement,
+        which may still be on its way when the process is gone.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
@@ -296,7 +296,7 @@ class DoubleBuffer:
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
-    """Read a record; None for a damaged one. One of another format is not ours to replace."""
+    """Read a record; return None if it is damaged. Another format's error is raised."""
     try:
         return read()
     except errors.StoreCorruptError as error:
@@ -305,7 +305,7 @@ def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
 
 
 def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
-    """The pointer that names what a buffer's manifest describes."""
+    """Return the pointer to the version that a buffer's manifest describes."""
     return Pointer(
         id=manifest.id,
         runs=manifest.runs,

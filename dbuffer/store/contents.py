@@ -37,19 +37,44 @@ class Contents:
     def manifests(self) -> dict[str, Manifest | None]:
         return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
 
-    def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
-        """Yield the buffers and manifests of the versions that lead to the newest, kept ones last.
+    @cached_property
+    def newest_buffer(self) -> str | None:
+        """Buffer that the pointer names, or None if nothing was ever published.
 
-        A version is kept before it leaves its buffer. What does not lead to the newest was lost;
-        with ``lost``, also what is kept of that.
+        Without a pointer to go by, it is the buffer that may hold the newest version.
         """
-        for buffer, manifest in self.manifests.items():
-            if manifest is not None and self.has_published(manifest):
-                yield buffer, manifest
-        newest = self.newest
-        for buffer, manifest in self._store.kept().items():
-            if lost or newest is None or newest.reaches(manifest.id):
-                yield buffer, manifest
+        if self.pointer is not None:
+            return self.pointer.buffer
+        root = self._store.root
+        have_manifests = [
+            (root / buffer / places.MANIFEST_FILE).exists() for buffer in places.BUFFERS
+        ]
+        if not (root / places.POINTER_FILE).exists() and not all(have_manifests):
+            return None  # the first version of all: its writer died before it moved the pointer
+
+        def generation(buffer: str) -> int:
+            manifest = self.manifests[buffer]
+            return manifest.generation if manifest and manifest.state == "complete" else 0
+
+        return max(places.BUFFERS, key=generation)
+
+    @cached_property
+    def newest(self) -> Lineage | None:
+        """The newest version that was published, or None if there is none that is undamaged.
+
+        Without a pointer to go by, it may be a version whose commit failed.
+        """
+        if self.pointer is not None:
+            return self.pointer.lineage
+        newest = None if self.newest_buffer is None else self.manifests[self.newest_buffer]
+        return newest.lineage if newest is not None and newest.state == "complete" else None
+
+    @property
+    def idle_buffer(self) -> str:
+        """Buffer that the next version is written into."""
+        # The first is B: a version that a dead writer began there must not pass for the older of
+        # two versions.
+        return places.BUFFERS[1] if self.newest_buffer is None else other_buffer(self.newest_buffer)
 
     def has_published(self, manifest: Manifest) -> bool:
         """Whether a buffer's manifest is that of a version that was published, and not lost.
@@ -59,21 +84,21 @@ class Contents:
         newest = self.newest
         return manifest.state == "complete" and newest is not None and newest.reaches(manifest.id)
 
-    @cached_property
-    def newest(self) -> Lineage | None:
-        """The newest version that was published; None: there is none, or all records are damaged.
+    def published(self, *, lost: bool = False) -> Iterator[tuple[str, Manifest]]:
+        """Yield the buffers and manifests of the versions that lead to the newest, kept ones last.
 
-        With no pointer to go by, it may be one whose commit failed.
+        A version is kept before it leaves its buffer. A version that does not lead to the newest
+        was lost. ``lost``: yield kept versions that were lost, too.
         """
-        if self.pointer is not None:
-            return self.pointer.lineage
-        if not (self._has_pointer_file or all(self._has_manifest_file)):
-            return None  # the first version of all: its writer died before it moved the pointer
-        newest = self.manifests[max(places.BUFFERS, key=self._generation_in)]
-        return newest.lineage if newest is not None and newest.state == "complete" else None
+        for buffer, manifest in self.manifests.items():
+            if manifest is not None and self.has_published(manifest):
+                yield buffer, manifest
+        for buffer, manifest in self._store.kept().items():
+            if lost or self.newest is None or self.newest.reaches(manifest.id):
+                yield buffer, manifest
 
     def id_of(self, version: int | VersionId) -> VersionId | None:
-        """Return the id of the version of this number that leads to the newest; None: none does."""
+        """Return the id of the version of this number that leads to the newest, or None."""
         if isinstance(version, VersionId):
             return version
         return None if self.newest is None else self.newest.at(version)
@@ -81,12 +106,8 @@ class Contents:
     @property
     def last_generation(self) -> int:
         """Highest generation in the store; 0: none."""
-        return max((record.generation for record in self._records), default=0)
-
-    @property
-    def last_version(self) -> int:
-        """Number of the newest version that was published; 0: none."""
-        return 0 if self.newest is None else self.newest.id.number
+        records = (self.pointer, *self.manifests.values())
+        return max((record.generation for record in records if record is not None), default=0)
 
     def next_version(self, version: int | None, *, above: int = 0) -> int:
         """Choose the version to publish: ``version`` if that goes up, else one above the last.
@@ -98,55 +119,23 @@ class Contents:
         Raises:
             VersionError: it is no version, or does not go up.
         """
-        last = max(self.last_version, above)
         require_version(version)
+        root, in_store = self._store.root, 0 if self.newest is None else self.newest.id.number
+        last = max(in_store, above)
         if version is None:
             version = last + 1
-            if version > MAX_INTEGER:
-                raise VersionError(
-                    f"{self._store.root} has version {last}, above which there is none: publish "
-                    "into a new store"
-                )
-        if self.last_version < version <= last:
+        if version > MAX_INTEGER:
             raise VersionError(
-                f"version {version} was lost from {self._store.root}, or readers may know one of "
-                f"that number whose publishing failed: the next is {last + 1}"
+                f"{root} has version {last}, above which there is none: publish into a new store"
+            )
+        if in_store < version <= last:
+            raise VersionError(
+                f"version {version} was lost from {root}, or readers may know one of that number "
+                f"whose publishing failed: the next is {last + 1}"
             )
         if version <= last:
             raise VersionError(
-                f"version {version} is not above version {last}, the last one in "
-                f"{self._store.root}; versions only go up (put a trainer's step in the metadata)"
+                f"version {version} is not above version {last}, the last one in {root}; versions "
+                "only go up (put a trainer's step in the metadata)"
             )
         return version
-
-    @property
-    def idle_buffer(self) -> str:
-        """Buffer that the next version is written into."""
-        if self.pointer is not None:
-            return other_buffer(self.pointer.buffer)
-        first, second = self._has_manifest_file
-        if not self._has_pointer_file and not (first and second):
-            # Nothing was ever published. What a dead writer began must not come to light as the
-            # older of two versions.
-            return places.BUFFERS[1]
-        # With no pointer to go by, spare the buffer that may hold the newest version.
-        return other_buffer(max(places.BUFFERS, key=self._generation_in))
-
-    @property
-    def _records(self) -> list[Pointer | Manifest]:
-        records = (self.pointer, *self.manifests.values())
-        return [record for record in records if record is not None]
-
-    def _generation_in(self, buffer: str) -> int:
-        """Generation of the version that a buffer holds, published or about to be; 0: none."""
-        manifest = self.manifests[buffer]
-        return manifest.generation if manifest and manifest.state == "complete" else 0
-
-    @property
-    def _has_pointer_file(self) -> bool:
-        return (self._store.root / places.POINTER_FILE).exists()
-
-    @property
-    def _has_manifest_file(self) -> list[bool]:
-        root = self._store.root
-        return [(root / buffer / places.MANIFEST_FILE).exists() for buffer in places.BUFFERS]

@@ -203,12 +203,11 @@ def refresh(directory: Path) -> None:
 
 
 def show_new_names(*directories: Path) -> None:
-    """Let hosts that look for new names in these directories see them, however they have looked.
+    """Change the directories' times, so that NFSv3 clients look for new names in them again.
 
-    Over NFSv3 two changes of a directory within one tick of the server's clock are one to a host
-    that has looked between them: it goes without the second until there is a third, a minute and
-    more (seen). This is the third. It is not made in a directory that is not ours to change, where
-    another user has made the name.
+    Two changes of a directory within one tick of the server's clock are one to a client that has
+    looked between them: it misses the second until there is a third, a minute and more (seen). This
+    is the third. A directory that another user owns is left alone.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -327,7 +326,7 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """Device and inode of the file of this name, looked up anew; None if it cannot be opened.
+    """Return device and inode of the file of this name, looked up anew, or None without access.
 
     An NFS client would answer from its cache otherwise.
     """
@@ -494,11 +493,11 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 
 
 def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
-    """Make a lock's file, and lock it for as long as it is open; None: it is taken.
+    """Make a lock's file and lock it for as long as it is open; return None if it is taken.
 
-    ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
-    by default. The caller needs another way to detect a second owner. Without it, such a mount is a
-    StoreAccessError.
+    ``may_lack_locks``: on a mount without locks, as Lustre by default, it counts as locked, which
+    is logged once; the caller detects a second owner in another way. Without this option, such a
+    mount is a StoreAccessError.
     """
     with os_errors(f"open the {whose} lock", path):
         lock = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)

@@ -49,7 +49,7 @@ _CHECKPOINT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model
 
 
 def other_weights(root: Path) -> str | None:
-    """Name the weights of another kind that a directory holds; None if it holds none."""
+    """Name the weights of another kind that a directory holds, or return None."""
     with os_errors("look for other weights", root):
         files = [path.name for pattern in _CHECKPOINT_FILES for path in root.glob(pattern)]
         if files:
@@ -59,7 +59,7 @@ def other_weights(root: Path) -> str | None:
 
 
 def other_contents(root: Path) -> str | None:
-    """Name what a directory without a store holds; None if it is a store's, empty, or not there.
+    """Name the contents of a directory, or return None if it is a store's, empty or not there.
 
     What is left of a store counts as one. Hidden names do not count: network mounts and backups
     keep theirs in any directory.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, Self
+from typing import NamedTuple, NoReturn, Self
 
 from dbuffer import errors
 from dbuffer.format import places
@@ -43,7 +43,7 @@ Announce = Callable[[VersionId], None]
 
 
 class OvertakenError(Exception):
-    """Signal that a writer has replaced a version while it was read. It does not leave dbuffer."""
+    """Signal that a writer replaced a version while it was read; never raised to callers."""
 
 
 class HeldVersion(abc.ABC):
@@ -60,7 +60,7 @@ class HeldVersion(abc.ABC):
     @property
     @abc.abstractmethod
     def layouts(self) -> KeptLayouts:
-        """The layouts that were decoded last where it is."""
+        """The layouts that were decoded last from this store or bucket."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -81,7 +81,7 @@ class HeldVersion(abc.ABC):
 
     @abc.abstractmethod
     def open_delta(self, version: VersionId) -> tuple[Path | str, Descriptor]:
-        """The delta that leads to a version of its chain, and its name.
+        """Open the delta that leads to a version of its chain; return its name and the file.
 
         Raises:
             StoreNotFoundError: it was removed meanwhile.
@@ -104,7 +104,7 @@ class HeldVersion(abc.ABC):
         """Read bytes of the weights file."""
 
     def read_data(self, into: memoryview, on_bytes: Callable[[int], None] | None) -> None:
-        """Read all data of the weights file, unless it is a file on a disk: see `read_tensors`."""
+        """Read all data of a weights file that is not on a filesystem; see `read_tensors`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -114,7 +114,7 @@ class HeldVersion(abc.ABC):
         self.release()
 
     def raise_for_loss(self, error: errors.StoreNotFoundError) -> NoReturn:
-        """Raise the error for a file of it that was removed.
+        """Raise the error for a file of this version that was removed.
 
         Raises:
             OvertakenError: its manifest no longer names that file.
@@ -125,7 +125,7 @@ class HeldVersion(abc.ABC):
         raise OvertakenError from error
 
     def read_layout(self) -> Layout:
-        """The layout at the end of the file, whose bytes are read and checked each time."""
+        """Read and check the layout at the end of the weights file."""
         manifest = self.manifest
         data = self.read_at(manifest.layout_offset, manifest.layout_bytes)
         data_xxh3 = digest(data)
@@ -142,7 +142,7 @@ class HeldVersion(abc.ABC):
         return layout
 
     def read_checksums(self) -> bytes:
-        """The table of checksums, not yet compared with the manifest's digest of it."""
+        """Read the table of checksums, which is not compared with its digest yet."""
         return self.read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
 
 
@@ -171,15 +171,6 @@ class Held(HeldVersion):
     def is_unchanged(self) -> bool:
         is_rewritable = not (self.manifest.is_final or places.is_kept(self.buffer))
         return not is_rewritable or self.is_still_named()
-
-    def must_verify(self, verify: bool | Literal["auto"]) -> bool:
-        """Whether a reader with this option compares checksums."""
-        manifest = self.manifest
-        if not self.store.medium.reaches_other_hosts:
-            return verify is True  # locks and generations are enough
-        if not manifest.is_final:
-            return True  # nothing else shows whether it was rewritten meanwhile
-        return manifest.checksums_xxh3 is not None if verify == "auto" else verify
 
     def is_still_named(self) -> bool:
         manifest = self.store.manifest(self.buffer)
@@ -227,15 +218,15 @@ def hold_newest(
     reread: bool = True,
     announce: Announce | None = None,
 ) -> Held | None:
-    """Hold the newest version for reading; None if there is none above ``newer_than``.
+    """Hold the newest version for reading; return None if there is none above ``newer_than``.
 
-    The caller must release what is returned.
+    The caller releases it.
 
     Args:
         store: the store.
-        newer_than: only a version above this one. None: any.
+        newer_than: only a version above this one, or any.
         seen: the pointer that the reader has seen last.
-        reread: False: ``seen`` was read just now, and is read again only if it is out of date.
+        reread: whether to read the pointer at first, too; ``seen`` was read just now otherwise.
         announce: called with the version before its file is opened. On a network mount, a reader
             that does not announce the version in its record may lose the file while reading it.
 
@@ -262,7 +253,7 @@ def hold_newest(
 
 
 def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = None) -> Held | None:
-    """Hold a buffer for reading, newest, other or kept; None if it is being written, or dropped."""
+    """Hold a buffer, A, B or kept, for reading; return None if it is being written or dropped."""
     manifest = store.manifest(buffer)
     if manifest is None or manifest.state != "complete":
         return None
@@ -278,9 +269,9 @@ def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = No
 def hold_version(
     store: DoubleBuffer, version: int | VersionId, announce: Announce | None = None
 ) -> Held | None:
-    """Hold a version for reading; None if no buffer holds it, and it is not kept.
+    """Hold a version for reading; return None if it is in no buffer and not kept.
 
-    ``version``: one of those that lead to the newest, by its number; or any by its id.
+    ``version``: a version that leads to the newest, by its number; or any by its id.
 
     Raises:
         StoreCorruptError: no undamaged buffer holds it, and one is damaged.
@@ -362,15 +353,15 @@ def _reason_not_to_read(
 
 
 class _Hindrance(NamedTuple):
-    """Why a buffer cannot be held just now."""
+    """Reason that a buffer cannot be held just now."""
 
     reason: str
     is_locked: bool = False
-    """A writer has its file."""
+    """Whether a writer has locked the file."""
 
 
 class Patience:
-    """Tells what passes by itself, a race with a writer, from what stays as it is: damage."""
+    """Distinguishes a race with a writer, which passes by itself, from damage, which stays."""
 
     def __init__(self) -> None:
         self._about: object = None
@@ -378,7 +369,7 @@ class Patience:
         self._pauses_s = doubling(*filesystem.LOCK_PAUSES_S)
 
     def wait(self, about: object) -> bool:
-        """Wait a moment; False, if it has been about the same thing for long enough."""
+        """Wait a moment; return False if it has been about the same thing for long enough."""
         now = time.monotonic()
         if about != self._about:
             self._about, self._since = about, now

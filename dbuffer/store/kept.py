@@ -111,7 +111,7 @@ def pin(store: DoubleBuffer, version: int | VersionId) -> None:
         hold(store, version, durable=store.medium.reaches_other_hosts) as held,
     ):
         pinned = store.root / held.buffer / places.PIN_FILE
-        # Whoever drops a version takes its manifest away, and looks for this file once more.
+        # A sender that drops a version takes its manifest away, and looks for this file once more.
         with contextlib.suppress(FileNotFoundError):
             pinned.touch(mode=0o600)
         if not held.is_still_named():

@@ -30,7 +30,7 @@ _FileState = tuple[int, ...]
 
 
 def read_record(kind: type[RecordT], path: Path, *, owner_only: bool) -> RecordT | None:
-    """Read a record of a store; None if there is none."""
+    """Read a record of a store, if there is one."""
     try:
         with os_errors("read", path):
             data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=owner_only)
@@ -94,7 +94,7 @@ class RecordListing:
 
 
 def _file_state(status: os.stat_result, now: float) -> _FileState | None:
-    """Return a file's state; None: a later change may leave no trace in it."""
+    """Return a file's state, or None if a later change may leave no trace in it."""
     # Two changes within one tick of the clock give one time, and maybe one inode.
     if now - max(status.st_mtime, status.st_ctime) < _MTIME_GRANULARITY_S:
         return None

@@ -147,7 +147,7 @@ class OwnRecord(ProcessBound):
         self.set_anew(**changes)
 
     def write_problem(self, error: Exception, version: VersionId | None) -> None:
-        """Say why a version cannot be applied; None: the store itself is the problem."""
+        """Report why a version cannot be applied, or why the store cannot be read if it is None."""
         text = described(error)[:MAX_PROBLEM_CHARACTERS]
         self.write(problem=text, problem_version=version)
 
@@ -263,7 +263,7 @@ def _anew(record: ReceiverRecord, **changes: Any) -> ReceiverRecord:
 
 
 def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
-    """Remove earlier records of a newcomer's id, so that no sender waits for who has ended."""
+    """Remove records of ended receivers of a newcomer's id, so that no sender waits for them."""
     for record in store.records_of(newcomer.receiver):
         if record.token == newcomer.token:
             continue

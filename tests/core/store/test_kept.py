@@ -69,6 +69,20 @@ def test_a_pinned_version_stays_until_it_is_unpinned(store, mount):
         assert "6, 7" in str(error.value)
 
 
+def test_a_version_that_was_unpinned_while_it_was_the_newest_takes_no_other_versions_place(
+    store, keeper
+):
+    """It is in a buffer as well: the one to keep besides the newest two is another."""
+    view = DoubleBuffer(store)
+    kept.pin(view, 3)
+    kept.unpin(view, 3)
+    publish(keeper, 4)
+    assert readable(store, 4) == [2, 3, 4]
+    assert [manifest.version for manifest in view.kept().values()] == [2, 3]
+    publish(keeper, 5)
+    assert readable(store, 5) == [3, 4, 5]
+
+
 @pytest.mark.timing(keep_superseded_s=0.0)
 def test_deltas_of_a_kept_version_stay(store, mount, monkeypatch):
     """They stay when no newer version names them, and when another sender begins."""

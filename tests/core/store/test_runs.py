@@ -130,15 +130,6 @@ def test_a_receiver_is_told_whether_it_is_ahead_or_on_another_line(store, way):
             assert load(receiver) == 11 + LOST
 
 
-def test_a_receiver_goes_on_across_restarts_of_its_sender(store):
-    """Each run begins upon the version before, so the receiver refuses none."""
-    with dbuffer.WeightReceiver(store) as receiver:
-        for version in range(1, 5):
-            with dbuffer.WeightSender(store) as sender:
-                send(sender, version)
-            assert load(receiver) == version
-
-
 # Numbers of versions
 
 
