@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from sphinx.ext.autodoc.mock import MockFinder
+from sphinx.ext.autodoc.mock import MockFinder, _MockObject
 
 import dbuffer
 
@@ -30,6 +30,8 @@ myst_heading_anchors = 3
 autodoc_mock_imports = ["peft", "ray", "sglang", "torchrl", "verl", "vllm"]
 # Sphinx also imports modules to read their source, when autodoc mocks nothing: 4 s for vLLM alone.
 sys.meta_path.insert(0, MockFinder(autodoc_mock_imports))
+# A class of dbuffer passes keywords to the metaclass of vLLM's that it derives from.
+_MockObject.__init_subclass__ = classmethod(lambda _cls, **_keywords: None)
 autodoc_class_signature = "separated"
 autodoc_default_options = {"exclude-members": "__new__"}
 autodoc_member_order = "bysource"
