@@ -31,7 +31,7 @@ from benchmarks.publishing import note_flips
 from benchmarks.steps import Marks
 from benchmarks.targets import Check, at_least, at_most
 from dbuffer.format.places import POINTER_FILE
-from dbuffer.integrations.engine.protocol import PauseMode
+from dbuffer.integrations.engine.contract import PauseMode
 
 IDLE, BUSY = "an idle engine", "16 streams"
 WHOLE, DELTA, ELSEWHERE = "whole", "1 % changed", "published, not followed"

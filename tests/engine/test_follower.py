@@ -33,11 +33,11 @@ import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine import background
 from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.contract import EngineFacts
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm import api_servers
 from dbuffer.integrations.vllm.api_servers import SharedFollower

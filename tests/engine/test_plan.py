@@ -26,9 +26,8 @@ from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan import patching, prepared_switch
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
-from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.patching import Changed, draw_sample
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.plan.samples import draw_sample
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
@@ -1205,13 +1204,13 @@ def one_patched() -> Switched:
 @mapped_and_staged
 @pytest.mark.parametrize("case", COPIES)
 def test_what_changed_is_patched_where_somebody_tells(case, staged, monkeypatch):
-    applied = []
+    applied, apply = [], patching.Patches.apply
 
     def note_and_apply(*args: Any) -> None:
         applied.append(args)
-        patching.apply_patches(*args)
+        apply(*args)
 
-    monkeypatch.setattr(prepared_switch, "apply_patches", note_and_apply)
+    monkeypatch.setattr(patching.Patches, "apply", note_and_apply)
     make, make_tensors = COPIES[case]
     switched = patched_often(make, make_tensors(), staged=staged)
     assert switched.patched == PATCHED

@@ -19,6 +19,7 @@ import dbuffer
 from dbuffer.errors import EngineUpdateError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.contract import Engine, EngineFacts
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
@@ -29,7 +30,6 @@ from dbuffer.integrations.engine.messages import (
     encode_answer,
 )
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.weight_label import WeightLabel

@@ -1,11 +1,18 @@
-"""`RankEndpoint`: the object in each worker of an engine that a follower's requests reach."""
+"""`RankEndpoint`: the object in each worker of an engine that a follower's requests reach.
+
+An engine's package says which of its functions write or discard weights without dbuffer (`watch`),
+and in which context each call of them runs: `loading`, `falling_asleep`, `waking_up`. These tell
+the rank's endpoint, which then knows no version of its weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,13 +20,15 @@ import torch
 
 from dbuffer import errors
 from dbuffer.integrations.engine import messages
+from dbuffer.integrations.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions
-from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.runtime.messages import described
 
 logger = logging.getLogger(__name__)
+
+_IS_WATCHED = "is_watched_by_dbuffer"
 
 
 def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
@@ -40,39 +49,32 @@ class RankEndpoint:
 
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
-        """Receiver that follows a store; None: the rank follows none."""
+        """Receiver that follows a store, or None if the rank follows none."""
         self.state = ModelState()
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
-        """Return the endpoint of a model, which keeps it for as long as it lives."""
+        """Return the endpoint of a model, which keeps it for as long as it lives.
+
+        It notices each ``load_weights`` outside of an update, of the model or of a part: a program
+        may load the language model of a multimodal one alone.
+        """
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
             endpoint = cls()
             setattr(model, ENDPOINT_ATTR, endpoint)
-            endpoint.watch_loads(model)
+            for part in model.modules() if isinstance(model, torch.nn.Module) else (model,):
+                watch(part, "load_weights", endpoint._noting_load)
         return endpoint
 
     # Loads that are not dbuffer's
 
-    def watch_loads(self, model: Any) -> None:
-        """Notice each call of a ``load_weights`` outside of an update: the model's, or a part's.
-
-        A program may load the language model of a multimodal one alone.
-        """
-        for part in model.modules() if isinstance(model, torch.nn.Module) else (model,):
-            if callable(load_weights := getattr(part, "load_weights", None)):
-                part.load_weights = self._noting(load_weights)
-
-    def _noting(self, load_weights: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_weights)
-        def load_and_note(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return load_weights(*args, **kwargs)
-            finally:
-                self.note_foreign_load("load_weights")
-
-        return load_and_note
+    @contextlib.contextmanager
+    def _noting_load(self, *_: Any, **__: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.note_foreign_load("load_weights")
 
     def note_foreign_load(self, what: str) -> None:
         """Treat the weights as unknown after ``what``, unless that was part of an update."""
@@ -222,6 +224,67 @@ class RankEndpoint:
         if self.receiver is not None:
             receiver, self.receiver = self.receiver, None
             receiver.close()
+
+
+def watch(
+    owner: Any,
+    name: str,
+    around: Callable[..., AbstractContextManager[None]],
+    function: Callable[..., Any] | None = None,
+) -> bool:
+    """Let each call of a function run in a context; again does nothing.
+
+    Args:
+        owner: class or module that has the function.
+        name: its name there.
+        around: makes the context from the call's arguments.
+        function: what is called. Default: the owner's own.
+
+    Returns:
+        False: the owner has no such function.
+    """
+    current = getattr(owner, name, None)
+    called = function or current
+    if called is None or hasattr(current, _IS_WATCHED):
+        return called is not None
+
+    @functools.wraps(called)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with around(*args, **kwargs):
+            return called(*args, **kwargs)
+
+    setattr(watched, _IS_WATCHED, True)
+    setattr(owner, name, watched)
+    return True
+
+
+@contextlib.contextmanager
+def loading(model_of: Callable[[], Any], what: str, is_ours: Callable[[], bool]) -> Iterator[None]:
+    """Treat a model's weights as unknown after ``what``, unless that was dbuffer's own load."""
+    try:
+        yield
+    finally:
+        if not is_ours():
+            RankEndpoint.of(model_of()).note_foreign_load(what)
+
+
+@contextlib.contextmanager
+def falling_asleep(model: Any, *, is_lost: bool) -> Iterator[None]:
+    """Leave a model's weights alone from now on; ``is_lost``: they will not come back."""
+    endpoint = RankEndpoint.of(model)
+    endpoint.note_asleep(is_lost=is_lost)
+    try:
+        yield
+    except BaseException:
+        endpoint.note_awake()
+        raise
+
+
+@contextlib.contextmanager
+def waking_up(model_of: Callable[[], Any]) -> Iterator[None]:
+    """Read and write a model's weights again, once they were woken."""
+    yield
+    RankEndpoint.of(model_of()).note_awake()
 
 
 def _check(rank: EngineRank, request: messages.RankRequest) -> None:

@@ -14,22 +14,22 @@ gives a failure its words.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from dbuffer import errors
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine.contract import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
 from dbuffer.integrations.engine.store_view import StoreView, engine_id_of
 from dbuffer.integrations.engine.weight_label import WeightLabel, describe_weights, served_by
@@ -42,6 +42,31 @@ logger = logging.getLogger(__name__)
 
 _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
 """Last follower in this process that began with each engine."""
+
+
+class _State(enum.Enum):
+    """A follower's knowledge of its engine, and whether it has a pause to end.
+
+    It changes as :data:`_AFTER` says, and in no other way.
+    """
+
+    NEW = "following has not begun"
+    SERVING = "the engine serves what its record says"
+    PAUSED = "as SERVING, in this follower's pause"
+    UNKNOWN = "it may serve anything, or follow no store: following begins anew"
+    LOADING = "as UNKNOWN, in this follower's pause"
+
+
+_NEW, _SERVING, _PAUSED, _UNKNOWN, _LOADING = _State
+
+_AFTER = {
+    "known": {_NEW: _SERVING, _UNKNOWN: _SERVING, _LOADING: _PAUSED},
+    "lost": {**dict.fromkeys(_State, _UNKNOWN), _NEW: _NEW, _PAUSED: _LOADING, _LOADING: _LOADING},
+    "paused": {**dict.fromkeys(_State, _LOADING), _SERVING: _PAUSED, _PAUSED: _PAUSED},
+    "resumed": {**dict.fromkeys(_State, _UNKNOWN), _SERVING: _SERVING, _PAUSED: _SERVING},
+}
+"""State after an event, by the state before. Ranks follow, and the engine's record tells its
+weights; that is known no longer; this follower began a pause; it has none to end any more."""
 
 
 class Follower(Closing):
@@ -63,37 +88,45 @@ class Follower(Closing):
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
         self._report = FollowerReport()
-        self._has_started = False
+        self._state = _NEW
         self._record: ReceiverRecord | None = None
-        """The engine's record, as it was read last; None: there was none."""
-        self._is_certain = False
-        """Whether the engine's ranks follow the store, and it still has what its record says."""
-        self._owes_resume = False
-        """Whether a pause that this follower began has not ended."""
+        """The engine's record, as it was read last, or None if there was none."""
         self._set_label: WeightLabel | None = None
         """Label that this follower set last."""
-        self._is_failing = False
-        self._failed_version: int | None = None
+        self._incident: int | None = None
+        """Version that the last attempt failed with (0: with none), or None if it succeeded."""
+
+    def _note(self, event: str) -> None:
+        self._state = _AFTER[event][self._state]
+
+    @property
+    def _is_certain(self) -> bool:
+        """Whether the engine's ranks follow the store, and it still has what its record says."""
+        return self._state in (_SERVING, _PAUSED)
+
+    @property
+    def _owes_resume(self) -> bool:
+        """Whether a pause that this follower began has not ended."""
+        return self._state in (_PAUSED, _LOADING)
 
     @property
     def _applied(self) -> Lineage | None:
-        """Version that the engine's record names; None: none of this store."""
+        """Version of this store that the engine's record names, or None."""
         return served_by(self._record)
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves; None: its weights did not come from the store."""
+        """The version that the engine serves, or None if its weights came from elsewhere."""
         applied = self._applied
         return None if applied is None else applied.id.number
 
     @property
     def applied_metadata(self) -> dict[str, Any]:
-        """Metadata of the version that the engine serves; empty: there is no such version.
+        """Metadata of :attr:`applied`, empty where that is None.
 
         Of metadata above 1,024 bytes only the entry ``step`` is here.
         """
-        record = self._record
-        return {} if record is None or served_by(record) is None else record.metadata
+        return self._record.metadata if self._record and self._applied else {}
 
     @property
     def weights(self) -> str:
@@ -130,12 +163,6 @@ class Follower(Closing):
         """Whether its engine is a server, which may never answer."""
         return self._engine.is_server
 
-    def follows(self, engine_id: str, store: str) -> bool:
-        """Whether it lets the engine of this name follow this store, a path without links."""
-        if self._view is None:
-            return False
-        return self._view.engine_id == engine_id and _real_store(self._view.options) == store
-
     # Beginning
 
     def require_followable(self) -> None:
@@ -163,16 +190,20 @@ class Follower(Closing):
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
-        self._is_certain = False  # until all of this is done
+        is_new = self._state is _NEW
+        self._note("lost")  # until all of this is done
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
         self._require_alone(facts, options)
         _followers[_key_of(facts)] = self
-        view = self._open_view(facts, options)
+        if self._view is not None:
+            self._view.close()
+        self._report.begin(engine_id_of(facts, options))
+        self._view = view = StoreView(facts, options)
         view.require_version()
         # Ranks that follow since the engine's start need not begin again, but restarted ones must.
-        if_idle = not self._has_started and self._options in (None, facts.configured)
+        if_idle = is_new and self._options in (None, facts.configured)
         begin = RankRequest("begin", options=options, if_idle=if_idle)
         self._begin_ranks(begin, "follow the store", facts, was_paused=was_paused)
         view.note_ranks()
@@ -181,9 +212,9 @@ class Follower(Closing):
         if self._applied is None and WeightLabel(self._engine.weight_version()).number is not None:
             # A version of another store, or one that the engine has lost since.
             self._label(WeightLabel())
-        if was_paused and not self._has_started:
+        if was_paused and is_new:
             self._end_pause_left(view.engine_id)
-        self._is_certain = self._has_started = True
+        self._note("known")
         until = "" if self._applied else " until a version is there and loaded"
         message = "%s follows %s, and serves %s%s"
         logger.info(message, view.engine_id, options.read_store, self.weights, until)
@@ -192,7 +223,8 @@ class Follower(Closing):
         """Raise if another follower in this process has the engine follow the same store."""
         other = _followers.get(_key_of(facts), self)
         engine_id, store = engine_id_of(facts, options), _real_store(options)
-        if other is not self and other.follows(engine_id, store):
+        view = other._view  # noqa: SLF001 - of this class
+        if other is not self and view and _followed_by(view) == (engine_id, store):
             raise errors.StoreBusyError(
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
@@ -202,17 +234,12 @@ class Follower(Closing):
         """End the pause of a follower that was killed in a switch: no other process does."""
         if self._engine.has_own_pause:
             self._engine.resume()
-        elif self._engine.may_be_left_paused and self._is_awake():
-            logger.warning("%s was paused when following began: resuming it", engine_id)
-            self._engine.resume()
-
-    def _is_awake(self) -> bool:
-        """Whether a resume would not let the engine compute with weights that are asleep."""
-        try:
-            self._engine.do(RankRequest("awake"))
-        except errors.EngineBusyError:
-            return False
-        return True
+        elif self._engine.may_be_left_paused:
+            # A resume must not let it compute with weights that are asleep.
+            with contextlib.suppress(errors.EngineBusyError):
+                self._engine.do(RankRequest("awake"))
+                logger.warning("%s was paused when following began: resuming it", engine_id)
+                self._engine.resume()
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         """Return the options, with the name that replicas share, and the id of this start."""
@@ -225,67 +252,43 @@ class Follower(Closing):
         engine_id = options.engine_id or facts.name
         return replace(options, engine_id=engine_id, instance_id=facts.instance_id)
 
-    def _open_view(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
-        if self._view is not None:
-            self._view.close()
-        self._report.begin(engine_id_of(facts, options))
-        self._view = StoreView(facts, options)
-        return self._view
-
-    @contextlib.contextmanager
-    def _paused_if(self, must_pause: bool) -> Iterator[None]:
-        """Keep the engine paused during the block, if it must be."""
-        if not must_pause:
-            yield
-            return
-        self._owes_resume = True
-        try:
-            with self._translating("pause"):
-                self._engine.pause("keep")
-            yield
-        finally:
-            self._engine.resume()
-            self._owes_resume = False
-
     def _ensure_started(self) -> StoreView:
         self._engine.require_alive()
-        if self._view is not None and self._is_certain:
-            self._require_undisturbed(self._view)
-            self._refresh_applied(self._view)
-        if self._view is None or not self._is_certain or self.has_restarted():
+        view = self._view
+        if view is not None and self._is_certain:
+            last = _followers.get(_key_of(view.facts))
+            if last is not self:  # another one began, and this one's record is of before that
+                self._note("lost")
+            if last not in (None, self):
+                what = f"{view.engine_id} no longer follows {view.options.store}"
+                raise view.other_follower(what)
+            self._refresh_applied(view)
+        if view is None or not self._is_certain or self.has_restarted():
             self.start()
-        elif self._view.has_lost_ranks():
-            self._begin_again(self._view)
+        elif view.has_lost_ranks():  # something let them follow no store
+            begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
+            was_paused = self._engine.is_paused()
+            self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
+            self._refresh_applied(view)
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
-
-    def _begin_again(self, view: StoreView) -> None:
-        """Let the ranks follow again if something let them follow no store."""
-        begin = RankRequest("begin", options=view.options, if_idle=True, takes_over=False)
-        was_paused = self._engine.is_paused()
-        self._begin_ranks(begin, "follow the store again", view.facts, was_paused=was_paused)
-        self._refresh_applied(view)
 
     def _begin_ranks(
         self, begin: RankRequest, doing: str, facts: EngineFacts, *, was_paused: bool | None
     ) -> None:
         """Let the ranks begin; in a pause of ours, if the engine needs one."""
-        is_ours_to_end = self._engine.has_own_pause or not was_paused
-        with (
-            self._paused_if(facts.begins_paused and is_ours_to_end),
-            self._translating(doing),
-        ):
-            self._engine.do(begin)
+        with contextlib.ExitStack() as pause:
+            if facts.begins_paused and (self._engine.has_own_pause or not was_paused):
+                self._note("paused")
+                pause.callback(self._resume)
+                with self._translating("pause"):
+                    self._engine.pause("keep")
+            with self._translating(doing):
+                self._engine.do(begin)
 
-    def _require_undisturbed(self, view: StoreView) -> None:
-        """Raise if another follower began with the engine, and begin again when that one has ended.
-
-        What the record in this follower's store says was so before.
-        """
-        last = _followers.get(_key_of(view.facts))
-        self._is_certain = last is self
-        if last not in (None, self):
-            raise view.other_follower(f"{view.engine_id} no longer follows {view.options.store}")
+    def _resume(self) -> None:
+        self._engine.resume()
+        self._note("resumed")
 
     def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
@@ -359,8 +362,10 @@ class Follower(Closing):
         switch: Switch | None = None
         try:
             view = self._start_and_resume()
-            if force:
-                self._forget_weights(view)
+            if force and view.newer_than(None) is not None:  # which all weights can come from
+                with self._translating("forget its weights"):
+                    self._engine.do(RankRequest("forget"))
+                self._refresh_applied(view)
             goal = self._find_goal(view, at_least)
             self._correct_label(goal)
             if goal is not None:
@@ -371,7 +376,7 @@ class Follower(Closing):
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else number_of(goal))
             raise
-        self._is_failing, self._failed_version = False, None
+        self._incident = None
         self._report.following()
         return switch
 
@@ -383,13 +388,6 @@ class Follower(Closing):
             # Also if starting failed: the weights are whole, or the model refuses to serve.
             if self._owes_resume:
                 self._label_and_resume()
-
-    def _forget_weights(self, view: StoreView) -> None:
-        """Let the engine reload all weights, if there is a version that it can get them from."""
-        if view.newer_than(None) is not None:
-            with self._translating("forget its weights"):
-                self._engine.do(RankRequest("forget"))
-            self._refresh_applied(view)
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> int | VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
@@ -437,9 +435,9 @@ class Follower(Closing):
             self._pause()
             record, load_s = self._load(view, goal)
         except BaseException as error:
-            if isinstance(error, errors.EngineBusyError):
+            if isinstance(error, errors.EngineBusyError) and not self._engine.has_own_pause:
                 # It went to sleep, and must not compute before it is woken; or it runs again.
-                self._owes_resume = self._owes_resume and self._engine.has_own_pause
+                self._note("resumed")
             # What became of the weights says more than a pause that cannot be ended just now.
             try:
                 self._label_and_resume()
@@ -470,7 +468,7 @@ class Follower(Closing):
         """
         engine = self._engine
         if engine.has_own_pause or not engine.is_paused():
-            self._owes_resume = True  # also if pausing fails: the pause may have begun
+            self._note("paused")  # also if pausing fails: the pause may have begun
         else:
             # Another mode than that of its pause may end requests, or let them run on.
             engine.do(RankRequest("awake"))
@@ -489,7 +487,7 @@ class Follower(Closing):
         attempt = secrets.token_hex(8)
         run = goal.run if isinstance(goal, VersionId) else None
         update = UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)
-        self._is_certain = False  # until the record says what came of the attempt
+        self._note("lost")  # until the record says what came of the attempt
         started = time.monotonic()
         error: Exception | None = None
         record: ReceiverRecord | None = None
@@ -521,7 +519,7 @@ class Follower(Closing):
     def _outcome_of(
         self, view: StoreView, attempt: str, record: ReceiverRecord | None
     ) -> ReceiverRecord | None:
-        """Believe the engine's record, if it tells how this attempt ended; None: it does not.
+        """Return the engine's record, or None if it does not tell how this attempt ended.
 
         ``record`` was the ranks' answer. If that was lost, they are asked again.
         """
@@ -532,15 +530,16 @@ class Follower(Closing):
         if record is None or record.attempt != attempt:
             return None
         self._adopt_record(record)
-        self._is_certain = not record.is_broken
+        if not record.is_broken:
+            self._note("known")
         return record
 
     def _acknowledge(self) -> None:
         """Write the engine's record into the store. After a failure, following begins anew."""
-        self._is_certain = False
+        self._note("lost")
         with self._translating("acknowledge its version"):
             self._engine.do(RankRequest("acknowledge"))
-        self._is_certain = True
+        self._note("known")
 
     def _label_and_resume(self) -> None:
         """End this follower's pause; before that, label weights that may be of no version.
@@ -550,8 +549,7 @@ class Follower(Closing):
         if not self._is_certain:
             self._label(WeightLabel())
         if self._owes_resume:
-            self._engine.resume()
-            self._owes_resume = False
+            self._resume()
 
     def _label(self, label: WeightLabel) -> None:
         # Two runs have versions of one number.
@@ -611,17 +609,17 @@ class Follower(Closing):
         finally:
             if other._view is not None:
                 other._view.close()
-            self._owes_resume = self._owes_resume or other._owes_resume
+            if other._owes_resume:
+                self._note("paused")
             self.start()
 
     # Between two attempts
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError) and self._engine.is_server:
-            self._is_certain = False  # it may have been restarted
-        versions = {version, self._failed_version}
-        is_new = not self._is_failing or (None not in versions and len(versions) > 1)
-        self._is_failing, self._failed_version = True, version
+            self._note("lost")  # it may have been restarted
+        before, self._incident = self._incident, version or 0
+        is_new = before is None or 0 != before != self._incident != 0
         self._report.failed(version, is_new_incident=is_new, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
@@ -631,9 +629,9 @@ class Follower(Closing):
         """
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, TIMING.retry_min_s))
-        failed = self._failed_version
+        failed = self._incident
         self._report.retried()
-        if self._view is not None and failed is not None and not stop_event.is_set():
+        if self._view is not None and failed and not stop_event.is_set():
             left_s = max(0.0, end - time.monotonic())
             with contextlib.suppress(errors.DBufferError, OSError):
                 if self._view.wait_for_version(failed, left_s, stop_event) is not None:
@@ -658,7 +656,7 @@ class Follower(Closing):
         if self._view is not None:
             with self._translating("stop following"):
                 self._engine.do(RankRequest("end"))
-        self._is_certain = False  # a later sync must start again
+        self._note("lost")  # a later sync must start again
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its ranks go on looking at the store.
@@ -684,6 +682,10 @@ class Follower(Closing):
 
 def _key_of(facts: EngineFacts) -> tuple[str, str]:
     return facts.instance_id, facts.replica
+
+
+def _followed_by(view: StoreView) -> tuple[str, str]:
+    return view.engine_id, _real_store(view.options)
 
 
 def _real_store(options: EngineOptions) -> str:

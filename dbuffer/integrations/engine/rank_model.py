@@ -7,14 +7,14 @@ the worker's main thread, between two steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
+from dbuffer.integrations.engine.contract import EngineRank, ModelState
 from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
@@ -39,11 +39,11 @@ class RankModel:
         self.serving = state.model = rank.make_model(state.model)
         """The model as it serves."""
         self._partial = options.partial
-        self._reading = threading.Lock()
+        self.reading = threading.Lock()
         """Held while the stager's thread may read the model's weights."""
         self._shape_check = rank.make_check(partial=options.partial)
         self._traces: list[tuple[Layout, LoadTrace]] = []
-        self._unused = UnusedTensors(
+        self.unused = UnusedTensors(
             options.store,
             options.unused_tensors,
             is_pipeline=rank.is_pipeline_stage,
@@ -79,14 +79,14 @@ class RankModel:
         trace = self._shape_check(specs, layout.aliases)
         # A version is loaded as it was recorded, and the one before may be loaded again.
         self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
-        self._unused.check(trace)
+        self.unused.check(trace)
 
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Plan the copies that switch to a version; None: it is reloaded."""
+        """Plan the copies that switch to a version, or return None if it is to be reloaded."""
         trace = self._trace_of(snapshot.layout)
         if trace is None:
             return None
-        self._unused.compare(trace, snapshot)
+        self.unused.compare(trace, snapshot)
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(version: VersionId) -> Changed | None:
@@ -96,7 +96,7 @@ class RankModel:
             aliases = snapshot.layout.aliases.items()
             return changed | {alias: changed[name] for alias, name in aliases if name in changed}
 
-        with self._reading:
+        with self.reading:
             # What else loads may not be done, and have layers on the meta device meanwhile: no plan
             # is made of those, and the reload that follows verifies none.
             if self._state.is_asleep or self._state.must_reload:
@@ -104,11 +104,6 @@ class RankModel:
             return self._loader.prepare(
                 tensors, trace, snapshot.id, changed_since, snapshot.layout.aliases
             )
-
-    def wait_unread(self) -> None:
-        """Wait until this thread no longer reads weights that fell asleep."""
-        with self._reading:
-            pass
 
     # In the worker's main thread
 
@@ -168,15 +163,10 @@ class RankModel:
 
     def unread(self, staged: Staged) -> Unread:
         """Return what this rank does not read of a version."""
-        trace = self._trace_of(staged.layout)
-        return self._unused.unread(staged.layout, staged.id, trace)
-
-    def check_pipeline(self, staged: Staged, unread: Sequence[Unread]) -> None:
-        """Refuse a version by what all ranks do not read; on all ranks alike."""
-        self._unused.check_pipeline(staged.layout, unread)
+        return self.unused.unread(staged.layout, staged.id, self._trace_of(staged.layout))
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
-        """Return the copies that were prepared for a version; None where only a reload does."""
+        """Return the copies prepared for a version, or None if only a reload can load it."""
         if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared

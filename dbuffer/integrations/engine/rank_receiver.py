@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from dbuffer.errors import (
@@ -27,8 +28,8 @@ from dbuffer.errors import (
 )
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine.contract import EngineRank, ModelState
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
-from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
 from dbuffer.integrations.engine.unused_tensors import NOTHING_UNREAD, Unread
@@ -55,10 +56,10 @@ class _Offer(NamedTuple):
 
     version: int | None
     """Version that it has taken, or else the one that its model has."""
-    taken: str
-    """Id of the version that it has taken; empty: it has taken none."""
-    problem: str | None
-    unread: Unread
+    taken: str = ""
+    """Id of the version that it has taken, or an empty text."""
+    problem: str | None = None
+    unread: Unread = NOTHING_UNREAD
 
 
 class RankReceiver:
@@ -79,7 +80,7 @@ class RankReceiver:
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
         self._problem: tuple[str | None, VersionId | None] = state.broken, None
-        """Why the last load failed, and with which version; None: it succeeded."""
+        """Why the last load failed, if it did, and with which version."""
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
@@ -132,8 +133,9 @@ class RankReceiver:
         self._write_record()
 
     def wait_unread(self) -> None:
-        """Wait until the stager's thread has noticed that the weights are asleep."""
-        self._model.wait_unread()
+        """Wait until the stager's thread no longer reads weights that fell asleep."""
+        with self._model.reading:
+            pass
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
@@ -159,7 +161,9 @@ class RankReceiver:
         """
         # All ranks gather, also those that found no store to mirror when they began.
         if self.options.local_store is not None:
-            problems = self._on_all_ranks(self._wait_for_mirror)
+            mirror, timeout_s = self._mirror, self.options.timeout_s
+            wait = partial(mirror.wait_until_current, timeout_s) if mirror else lambda: None
+            problems = self._on_all_ranks(wait)
             if any(problems):
                 raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
         newest = 0
@@ -170,10 +174,6 @@ class RankReceiver:
         version = self.options.version or newest
         if newest and newest >= version:
             self.update(UpdateRequest(at_least=version))
-
-    def _wait_for_mirror(self) -> None:
-        if self._mirror is not None:
-            self._mirror.wait_until_current(self.options.timeout_s)
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -237,7 +237,10 @@ class RankReceiver:
         return self._stager.take(version, whole=True, timeout_s=self.options.timeout_s)
 
     def _take_on_all_ranks(self, request: UpdateRequest) -> Staged | None:
-        """Take the same version on all ranks, or raise on all; None: the engine has it already."""
+        """Take the same version on all ranks, or raise on all.
+
+        Return None if the engine has it already.
+        """
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, error = self._take(request, must_load=must_load, is_first=round_ == 0)
@@ -272,13 +275,13 @@ class RankReceiver:
         An error of the same kind on all ranks is raised as it is: vLLM's contract has a
         ``ValueError`` for an invalid request.
         """
-        mine = _Offer(self._version, "", None, NOTHING_UNREAD)
+        offer = _Offer(self._version)
         if staged is not None:
-            mine = _Offer(staged.version, str(staged.id), None, self._model.unread(staged))
+            offer = _Offer(staged.version, str(staged.id), unread=self._model.unread(staged))
         elif error is not None:
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, str(error))
-            mine = mine._replace(problem=described(error))
-        offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=begins)]
+            offer = offer._replace(problem=described(error))
+        offers = [_Offer(*answer) for answer in self.ranks.gather(offer, begins=begins)]
         problems = [offer.problem for offer in offers]
         if not any(problems):
             return offers
@@ -291,7 +294,8 @@ class RankReceiver:
 
     def _check_pipeline(self, staged: Staged, offers: Sequence[_Offer]) -> None:
         try:
-            self._model.check_pipeline(staged, [Unread(*offer.unread) for offer in offers])
+            unread = [Unread(*offer.unread) for offer in offers]
+            self._model.unused.check_pipeline(staged.layout, unread)
         except WeightsMismatchError as error:
             raise EngineUpdateError(
                 f"engine {self.options.engine_id} could not prepare: {error}; no rank was touched, "
@@ -465,8 +469,8 @@ class RankReceiver:
 
     def _show_engine(self) -> None:
         """Write the engine's record into a store that came after it: the version may not fit."""
-        if self.ranks.rank == 0 and not self._record.is_open:
-            self._record.write()
+        if not self._record.is_open:
+            self.acknowledge()
 
     def _write_record(self) -> None:
         """Write what the model has into the engine's record; its first rank does."""
@@ -476,10 +480,11 @@ class RankReceiver:
     def _set_record(self, stats: dict[str, float] | None = None) -> None:
         """Set the fields of the engine's record, to be written later."""
         problem, version = self._problem
+        applied = self._applied
         self._record.set_anew(
-            applied=self._id,
-            runs=[] if self._applied is None else list(self._applied.runs),
-            metadata={} if self._applied is None else self._state.metadata,
+            applied=applied and applied.id,
+            runs=list(applied.runs) if applied else [],
+            metadata=self._state.metadata if applied else {},
             problem=problem,
             problem_version=version,
             state="serving" if self._state.broken is None else "broken",

@@ -15,7 +15,7 @@ from dbuffer.errors import (
     OptionError,
     UnsupportedError,
 )
-from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.integrations.engine.contract import Engine
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
+from dbuffer.integrations.engine.contract import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang.commands import to_tensors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 from vllm.distributed.weight_transfer.base import (
@@ -37,13 +39,9 @@ class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[mi
 class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
 
-    A sparse update has the counts of vLLM 0.23, which are checked as vLLM checks them, and not used
-    otherwise.
-
-    Args:
-        names: names of the tensors that are patched.
-        num_updates_list: number of places that are patched in each.
-        **request: fields of :class:`UpdateRequest`.
+    A sparse update has the counts of vLLM 0.23: ``num_updates_list``, the number of places that are
+    patched in each tensor, and maybe ``names`` of these. They are checked as vLLM checks them, and
+    not used otherwise.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
@@ -120,14 +118,20 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
     _callback_loader: CallbackLoader | None = None
-    """Hands tensors to the caller's callbacks; None where vLLM's worker is known."""
+    """Hands tensors to the caller's callbacks, if no vLLM worker is known."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if "parallel_config" in kwargs or len(args) + len(kwargs) < len(_ARGUMENTS):
             self._init_before_0_25(config, *args, **kwargs)
         else:
             super().__init__(config, *args, **kwargs)
-            self._follow_in_worker()
+        if self._callback_loader is not None:
+            return
+        self._endpoint = RankEndpoint.of(self.model)
+        options = options_of(self.vllm_config.additional_config)
+        if options is not None:
+            self._begin(options)
+            self._endpoint.following().catch_up()
 
     def _init_before_0_25(self, config: Any, parallel_config: Any, model: Any) -> None:
         self.config, self.parallel_config, self.model = config, parallel_config, model
@@ -137,23 +141,16 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         else:
             leave_layers_alone(worker)
             self.vllm_config, self.device = worker.vllm_config, worker.device
-            self._follow_in_worker()
-
-    def _follow_in_worker(self) -> None:
-        self._endpoint = RankEndpoint.of(self.model)
-        options = options_of(self.vllm_config.additional_config)
-        if options is not None:
-            self._begin(options)
-            assert self._endpoint.receiver is not None  # noqa: S101 - it has begun
-            self._endpoint.receiver.catch_up()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
-        """Check ``init_info``; None on ranks that must not raise."""
-        if self._callback_loader is not None:
-            return DBufferInitInfo.parse(init_dict)
-        with raising_once(self.vllm_config):
+        """Check ``init_info``; return None on ranks that must not raise."""
+        with self._raising():
             return DBufferInitInfo.parse(init_dict)
         return None
+
+    def _raising(self) -> AbstractContextManager[None]:
+        """Let an error out on one of vLLM's workers only, or to a caller of ours."""
+        return nullcontext() if self._callback_loader else raising_once(self.vllm_config)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
         """Check ``update_info`` by the rules of vLLM 0.23: a sparse one has counts of patches."""
@@ -162,11 +159,11 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         if init_info is None:
             return
-        if self._callback_loader is not None:
-            self._callback_loader.begin(init_info)
-            return
-        with raising_once(self.vllm_config):
-            self._begin(init_info)
+        with self._raising():
+            if self._callback_loader is not None:
+                self._callback_loader.begin(init_info)
+            else:
+                self._begin(init_info)
 
     def start_weight_update(self) -> None:
         """Do nothing: all that can fail precedes the load, in ``update_weights``."""
@@ -223,10 +220,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._endpoint.end()
 
     def _begin(self, options: EngineOptions) -> None:
-        def rank() -> WorkerRank:
-            return WorkerRank(self.vllm_config, self.model, self.device)
-
-        self._endpoint.begin(rank, options)
+        make_rank = partial(WorkerRank, self.vllm_config, self.model, self.device)
+        self._endpoint.begin(make_rank, options)
 
     def _update(self, request: DBufferUpdateInfo) -> None:
         with raising_once(self.vllm_config):

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import (
-    EngineUpdateError,
-    UnsupportedError,
-    VersionError,
-)
+from dbuffer.errors import EngineUpdateError, UnsupportedError, VersionError
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
 from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
@@ -34,7 +30,7 @@ _MAX_INDEX = torch.iinfo(torch.int32).max
 
 
 def calling_worker(parallel_config: Any) -> Any | None:
-    """Return the worker of vLLM's that is making an engine for this configuration, if one is.
+    """Return the worker of vLLM's that is making an engine for this configuration, or None.
 
     It knows the rest of the configuration, which those releases do not hand on.
     """
@@ -115,13 +111,13 @@ class CallbackLoader:
             Exception: what ``load_weights`` raised.
         """
         with self._opened(request) as (snapshot, _):
-            for name, tensor in _named(snapshot):
+            for name, _, tensor in _named(snapshot):
                 load_weights([(name, tensor.clone())])
 
     def patch(self, request: UpdateRequest, apply_patches: ApplyPatches) -> None:
         """Hand over what a version changes since the one that was loaded last.
 
-        Where that is not known, as on a local mount, each patch is a whole tensor.
+        If that is not known, as on a local mount, each patch is a whole tensor.
 
         Raises:
             EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
@@ -129,17 +125,20 @@ class CallbackLoader:
         """
         with self._opened(request) as (snapshot, base):
             changed = None if base is None else snapshot.changed_since(base)
-            for name, tensor in _named(snapshot):
-                origin = snapshot.aliases.get(name, name)
-                if changed is not None and origin not in changed:
+            for name, stored_name, tensor in _named(snapshot):
+                if changed is not None and stored_name not in changed:
                     continue
                 if tensor.numel() > _MAX_INDEX:
                     raise EngineUpdateError(
                         f"{name} has {tensor.numel()} elements, and patches of vLLM's reach "
                         f"{_MAX_INDEX}: update it as dense"
                     )
-                places = None if changed is None else changed[origin]
-                apply_patches([_patch_of(name, tensor, places)])
+                indices = torch.arange(tensor.numel())
+                if changed is not None:
+                    indices = torch.from_numpy(changed[stored_name])
+                values = tensor.reshape(-1)[indices]
+                shape = tuple(tensor.shape)
+                apply_patches([SparsePatch(name, indices.to(torch.int32), values, shape)])
 
     def end(self) -> None:
         if self._receiver is not None:
@@ -149,62 +148,49 @@ class CallbackLoader:
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[tuple[Snapshot, VersionId | None]]:
         """Open a version; yield it, and the version that the weights are."""
-        if self._receiver is None or self._options is None:
+        receiver, options = self._receiver, self._options
+        if receiver is None or options is None:
             raise UnsupportedError(NO_STORE_YET)
-        request = self._options.admit(request)
-        least = request.version or request.at_least or 0
-        wait_s = self._options.timeout_s if least else 0.0
-        if self._wait(self._receiver, least, wait_s) is None:
+        request = options.admit(request)
+        least = request.version or request.at_least
+        after, wait_s = (least - 1, options.timeout_s) if least else (None, 0.0)
+        follows = options.forked == "follow"
+        has_any = not follows or receiver.wait_or_follow_fork(after, wait_s) is not None
+        # After a fork, the newest version may have a lower number.
+        if not has_any or receiver.wait_for_version(after, wait_s) is None:
             raise VersionError(
-                f"version {least} of {self._options.store} was not published within {wait_s:g} s"
+                f"version {least} of {options.store} was not published within {wait_s:g} s"
                 if least
-                else f"nothing was published in {self._options.store} yet"
+                else f"nothing was published in {options.store} yet"
             )
-        is_exact = request.version is not None
-        with self._receiver.open(version=request.goal if is_exact else None) as snapshot:
-            self._require_loadable(snapshot.lineage, request.goal, self._options)
+        with receiver.open(version=request.goal if request.version else None) as snapshot:
+            self._require_loadable(snapshot.lineage, request.goal, options)
             base, self._base = self._base, None  # until this is loaded, they are no version
             yield snapshot, base
             loaded = snapshot.lineage
         self._base, self._loaded = loaded.id, loaded
 
-    def _wait(self, receiver: WeightReceiver, least: int, wait_s: float) -> int | None:
-        after = least - 1 if least else None
-        assert self._options is not None  # noqa: S101 - it has begun
-        if self._options.forked == "refuse":
-            return receiver.wait_for_version(after, wait_s)
-        version = receiver.wait_or_follow_fork(after, wait_s)
-        # After a fork, the newest version may have a lower number.
-        return None if version is None else receiver.wait_for_version(after, wait_s)
-
     def _require_loadable(
-        self, found: Lineage, goal: int | VersionId | None, options: EngineOptions
+        self, opened: Lineage, goal: int | VersionId | None, options: EngineOptions
     ) -> None:
-        if isinstance(goal, VersionId) and not found.reaches(goal):
+        if isinstance(goal, VersionId) and not opened.reaches(goal):
             raise VersionError(
                 f"version {goal.number} of run {goal.run} does not lead to version "
-                f"{found.id.number} of run {found.id.run}, which {options.store} holds"
+                f"{opened.id.number} of run {opened.id.run}, which {options.store} holds"
             )
         loaded = self._loaded
-        if loaded is None:
-            return
-        if relation(loaded, found) is Relation.AHEAD:
+        if loaded is not None and relation(loaded, opened) is Relation.AHEAD:
             raise VersionError(
                 f"version {loaded.id.number} is loaded, and versions never go back: version "
-                f"{found.id.number} is not loaded"
+                f"{opened.id.number} is not loaded"
             )
-        if options.has_forked(loaded, found):
-            fork = describe_fork(options.store, loaded.id, found.id)
+        if loaded is not None and options.has_forked(loaded, opened):
+            fork = describe_fork(options.store, loaded.id, opened.id)
             logger.warning("%s: loading the latter in place of the former", fork)
 
 
-def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(snapshot: Snapshot) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield each tensor under each of its names, with the name that it is stored by."""
     tensors = snapshot.tensors
-    yield from tensors.items()
-    yield from ((alias, tensors[name]) for alias, name in snapshot.aliases.items())
-
-
-def _patch_of(name: str, tensor: torch.Tensor, places: Any) -> SparsePatch:
-    indices = torch.arange(tensor.numel()) if places is None else torch.from_numpy(places)
-    values = tensor.reshape(-1)[indices]
-    return SparsePatch(name, indices.to(torch.int32), values, tuple(tensor.shape))
+    yield from ((name, name, tensor) for name, tensor in tensors.items())
+    yield from ((alias, name, tensors[name]) for alias, name in snapshot.aliases.items())

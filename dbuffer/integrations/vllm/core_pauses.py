@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dbuffer.errors import EngineBusyError
-from dbuffer.integrations.engine.engine_rank import ASLEEP
+from dbuffer.integrations.engine.contract import ASLEEP
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"

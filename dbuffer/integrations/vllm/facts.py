@@ -11,7 +11,7 @@ from typing import Any
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import digest
-from dbuffer.integrations.engine.protocol import EngineFacts
+from dbuffer.integrations.engine.contract import EngineFacts
 from dbuffer.integrations.vllm.config import (
     BACKEND,
     default_engine_id,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 from dbuffer.errors import OptionError
 from dbuffer.integrations import interfaces
 from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.contract import PauseMode
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.vllm.facts import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,

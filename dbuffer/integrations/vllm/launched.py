@@ -15,6 +15,7 @@ from typing import Any
 
 from dbuffer import errors
 from dbuffer.errors import DBufferError, EngineUpdateError
+from dbuffer.integrations.engine.contract import PauseMode
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import (
@@ -24,7 +25,6 @@ from dbuffer.integrations.engine.messages import (
     decode_answer,
     encode_answer,
 )
-from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.engine.weight_label import WeightLabel

@@ -9,8 +9,8 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, UnsupportedError
+from dbuffer.integrations.engine.contract import ENDPOINT_ATTR, EngineRank, ServingModel
 from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ServingModel
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name

@@ -20,9 +20,9 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
+from dbuffer.integrations.engine.contract import Engine
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.runtime import options as checks

@@ -21,12 +21,12 @@ from dbuffer.errors import (
     EngineUpdateError,
     UnsupportedError,
 )
+from dbuffer.integrations.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
     RankRequest,
     decode_answer,
 )
-from dbuffer.integrations.engine.protocol import PAUSE_MODES, Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import xxhash
@@ -15,15 +16,15 @@ from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, layer_
 from dbuffer.integrations.engine.plan.images import Image
 from dbuffer.integrations.engine.plan.load_trace import Copy, View
 from dbuffer.integrations.engine.plan.patching import (
+    NOTHING_HELD,
     Changed,
     Patch,
     Patches,
-    apply_patches,
+    Sample,
     flat,
     patch_or_copy,
     same_bytes,
 )
-from dbuffer.integrations.engine.plan.samples import NOTHING_HELD, Sample
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view
@@ -35,25 +36,6 @@ logger = logging.getLogger(__name__)
 
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """Copies the second tensors into the first."""
-
-
-def prepare_switch(plan: CopyPlan, tensors: Tensors, aliases: Mapping[str, str]) -> PreparedSwitch:
-    """Bind the copies of a plan to a version's tensors, and pack all layers that have images.
-
-    ``aliases``: stored names of tensors that the model takes under another name.
-
-    Raises:
-        UnsupportedError: a layer cannot take its image over.
-        Exception: a layer could not be packed.
-    """
-    return PreparedSwitch(
-        plan,
-        tensors,
-        aliases,
-        copies=plan.copies_of(tensors),
-        images=[Image(packed, plan.traced, tensors) for packed in plan.packed.values()],
-        digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
-    )
 
 
 @dataclass(eq=False)
@@ -75,9 +57,26 @@ class PreparedSwitch:
     digests: Mapping[str, int]
     """Digests of the tensors in ``plan.verified_for``."""
     patches: Patches | None = None
-    """Changes since a version that the model may hold; None: they are not known."""
+    """Changes since a version that the model may hold, or None if they are not known."""
     sample: Sample = NOTHING_HELD
     """Elements by which the model is known to hold this version."""
+
+    @classmethod
+    def of_plan(cls, plan: CopyPlan, tensors: Tensors, aliases: Mapping[str, str]) -> Self:
+        """Bind the copies of a plan to a version's tensors, and pack all layers that have images.
+
+        Raises:
+            UnsupportedError: a layer cannot take its image over.
+            Exception: a layer could not be packed.
+        """
+        return cls(
+            plan,
+            tensors,
+            aliases,
+            copies=plan.copies_of(tensors),
+            images=[Image(packed, plan.traced, tensors) for packed in plan.packed.values()],
+            digests={name: digest_of(tensors[name]) for name in plan.verified_for or ()},
+        )
 
     @property
     def is_enough(self) -> bool:
@@ -165,23 +164,23 @@ class PreparedSwitch:
         """
         traced = self.plan.traced
         ops = [(name, op) for name in self.copies for op in traced[name].ops]
-        found: list[Patch | Copy | None] = [None] * len(ops)
+        parts: list[Patch | Copy | None] = [None] * len(ops)
 
         @torch.no_grad()
         def work(first: int, end: int) -> None:
             for index, (name, op) in enumerate(ops[first:end], first):
                 parameter = self.plan.parameters[name]
-                found[index] = patch_or_copy(parameter, op, self.tensors, changed)
+                parts[index] = patch_or_copy(parameter, op, self.tensors, changed)
 
         sizes = [0 if op.part is None else op.part.num_elements for _, op in ops]
         copier.in_parallel(work, cut_work(sizes, copier))
         patches: dict[str, list[Patch]] = {}
         copies: dict[str, list[Copy]] = {}
-        for (name, _), each in zip(ops, found, strict=True):
-            if isinstance(each, Patch):
-                patches.setdefault(name, []).extend(each.pieces())
-            elif each is not None:
-                copies.setdefault(name, []).append(each)
+        for (name, _), part in zip(ops, parts, strict=True):
+            if isinstance(part, Patch):
+                patches.setdefault(name, []).extend(part.pieces())
+            elif part is not None:
+                copies.setdefault(name, []).append(part)
         return Patches(base, patches, copies)
 
     def patches_match(self, name: str, patches: Patches) -> bool:
@@ -231,7 +230,7 @@ class PreparedSwitch:
         if self.patches is None or self.patches.base != held.version or not held.is_held():
             return self.copies
         try:
-            apply_patches(self.patches, copier)
+            self.patches.apply(copier)
         # A device without room, say. Copying everything needs none, and overwrites the patches.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)

@@ -18,23 +18,19 @@ from torch.autograd.graph import increment_version
 
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.engine_rank import ServingModel
+from dbuffer.integrations.engine.contract import ServingModel
 from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.patching import Changed, same_bytes
-from dbuffer.integrations.engine.plan.prepared_switch import (
-    PreparedSwitch,
-    log_copied_whole,
-    prepare_switch,
-)
-from dbuffer.integrations.engine.plan.samples import (
+from dbuffer.integrations.engine.plan.patching import (
     NOTHING_HELD,
+    Changed,
     Sample,
     draw_sample,
-    with_patched,
+    same_bytes,
 )
-from dbuffer.integrations.engine.plan.verification import Mismatch, UnverifiableError, Verifier
+from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch, log_copied_whole
+from dbuffer.integrations.engine.plan.verification import UnverifiableError, Verifier
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
@@ -54,6 +50,10 @@ _NEVER = float("inf")
 class WeightLoader:
     """Loads versions into a model: by copies where those are verified, else by a reload.
 
+    A layout is *unplanned*, *planned*, *verified*, or *set aside*: reloaded for some versions, or
+    for ever. The next version plans it; a reload verifies the plan, or leaves more layers to the
+    reload and verifies that; a failure, or a replaced layer, makes it unplanned again.
+
     :meth:`prepare` runs in the stager's thread, and never while another method does.
 
     Args:
@@ -61,10 +61,10 @@ class WeightLoader:
         serving: reloads it.
         copier: its threads copy in main memory.
         check: traces parts of a layout, and runs the model's loaders again.
-        plans: copy at all; False: every version is reloaded.
+        plans: whether to copy at all.
         partial: versions may hold a part of the model.
         not_weights: attributes of its layers that serving changes.
-        packing: of layers that get images; None: no layer does.
+        packing: of layers that get images, or None if no layer does.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class WeightLoader:
         self._rewritten: Collection[str] = ()
         """Published tensors of the last reload that loaders write into: each load gets copies."""
         self._plan: CopyPlan | None = None
-        """Plan of this trace; None: versions are reloaded."""
+        """Plan of this trace, or None if it is unplanned or set aside."""
         self._reloaded: Mapping[str, str] = {}
         """Layers of this layout that stay with the reload, and why."""
         self._num_verifications = 0
         """Verifications of this layout since it was last set aside."""
         self._num_skipped: float = 0
-        """Versions of this layout to reload before it is planned again."""
+        """Versions to reload before this layout, which was set aside, is planned again."""
         self._next_skipped = _MIN_SKIPPED
         self._held = NOTHING_HELD
         """Sample of the version that was loaded last, as far as that is known."""
@@ -120,7 +120,7 @@ class WeightLoader:
         changed_since: Callable[[VersionId], Changed | None] = lambda _: None,
         aliases: Mapping[str, str] | None = None,
     ) -> PreparedSwitch | None:
-        """Prepare a switch to a version that is being staged; None: it is reloaded.
+        """Return a switch to a version that is being staged, or None if it is to be reloaded.
 
         Args:
             tensors: the version's, by the names that the model takes.
@@ -137,7 +137,7 @@ class WeightLoader:
             self._give_up(changed, logging.WARNING)
             return None
         try:
-            switch = prepare_switch(plan, tensors, aliases or {})
+            switch = PreparedSwitch.of_plan(plan, tensors, aliases or {})
         except UnsupportedError as error:
             self._give_up(str(error))
             return None
@@ -209,10 +209,7 @@ class WeightLoader:
         version: VersionId,
         changed_since: Callable[[VersionId], Changed | None],
     ) -> None:
-        """Give a switch patches, where it is known what changed since the version that is held.
-
-        And its sample, by which the next one knows that this version is held.
-        """
+        """Give a switch its sample, and patches if it is known what changed since what is held."""
         switch.sample = Sample(version, {})
         if switch.plan.verified_for is None or not self._may_patch:
             return
@@ -237,7 +234,7 @@ class WeightLoader:
             return
         switch.patches = patches.on_device()
         if patches.by_parameter or patches.copies:
-            switch.sample = with_patched(switch.sample, patches.by_parameter, self._random)
+            switch.sample = switch.sample.with_patched(patches.by_parameter, self._random)
         else:  # elements that were patched last tell more
             switch.sample = base._replace(version=switch.sample.version)
 
@@ -303,12 +300,18 @@ class WeightLoader:
             self._reload(tensors)
             return
         started = time.monotonic()
-        while self._num_verifications < _MAX_VERIFICATIONS:
+        for _ in range(self._num_verifications, _MAX_VERIFICATIONS):
             self._num_verifications += 1
-            following = self._reload_and_verify(tensors, switch)
-            if following is None:
+            try:
+                mismatch = self._verifier.verify(switch, tensors)
+            except UnverifiableError as error:
+                self._set_aside(str(error))
                 break
-            switch = following
+            if mismatch:
+                self._leave_to_reload(mismatch, switch.plan)
+            if not mismatch or self._plan is None:
+                break
+            switch = switch.with_plan(self._plan)
         else:
             self._set_aside(
                 f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
@@ -319,29 +322,14 @@ class WeightLoader:
             self._held = switch.sample
             _log_verified(self._plan, time.monotonic() - started)
 
-    def _reload_and_verify(self, tensors: Tensors, switch: PreparedSwitch) -> PreparedSwitch | None:
-        """Load a version by a reload, and verify a switch to it.
-
-        Returns:
-            The switch to verify next, which leaves more layers to the reload; None: there is none.
-        """
-        try:
-            mismatch = self._verifier.verify(switch, tensors)
-        except UnverifiableError as error:
-            self._set_aside(str(error))
-            return None
-        return self._leave_to_reload(mismatch, switch) if mismatch else None
-
-    def _leave_to_reload(self, mismatch: Mismatch, switch: PreparedSwitch) -> PreparedSwitch | None:
-        """Leave layers to the reload that it does more with; return the switch of all others."""
-        reloaded = switch.plan.reloaded
-        if mismatch.keys() <= reloaded.keys():
+    def _leave_to_reload(self, mismatch: Mapping[str, str], plan: CopyPlan) -> None:
+        """Plan again, and leave more layers to the reload, which does more with them."""
+        if mismatch.keys() <= plan.reloaded.keys():
             self._give_up(listed(sorted({*mismatch.values()}), "; "))
-            return None
-        self._drop_plan()
-        self._reloaded = {**mismatch, **reloaded}
-        self._make_plan()
-        return None if self._plan is None else switch.with_plan(self._plan)
+        else:
+            self._drop_plan()
+            self._reloaded = {**mismatch, **plan.reloaded}
+            self._make_plan()
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
