@@ -41,7 +41,7 @@ from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm import api_servers
 from dbuffer.integrations.vllm.api_servers import SharedFollower
-from dbuffer.integrations.vllm.facts import instance_of_api_servers
+from dbuffer.integrations.vllm.config import instance_of_api_servers
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -1005,6 +1005,7 @@ def client(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> Iterator[SimpleName
         ),
         generate=None,
         encode=None,
+        update_weight_version=None,
     )
     monkeypatch.undo()
     scene.engine.close()

@@ -20,8 +20,6 @@ from dbuffer.integrations.vllm.callback_loading import (
     ApplyPatches,
     CallbackLoader,
     LoadWeights,
-    calling_worker,
-    leave_layers_alone,
 )
 from dbuffer.integrations.vllm.config import options_of
 from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
@@ -100,12 +98,11 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     needs neither, and is not hindered by a session that a killed trainer has left open.
 
     vLLM 0.23 and 0.24 start and finish an update themselves, and call ``receive_weights`` or
-    ``receive_sparse_weights`` with a function that loads. Their workers are switched in the same
-    way. Where no worker makes this object, the function is called with the store's tensors.
+    ``receive_sparse_weights`` with a function that loads: it is called with the store's tensors.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
-        *args, **kwargs: ``vllm_config``, ``device`` and ``model``; of vLLM 0.23 and 0.24,
+        *args, **kwargs: ``vllm_config``, ``device`` and ``model``; before vLLM 0.25,
             ``parallel_config`` and ``model``.
     """
 
@@ -118,29 +115,22 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
     _callback_loader: CallbackLoader | None = None
-    """Hands tensors to the caller's callbacks, if no vLLM worker is known."""
+    """Hands tensors to the caller's callbacks, as vLLM before 0.25 passes them."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if "parallel_config" in kwargs or len(args) + len(kwargs) < len(_ARGUMENTS):
             self._init_before_0_25(config, *args, **kwargs)
         else:
             super().__init__(config, *args, **kwargs)
-        if self._callback_loader is not None:
-            return
-        self._endpoint = RankEndpoint.of(self.model)
-        options = options_of(self.vllm_config.additional_config)
-        if options is not None:
-            self._begin(options)
-            self._endpoint.following().catch_up()
+            self._endpoint = RankEndpoint.of(self.model)
+            options = options_of(self.vllm_config.additional_config)
+            if options is not None:
+                self._begin(options)
+                self._endpoint.following().catch_up()
 
     def _init_before_0_25(self, config: Any, parallel_config: Any, model: Any) -> None:
         self.config, self.parallel_config, self.model = config, parallel_config, model
-        worker = calling_worker(parallel_config)
-        if worker is None:
-            self._callback_loader = CallbackLoader(parallel_config)
-        else:
-            leave_layers_alone(worker)
-            self.vllm_config, self.device = worker.vllm_config, worker.device
+        self._callback_loader = CallbackLoader(parallel_config)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
         """Check ``init_info``; return None on ranks that must not raise."""
@@ -191,7 +181,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(
         self, update_info: DBufferUpdateInfo, load_weights: LoadWeights | None = None
     ) -> None:
-        """Switch to a version; ``load_weights`` is called where no worker of vLLM's is known."""
+        """Switch to a version; before vLLM 0.25, by ``load_weights``."""
         if self._callback_loader is None:
             self._update(update_info)
         elif load_weights is None:
@@ -202,12 +192,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_sparse_weights(
         self, update_info: DBufferUpdateInfo, apply_patches: ApplyPatches
     ) -> None:
-        """Switch to a version that came by patches, as to any other.
-
-        ``apply_patches``, which writes patches into parameters in place, is called where no worker
-        of vLLM's is known. Otherwise it is not: a version in a store is whole, and its names are a
-        checkpoint's.
-        """
+        """Switch to a version that came by patches; before vLLM 0.25, by ``apply_patches``."""
         if self._callback_loader is None:
             self._update(update_info)
         else:

@@ -1,13 +1,12 @@
-"""`CallbackLoader`: loads versions through a function of the caller, outside of vLLM's workers.
+"""`CallbackLoader`: loads versions through a function of the caller.
 
 vLLM 0.23 and 0.24 make a weight transfer's engine of a model and its parallel configuration, and
-give each update a function that loads. In their own workers more is known: :func:`calling_worker`.
+give each update a function that loads.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,51 +28,19 @@ ApplyPatches = Callable[[list[SparsePatch]], object]
 _MAX_INDEX = torch.iinfo(torch.int32).max
 
 
-def calling_worker(parallel_config: Any) -> Any | None:
-    """Return the worker of vLLM's that is making an engine for this configuration, or None.
-
-    It knows the rest of the configuration, which those releases do not hand on.
-    """
-    frame = sys._getframe(1)  # noqa: SLF001 - there is no other way to the caller
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        known = vars(caller) if hasattr(caller, "__dict__") else {}
-        config = known.get("vllm_config") if "device" in known else None
-        if getattr(config, "parallel_config", None) is parallel_config:
-            return caller
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def leave_layers_alone(worker: Any) -> None:
-    """Let a worker of vLLM 0.23 or 0.24 begin an update without preparing layers for its reload.
-
-    It would take their weights away, until something is loaded, under a thread that looks at them;
-    and an update that fails would leave them so.
-    """
-    start: Callable[..., None] = worker.start_weight_update
-
-    def start_weight_update(is_checkpoint_format: bool = True) -> None:  # noqa: ARG001
-        start(is_checkpoint_format=False)
-
-    worker.start_weight_update = start_weight_update
-
-
 class CallbackLoader:
     """Reads a store for one process. What is loaded is not checked against a model."""
 
     def __init__(self, parallel_config: Any) -> None:
         if parallel_config.world_size != 1:
             raise UnsupportedError(
-                f"this engine has {parallel_config.world_size} ranks, and is made by no worker of "
-                "vLLM's: nothing would let them load the same version"
+                f"this engine has {parallel_config.world_size} ranks, and is made as vLLM before "
+                "0.25 makes it: nothing would let them load the same version"
             )
         self._options: EngineOptions | None = None
         self._receiver: WeightReceiver | None = None
         self._loaded: Lineage | None = None
         """Version that was loaded last."""
-        self._base: VersionId | None = None
-        """Version of the weights, or None if they are of no version."""
 
     def begin(self, options: EngineOptions) -> None:
         """Read this store from now on.
@@ -83,7 +50,7 @@ class CallbackLoader:
         """
         if options.local_store is not None:
             raise UnsupportedError(
-                "local_store needs one of vLLM's workers, and none of them makes this engine: give "
+                "this engine is made as vLLM before 0.25 makes it, and takes no local_store: give "
                 "the store alone, or `dbuffer mirror` it and give the copy as the store"
             )
         self.end()
@@ -110,44 +77,35 @@ class CallbackLoader:
                 not be used.
             Exception: what ``load_weights`` raised.
         """
-        with self._opened(request) as (snapshot, _):
-            for name, _, tensor in _named(snapshot):
+        with self._opened(request) as snapshot:
+            for name, tensor in _named(snapshot):
                 load_weights([(name, tensor.clone())])
 
     def patch(self, request: UpdateRequest, apply_patches: ApplyPatches) -> None:
-        """Hand over what a version changes since the one that was loaded last.
-
-        If that is not known, as on a local mount, each patch is a whole tensor.
+        """Hand a version over as patches: a version in a store is whole, and so is each patch.
 
         Raises:
             EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
             Exception: see :meth:`load`.
         """
-        with self._opened(request) as (snapshot, base):
-            changed = None if base is None else snapshot.changed_since(base)
-            for name, stored_name, tensor in _named(snapshot):
-                if changed is not None and stored_name not in changed:
-                    continue
+        with self._opened(request) as snapshot:
+            for name, tensor in _named(snapshot):
                 if tensor.numel() > _MAX_INDEX:
                     raise EngineUpdateError(
                         f"{name} has {tensor.numel()} elements, and patches of vLLM's reach "
                         f"{_MAX_INDEX}: update it as dense"
                     )
-                indices = torch.arange(tensor.numel())
-                if changed is not None:
-                    indices = torch.from_numpy(changed[stored_name])
-                values = tensor.reshape(-1)[indices]
-                shape = tuple(tensor.shape)
-                apply_patches([SparsePatch(name, indices.to(torch.int32), values, shape)])
+                indices = torch.arange(tensor.numel(), dtype=torch.int32)
+                values, shape = tensor.flatten().clone(), tuple(tensor.shape)
+                apply_patches([SparsePatch(name, indices, values, shape)])
 
     def end(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = self._base = self._loaded = None
+            self._receiver = self._loaded = None
 
     @contextmanager
-    def _opened(self, request: UpdateRequest) -> Iterator[tuple[Snapshot, VersionId | None]]:
-        """Open a version; yield it, and the version that the weights are."""
+    def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
         receiver, options = self._receiver, self._options
         if receiver is None or options is None:
             raise UnsupportedError(NO_STORE_YET)
@@ -165,10 +123,9 @@ class CallbackLoader:
             )
         with receiver.open(version=request.goal if request.version else None) as snapshot:
             self._require_loadable(snapshot.lineage, request.goal, options)
-            base, self._base = self._base, None  # until this is loaded, they are no version
-            yield snapshot, base
+            yield snapshot
             loaded = snapshot.lineage
-        self._base, self._loaded = loaded.id, loaded
+        self._loaded = loaded
 
     def _require_loadable(
         self, opened: Lineage, goal: int | VersionId | None, options: EngineOptions
@@ -189,8 +146,7 @@ class CallbackLoader:
             logger.warning("%s: loading the latter in place of the former", fork)
 
 
-def _named(snapshot: Snapshot) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield each tensor under each of its names, with the name that it is stored by."""
+def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = snapshot.tensors
-    yield from ((name, name, tensor) for name, tensor in tensors.items())
-    yield from ((alias, name, tensors[name]) for alias, name in snapshot.aliases.items())
+    yield from tensors.items()
+    yield from ((alias, tensors[name]) for alias, name in snapshot.aliases.items())

@@ -55,7 +55,7 @@ def extra_args_with(extra_args: dict[str, Any] | None, admission: Admission) -> 
 
 def label_cores(core: Any, process: Any) -> None:
     """Let cores (``EngineCore``, ``EngineCoreProc``) keep whole labels, and admit by them."""
-    if hasattr(core, LABEL) or not hasattr(core, "set_weight_version"):  # not in vLLM 0.23
+    if hasattr(core, LABEL):
         return
     set_version, attach = core.set_weight_version, getattr(core, "_attach_weight_version", None)
 
@@ -89,9 +89,8 @@ def label_cores(core: Any, process: Any) -> None:
 
 def drop_label(core: Any) -> None:
     """Answer as of unknown weights, until a follower that asks the workers anew labels them."""
-    if hasattr(core, "set_weight_version"):  # not in vLLM 0.23
-        core.set_weight_version(UNKNOWN_VERSION)
-        setattr(core, _IS_VOID, True)
+    core.set_weight_version(UNKNOWN_VERSION)
+    setattr(core, _IS_VOID, True)
 
 
 def note_follower(core: Any) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 from dbuffer.errors import EngineEndedError, OptionError
 from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
-from dbuffer.integrations.vllm.config import BACKEND
+from dbuffer.integrations.vllm.config import BACKEND, replicas_of
 from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with
-from dbuffer.integrations.vllm.facts import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import ask_replica
 from dbuffer.runtime.timing import TIMING
 
@@ -50,7 +49,7 @@ class Exchange:
     """Whether the response has choices, which tell spans, and that the engine ended one."""
     arrived_at: float = field(default_factory=time.monotonic)
     admitted: WeightLabel | None = None
-    """Label of the weights that the response begins with; None: nothing was generated."""
+    """Label of the weights that the response begins with, or None if nothing was generated."""
     calls: list[Call] = field(default_factory=list)
     num_tokens: int = 0
     is_ended: bool = False
@@ -138,7 +137,7 @@ class Outlook:
     async def refusal(
         self, admission: Admission, arrived_at: float | None = None
     ) -> Refusal | None:
-        """Wait for weights that a request takes; return why there are none, else None.
+        """Wait for weights that a request takes; return the reason that there are none, or None.
 
         Args:
             admission: its requirements.
@@ -207,16 +206,14 @@ def observe(engine: Any, outlook: Outlook) -> None:
             )
         return encode(*args, **kwargs)
 
-    engine.generate, engine.encode = generate_observed, encode_observed
-    set_version = getattr(engine, "update_weight_version", None)
-    if set_version is None:  # in vLLM 0.23
-        return
+    set_version = engine.update_weight_version
 
     async def set_version_observed(new_version: str) -> None:
         if (exchange := CURRENT.get()) is not None:
             raise exchange.refuse("this server follows a store, and its follower sets the version")
         await set_version(new_version)
 
+    engine.generate, engine.encode = generate_observed, encode_observed
     engine.update_weight_version = set_version_observed
 
 
@@ -253,14 +250,13 @@ async def _with_spans(exchange: Exchange, call: Call, outputs: AsyncGenerator[An
                 if exchange.admitted is None and (encoded := getattr(choice, ADMITTED, None)):
                     exchange.admitted = WeightLabel.decode(encoded)
                 if exchange.wants_spans and choice.weight_versions is not None:
-                    spans = [_as_json(span) for span in choice.weight_versions]
+                    spans = [
+                        WeightLabel(span.version, span.run, span.metadata).as_json()
+                        | {"start": span.start, "end": span.end}
+                        for span in choice.weight_versions
+                    ]
                     call.spans[choice.index] = {"weight_versions": spans}
             yield output
-
-
-def _as_json(span: Any) -> dict[str, Any]:
-    label = WeightLabel(span.version, span.run, span.metadata)
-    return {**label.as_json(), "start": span.start, "end": span.end}
 
 
 async def _between_labels(
@@ -278,9 +274,10 @@ async def _between_labels(
                 exchange.admitted = exchange.admitted or _common(await before)
                 for choice in output.outputs:
                     if exchange.wants_spans and choice.finish_reason is not None:
+                        start, end = exchange.admitted, _common(await labels())
                         call.spans[choice.index] = {
-                            "weight_version_start": _text(exchange.admitted),
-                            "weight_version_end": _text(_common(await labels())),
+                            "weight_version_start": start and start.version,
+                            "weight_version_end": end and end.version,
                         }
                 yield output
     finally:
@@ -288,13 +285,9 @@ async def _between_labels(
 
 
 def _common(labels: list[WeightLabel]) -> WeightLabel | None:
-    """Return the label of all replicas; None: they differ, and which one answers is not known."""
+    """Return the label of all replicas, or None if they differ: any of them may answer."""
     first, *others = labels
     return first if all(label == first for label in others) else None
-
-
-def _text(label: WeightLabel | None) -> str | None:
-    return None if label is None else label.version
 
 
 def with_fields(body: Any, exchange: Exchange, *, is_chunk: bool) -> Any:

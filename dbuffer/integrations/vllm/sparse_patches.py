@@ -21,13 +21,12 @@ def publish_patches(
 ) -> int | None:
     """Publish the sender's last version with these patches; see :meth:`WeightSender.send_patches`.
 
+    Return the version's number, or None if there are no patches, and so no version.
+
     Args:
         sender: made with ``delta=True``.
         patches: vLLM's ``SparseWeightPatch``; see :func:`patches_of`.
         is_behind: the weights that they follow did not reach the sender.
-
-    Returns:
-        The version's number; None if there are no patches, and so no version.
 
     Raises:
         VersionError: the sender has not published what they follow. What the store holds of an
@@ -51,10 +50,9 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
 
     Args:
         patches: each with a ``name`` (of a published tensor), ``indices`` (int32 or int64, flat
-            positions in it), ``values`` (what will stand there) and ``full_shape`` (the whole
-            tensor's; releases that have no such field do without). Tensors are of one dimension,
-            on any device. One name may come several times: where two patches name one place, the
-            later has it.
+            positions in it), ``values`` (what will stand there) and, in most releases,
+            ``full_shape``. Tensors are of one dimension, on any device. One name may come several
+            times: where two patches name one place, the later has it.
 
     Raises:
         InvalidWeightsError: a patch is not of that form, or brings a NaN.
@@ -71,18 +69,14 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
 def trainer_send_weights(
     iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: Mapping[str, Any] | Any
 ) -> int:
-    """Publish weights, for a trainer of a vLLM release whose engines have a method of this name.
+    """Publish weights, as trainers of vLLM before 0.26 do; return the version's number.
 
-    No engine receives meanwhile: call ``update_weights`` when this has returned, with
-    ``{"version": what it returned}``.
+    No engine receives meanwhile: call ``update_weights`` with ``{"version": number}`` then.
 
     Args:
         iterator: name and tensor of each, as ``model.named_parameters()`` gives them.
         trainer_args: ``{"sender": WeightSender(store)}``, or an object with that attribute. The
             sender is of ``delta=True`` for a trainer that sends patches, too.
-
-    Returns:
-        The version's number.
 
     Raises:
         OptionError: ``trainer_args`` has no sender.
@@ -101,20 +95,11 @@ def trainer_send_sparse_weights(
     iterator: Iterable[Any] = (),
     trainer_args: Mapping[str, Any] | Any = None,
 ) -> int | None:
-    """Publish patches, for a trainer of a vLLM release whose engines have a method of this name.
+    """Publish patches, as :func:`trainer_send_weights` does weights.
 
-    No engine receives meanwhile: call ``update_weights`` when this has returned, with
-    ``{"version": what it returned, "update_kind": "sparse_flat", "num_updates_list": [...]}``.
-
-    Args:
-        _iterator: patches, as of :func:`patches_of`.
-        _trainer_args: ``{"sender": WeightSender(store, delta=True)}``, or an object with that
-            attribute.
-        iterator: as ``_iterator``: vLLM's base class and its NCCL engine differ in the name.
-        trainer_args: as ``_trainer_args``.
-
-    Returns:
-        The version's number; None if there are no patches.
+    Return the version's number, for an ``update_info`` with ``"update_kind": "sparse_flat"`` and
+    ``"num_updates_list"``, or None if there are no patches. vLLM's base class and its NCCL engine
+    differ in the names of the arguments; both are taken.
 
     Raises:
         OptionError: ``trainer_args`` has no sender.
@@ -146,7 +131,7 @@ def _checked(patch: Any, position: int) -> SparsePatch:
     if not isinstance(name, str):
         raise InvalidWeightsError(f"{what} has a name that is no text")
     for field, tensor in (("indices", indices), ("values", values)):
-        if not _is_plain(tensor):
+        if not (is_dense(tensor) and tensor.dim() == 1):
             raise InvalidWeightsError(
                 f"{what} has {field} that are no plain tensor of one dimension with data: gather "
                 "and flatten them"
@@ -156,21 +141,12 @@ def _checked(patch: Any, position: int) -> SparsePatch:
     if len(indices) != len(values):
         raise InvalidWeightsError(f"{what} has {len(indices)} indices and {len(values)} values")
     indices, values = indices.detach().cpu(), values.detach().cpu()
-    if _has_nan(values):
+    # Dtypes of eight bits have no isnan of their own.
+    if values.is_floating_point() and bool(
+        (values if values.itemsize > 1 else values.float()).isnan().any()
+    ):
         raise InvalidWeightsError(f"{what} brings a NaN, which vLLM takes for what stays as it is")
     return SparsePatch(name, indices, values, _shape_of(patch, what))
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether a tensor is dense, with data, and of one dimension."""
-    return is_dense(tensor) and tensor.dim() == 1
-
-
-def _has_nan(values: torch.Tensor) -> bool:
-    if not values.is_floating_point():
-        return False
-    # Dtypes of eight bits have no isnan of their own.
-    return bool((values if values.itemsize > 1 else values.float()).isnan().any())
 
 
 def _shape_of(patch: Any, what: str) -> tuple[int, ...] | None:

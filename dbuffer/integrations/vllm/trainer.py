@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -80,7 +79,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         sender: WeightSender | ShardedWeightSender | None,
         rank: int,
     ) -> None:
-        # By hand: vLLM 0.26 asks for a configuration as well, which later releases do not have.
         self.client, self.source, self.is_sender, self.rank = client, source, rank == 0, rank
         self._sender = sender
         self._is_behind = False
@@ -88,18 +86,11 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     @classmethod
     def trainer_init(
-        cls,
-        config: Any = None,
-        init_info: DBufferTrainerInitInfo | None = None,
-        *,
-        client: Any,
-        source: Any = None,
+        cls, init_info: DBufferTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
         """Open the store, and let the engine's workers follow it. Called on every rank.
 
         Args:
-            config: the init info, where that is the only one of the two. In vLLM 0.26, a
-                configuration before it, which is not looked at.
             init_info: the store and so on.
             client: the engine.
             source: a ``WeightSource``. If it is split between ranks, all of them write, and
@@ -111,8 +102,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             StoreBusyError: another sender has this store.
             DBufferError: the checkpoint could not be published.
         """
-        if init_info is None:
-            init_info = config
         if not isinstance(init_info, DBufferTrainerInitInfo):
             raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
         if (source is None) == (init_info.checkpoint is None):
@@ -124,15 +113,15 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         checked = EngineOptions.parse(given)
         options = {name: getattr(checked, name) for name in given}
         sender: WeightSender | ShardedWeightSender | None = None
-        rank, how = init_info.rank, dict(init_info.sender)
+        rank, sender_options = init_info.rank, dict(init_info.sender)
         if source is not None and is_split(source):
             if init_info.sparse:
                 raise OptionError(f"sparse: {_SPLIT}, and one rank alone sends patches")
-            sender = ShardedWeightSender(init_info.store, **how)
+            sender = ShardedWeightSender(init_info.store, **sender_options)
         elif rank == 0:
             if init_info.sparse or source is None:
-                how["delta"] = True
-            sender = WeightSender(init_info.store, **how)
+                sender_options["delta"] = True
+            sender = WeightSender(init_info.store, **sender_options)
         if rank == 0 and sender is not None:
             try:
                 if init_info.checkpoint is not None:
@@ -148,9 +137,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
         Args:
             patches: vLLM's ``SparseWeightPatch``, for a version of which only this differs from
-                the one that this trainer published last; see :func:`.patches.patches_of`. They are
-                the sender's affair: other ranks' are not looked at. An empty list does nothing.
-                None: the source, whole; nothing if there is none.
+                the one that this trainer published last; those of other ranks than the sender are
+                ignored. An empty list does nothing. None: the source, whole, if there is one.
 
         Raises:
             VersionError: patches before the first version of this trainer, or after one that could
@@ -177,7 +165,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
-        self._finish(version)
+        self.client.finish_weight_update(str(version))
 
     def _start(self) -> None:
         try:
@@ -189,13 +177,6 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 self.client.finish_weight_update()
             self.client.start_weight_update()
 
-    def _finish(self, version: int) -> None:
-        # In vLLM 0.26, engines have no weight version to be set.
-        if inspect.signature(self.client.finish_weight_update).parameters:
-            self.client.finish_weight_update(str(version))
-        else:
-            self.client.finish_weight_update()
-
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
         """Publish patches and switch, between the caller's own start and finish of an update.
 
@@ -203,9 +184,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         An engine that is not paused from start to finish serves each of them, and so do other
         followers of the store: put patches that must apply atomically into one call.
 
-        Returns:
-            The version, for the client's ``finish_weight_update(str(version))``; None if
-            there are no patches, or this rank is not the sender.
+        Return the version, for the client's ``finish_weight_update(str(version))``, or None if
+        there are no patches, or this rank is not the sender.
 
         Raises:
             As :meth:`send_weights`; finishing is the caller's, also then.
@@ -242,10 +222,7 @@ def _weights(source: Any) -> Weights:
     """Return all tensors at once where that costs no memory, and is faster; else the source."""
     if not isinstance(source, ModuleSource):
         return source
-    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in _parameters(source))
-    return source if is_sharded else dict(pass_over(source))
-
-
-def _parameters(source: Any) -> Iterable[torch.Tensor]:
     module = getattr(source, "_module", None)
-    return module.parameters() if isinstance(module, torch.nn.Module) else ()
+    parameters = module.parameters() if isinstance(module, torch.nn.Module) else ()
+    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in parameters)
+    return source if is_sharded else dict(pass_over(source))

@@ -216,7 +216,7 @@ def test_request_that_the_engine_ended_before_a_token_is_refused():
 
 def test_request_that_no_route_can_refuse_is_refused():
     """A pooled answer tells no weights, and a requirement in ``vllm_xargs`` is none of ours."""
-    engine = SimpleNamespace(generate=None, encode=None)
+    engine = SimpleNamespace(generate=None, encode=None, update_weight_version=None)
     observe(engine, outlook_on(Core(SERVED)))
 
     async def refuse(send: Any, call: Callable[[], Any]) -> None:
