@@ -19,8 +19,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.engine.unused_tensors import UnusedTensors
+from dbuffer.integrations.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import Rank
 from tests.support.soak import in_turn

@@ -19,7 +19,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.unused_tensors import Unread, UnusedTensors
+from dbuffer.integrations.engine.shape_check import Unread, UnusedTensors
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged

@@ -32,7 +32,7 @@ from dbuffer.integrations.engine.contract import EngineRank, ModelState
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.rank_model import RankModel
-from dbuffer.integrations.engine.unused_tensors import NOTHING_UNREAD, Unread
+from dbuffer.integrations.engine.shape_check import NOTHING_UNREAD, Unread
 from dbuffer.integrations.engine.weight_label import describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager

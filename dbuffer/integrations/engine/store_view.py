@@ -75,7 +75,7 @@ class StoreView:
         return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
-        """Return the engine's record; None also where it cannot be read just now."""
+        """Return the engine's record, or None if there is none, or it cannot be read just now."""
         with contextlib.suppress(errors.DBufferError, OSError):
             return self.engine_record()
         return None
@@ -102,10 +102,10 @@ class StoreView:
     def newer_than(
         self, served: Lineage | None, at_least: int | None = None
     ) -> int | VersionId | None:
-        """Return the newest version, or ``at_least``, if the engine does not have it.
+        """Return the newest version, or ``at_least``, or None if the engine has it.
 
-        By its number where the store does not have it yet. For an engine that stays on a version,
-        that one, once it is published.
+        A version that the store does not have yet is returned as its number. For an engine that
+        stays on a version, it is that one, once it is published.
 
         Raises:
             VersionError: that one is gone from the store.
@@ -117,31 +117,22 @@ class StoreView:
                 f"mirror has ended: {described(error)}; end this, and follow again"
             )
         only = self.options.version
-        if only is not None:
-            return self._stay_on(only, served, at_least)
+        if only is not None and at_least is not None and at_least > only:
+            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
+        if only is not None and served is not None and served.id.number == only:
+            return None
         if served is None and not self._store.exists():
-            return at_least
+            return at_least if only is None else None
+        if only is not None:
+            newest = self._newest_in(self._store, served)
+            is_published = newest is not None and newest.id.number >= only
+            return kept.require(self._store, only) if is_published else None
         # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         newest = self._newest_in(store, served)
         if at_least is not None and (newest is None or newest.id.number < at_least):
             return at_least
-        if newest is None or (served is not None and served.id == newest.id):
-            return None
-        return newest.id
-
-    def _stay_on(self, only: int, served: Lineage | None, at_least: int | None) -> VersionId | None:
-        """Return the version to stay on, if it is published and the engine does not have it."""
-        if at_least is not None and at_least > only:
-            raise errors.OptionError(f"at_least is {at_least}, and the engine stays on {only}")
-        if served is not None and served.id.number == only:
-            return None
-        if served is None and not self._store.exists():
-            return None
-        newest = self._newest_in(self._store, served)
-        if newest is None or newest.id.number < only:
-            return None
-        return kept.require(self._store, only)
+        return None if newest is None or (served and served.id == newest.id) else newest.id
 
     def _newest_in(self, store: DoubleBuffer, served: Lineage | None) -> Lineage | None:
         """Return a store's newest version, or None if it has none.
@@ -156,7 +147,11 @@ class StoreView:
         if served is None:
             return newest
         if newest is not None and self.options.has_forked(served, newest):
-            self._log_fork(served, newest)
+            if self._logged_fork != newest.id.run:
+                self._logged_fork = newest.id.run
+                fork = describe_fork(self.options.store, served.id, newest.id)
+                message = "%s: %s has the former, and follows the latter"
+                logger.warning(message, fork, self.engine_id)
         elif newest is None or relation(served, newest) is Relation.AHEAD:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {served.id.number} to "
@@ -164,14 +159,8 @@ class StoreView:
             )
         return newest
 
-    def _log_fork(self, served: Lineage, newest: Lineage) -> None:
-        if self._logged_fork != newest.id.run:
-            self._logged_fork = newest.id.run
-            fork = describe_fork(self.options.store, served.id, newest.id)
-            logger.warning("%s: %s has the former, and follows the latter", fork, self.engine_id)
-
     def manifest_of(self, goal: int | VersionId) -> Manifest | None:
-        """Read the manifest of a version; None: it is not, or no longer, in this store."""
+        """Return the manifest of a version, or None if this store does not have it now."""
         return self._store.manifest_of(goal) if isinstance(goal, VersionId) else None
 
     def wait_for_version(
@@ -179,8 +168,8 @@ class StoreView:
     ) -> int | None:
         """Wait until the store holds a version above this one, or a fork.
 
-        :meth:`newer_than` decides whether that is followed. For an engine that stays on a version,
-        nothing is newer than that, and everything before it is not worth a look.
+        :meth:`newer_than` decides whether that is followed. An engine that stays on a version
+        ignores every other one.
         """
         only = self.options.version
         if only is not None:
@@ -211,10 +200,9 @@ class StoreView:
         *,
         require_alive: Callable[[], None] = lambda: None,
     ) -> list[ReceiverRecord]:
-        """Wait until every rank has this version ready, or a later one; return the ranks' records.
+        """Wait until every rank has this version or a later one ready; return the ranks' records.
 
-        It also returns when the engine has the version: another process may have switched a server
-        meanwhile.
+        Or until the engine has it: another process may have switched a server meanwhile.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.

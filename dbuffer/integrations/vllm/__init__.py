@@ -2,19 +2,18 @@
 
 * ``backend="dbuffer"`` in vLLM's own weight transfer configuration (:mod:`.backend`), and the
   trainer's half of it (:mod:`.trainer`);
-* :class:`WorkerExtension`, through which workers are reached (:mod:`.extension`);
+* :class:`WorkerExtension`, through which workers are reached (:mod:`.rank`);
 * :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follow_vllm`);
 * :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`);
 * :func:`versions_of`: which tokens of an output came from which version;
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
-In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model`, `connectors` and `meta_layers` below it; `weight_calls` notices vLLM's own calls
-that write weights. `core_labels` lets the engine core tell with each token which weights it came
-from; `exchanges`, `admission` and `responses` pass that on to a server's clients. `pooling` lets
-answers without tokens be of one version. `vllm_engine`, `facts`, `ray_follower` and `launched`
-(where torchrun started the ranks) drive an engine; `config` reads dbuffer's part of vLLM's
-configuration.
+In vLLM's workers `plugin`, `backend` and `rank` reach one `RankEndpoint`, with `model` and
+`meta_layers` below it; `weight_calls` notices vLLM's own calls that write weights. `core_labels`
+lets the engine core tell with each token which weights it came from; `exchanges`, `admission` and
+`responses` pass that on to a server's clients. `pooling` lets answers without tokens be of one
+version. `vllm_engine`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
+engine; `config` reads its configuration.
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from dbuffer.integrations.engine.follower import Follower as Follower
     from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
-    from dbuffer.integrations.vllm.extension import WorkerExtension as WorkerExtension
+    from dbuffer.integrations.vllm.rank import WorkerExtension as WorkerExtension
     from dbuffer.integrations.vllm.follow_vllm import follow as follow
     from dbuffer.integrations.vllm.middleware import FollowStore as FollowStore
     from dbuffer.integrations.vllm.trainer import DBufferTrainerInitInfo as DBufferTrainerInitInfo
@@ -47,7 +46,7 @@ else:
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",
             "VersionSpan": "dbuffer.integrations.version_spans",
-            "WorkerExtension": ".extension",
+            "WorkerExtension": ".rank",
             "adapter_request": ".adapters",
             "follow": ".follow_vllm",
             "versions_of": "dbuffer.integrations.version_spans",

@@ -1,13 +1,20 @@
-"""dbuffer's part of vLLM's configuration, and its names in vLLM."""
+"""dbuffer's part of vLLM's configuration, its names in vLLM, and the `EngineFacts` of an engine."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import OptionError, UnsupportedError
+from dbuffer.format.layout import digest
 from dbuffer.format.manifest import host_in_id
+from dbuffer.integrations.engine.contract import EngineFacts
 from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.store.liveness import Process
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
@@ -60,3 +67,150 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
             f"additional_config[{BACKEND!r}] is {settings!r:.200}: it must be an object"
         )
     return settings
+
+
+EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
+
+_EXTENSION_CLASS = "dbuffer.integrations.vllm.rank.WorkerExtension"
+
+
+def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
+    """Read the facts about an engine from its ``VllmConfig``, or from its JSON.
+
+    Args:
+        config: the front end's.
+        replica: of several that are followed each by itself, this one.
+    """
+    parallel = _get(config, "parallel_config")
+    if not (has_backend(config) or has_extension(config)):
+        raise UnsupportedError(
+            "this engine was not started for dbuffer: start it with weight_transfer_config="
+            f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
+            f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
+            f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
+        )
+    replicas = replicas_of(config)
+    if replica is None and len(replicas) > 1:
+        raise UnsupportedError(
+            f"{len(replicas)} replicas step each by itself, and are followed each by itself: by "
+            "dbuffer.integrations.vllm.follow, given an AsyncLLM; or by the server itself, with "
+            "--middleware dbuffer.integrations.vllm.FollowStore"
+        )
+    in_step = _num_in_step(parallel)
+    instance_id = _get(config, "instance_id")
+    return EngineFacts(
+        instance_id=instance_id,
+        name=default_engine_id(instance_id),
+        num_ranks=_get(parallel, "world_size") * in_step,
+        configured=options_of(_get(config, "additional_config")),
+        replica=replica_name(replicas[0] if replica is None else replica),
+        begins_paused=in_step > 1,
+    )
+
+
+def replicas_of(config: Any) -> list[int]:
+    """List the data-parallel replicas of a front end that step each by itself.
+
+    Replicas of a dense model do, and do not depend on each other. Replicas of a model with experts
+    step together, and are one engine.
+    """
+    parallel = _get(config, "parallel_config")
+    size = _get(parallel, "data_parallel_size")
+    if size == 1 or _num_in_step(parallel) > 1:
+        return [0]
+    first = _get(parallel, "data_parallel_rank")
+    return list(range(first, first + (_num_local(parallel) or size)))
+
+
+def _num_in_step(parallel: Any) -> int:
+    """Return the number of replicas that make each step together."""
+    size: int = _get(parallel, "data_parallel_size")
+    if size == 1 or not _get(parallel, "is_moe_model"):
+        return 1
+    if _num_local(parallel) not in (None, size):
+        raise UnsupportedError(
+            f"{size} replicas step together, and this front end has only some of them: it cannot "
+            "know what becomes of the others. Use one front end for all, without "
+            "--data-parallel-hybrid-lb and --data-parallel-external-lb"
+        )
+    return size
+
+
+def _num_local(parallel: Any) -> int | None:
+    """Return the number of replicas of a front end that does not have all; None: it has all."""
+    if _get(parallel, "data_parallel_rank_local") is not None:  # one LLM for each, side by side
+        return 1
+    kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
+    if any(_get(parallel, kind) for kind in kinds):
+        return int(_get(parallel, "data_parallel_size_local"))
+    return None
+
+
+def shared_caches(config: Any) -> list[str]:
+    """Name what an engine, by its ``VllmConfig``, caches of one request for another."""
+    found = {
+        "a prefix cache (start it with enable_prefix_caching=False)": (
+            config.cache_config.enable_prefix_caching
+        ),
+        "a cache of its encoders' outputs": config.model_config.is_multimodal_model,
+        "a connector to other caches": config.kv_transfer_config is not None,
+    }
+    return [cache for cache, is_there in found.items() if is_there]
+
+
+def has_backend(config: Any) -> bool:
+    """Whether its workers take weights over vLLM's weight transfer, out of a store."""
+    transfer = _get(config, "weight_transfer_config")
+    return transfer is not None and _get(transfer, "backend") == BACKEND
+
+
+def has_extension(config: Any) -> bool:
+    """Whether its workers have the method of `WorkerExtension`, by an option or by our plugin."""
+    # An engine in this process, or started from it, has loaded the plugins that this one has.
+    is_here = not isinstance(config, Mapping)
+    name = _get(_get(config, "parallel_config"), "worker_extension_cls")
+    # What a server says must not decide what is imported here.
+    return (is_here and serves_every_worker()) or _is_extension(name, may_import=is_here)
+
+
+def serves_every_worker() -> bool:
+    """Whether engines that are started from this process can follow without any option."""
+    # Its plugin, which vLLM has loaded here as in its workers, has added our method.
+    wrapper = getattr(sys.modules.get("vllm.v1.worker.worker_base"), "WorkerWrapperBase", None)
+    return wrapper is not None and CALL in vars(wrapper)
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
+
+
+def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
+    """Whether a class of this name is our `WorkerExtension`, or derives from it."""
+    if not qualified_name or qualified_name == EXTENSION:
+        return qualified_name == EXTENSION
+    module, _, name = qualified_name.rpartition(".")
+    if may_import and module:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    extension = getattr(sys.modules.get(module), name, None)
+    return isinstance(extension, type) and any(
+        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in extension.__mro__
+    )
+
+
+def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
+    """Read the facts of an engine that this process, or one of its children, runs."""
+    from vllm.plugins import load_general_plugins
+
+    # A front end whose configuration was made in another process has loaded none; its workers have.
+    load_general_plugins()
+    facts = facts_of(config, replica)
+    if not shares_engine(config):
+        return facts
+    shared = instance_of_api_servers()
+    return dataclasses.replace(facts, instance_id=shared, name=default_engine_id(shared))
+
+
+def instance_of_api_servers() -> str:
+    """Return an id that API servers of one engine share: that of the process that started all."""
+    return digest(repr(Process.parent()).encode())

@@ -38,7 +38,7 @@ class _Hold:
     """Pause for a switch, and what others have called in it."""
 
     other_pause: Any
-    """vLLM's state of a pause that others have begun; None: there is none."""
+    """vLLM's state of a pause that others have begun, or None."""
     deferred: list[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=list)
     """Calls that pause the engine when the switch ends, and their results."""
 
@@ -51,7 +51,7 @@ def holds_cores() -> bool:
 
 
 def refusal_in(error: Exception) -> str | None:
-    """Return why a core refused to be held; None: this error of the caller says something else."""
+    """Return why a core refused to be held, or None if the caller's error says something else."""
     _, mark, refusal = str(error).partition(_REFUSED)
     return refusal if mark else None
 
@@ -140,31 +140,24 @@ def _require_holdable(core: Any, mode: str, drops_caches: bool) -> None:
 
 
 def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) -> str | None:
-    """Return why a core that is awake cannot be held now; None: it can."""
-    if mode == "abort" and (num_open := _num_open(core)):
+    """Return the reason that a core which is awake cannot be held now, or None."""
+    requests = core.scheduler.requests.values()
+    num_open = sum(getattr(request, "resumable", False) for request in requests)
+    if mode == "abort" and num_open:
         # It would leave a session open that no longer knows what was sent before.
         return f"vLLM cannot abort {counted(num_open, 'session')} {_UNTIL_THE_INPUT_ENDS}"
     num_waiting = getattr(core.scheduler, "num_waiting_for_streaming_input", 0)
     if num_waiting and drops_caches:
         what = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
-    if mode == "wait" and other_pause == "PAUSED_ALL" and (num_begun := _num_begun(core)):
+    # Requests for which anything was computed, preempted ones included.
+    num_begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
+    if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
         return (
             f"another program has paused {counted(num_begun, 'request')} in flight, which "
             'pause="wait" lets finish first: the switch is made when the engine was resumed'
         )
     return None
-
-
-def _num_open(core: Any) -> int:
-    """Return the number of requests whose input is streamed and has not ended."""
-    return sum(getattr(one, "resumable", False) for one in core.scheduler.requests.values())
-
-
-def _num_begun(core: Any) -> int:
-    """Return the number of requests for which anything was computed, preempted ones included."""
-    requests = core.scheduler.requests.values()
-    return sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
 
 
 def _release(core: Any) -> None:

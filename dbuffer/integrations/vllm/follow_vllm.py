@@ -11,7 +11,7 @@ from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.contract import PauseMode
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.vllm.facts import replicas_of
+from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,
     AsyncVllm,

@@ -27,9 +27,13 @@ from dbuffer.errors import (
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import SharedFollower
-from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
+from dbuffer.integrations.vllm.config import (
+    engine_settings,
+    instance_of_api_servers,
+    options_of,
+    shares_engine,
+)
 from dbuffer.integrations.vllm.exchanges import Outlook, observe
-from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 from dbuffer.integrations.vllm.responses import serve

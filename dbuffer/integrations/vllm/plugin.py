@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 from dbuffer.errors import UnsupportedError
@@ -15,15 +14,15 @@ from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
-_WORKERS = "vllm.v1.worker.worker_base"
-_WRAPPER = "WorkerWrapperBase"
-
 
 def register() -> None:
     """Register ``backend="dbuffer"``, and add dbuffer's method to workers; idempotent."""
     log_as_vllm()
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.distributed.weight_transfer.factory import (
+            WeightTransferEngineFactory,
+            WeightTransferTrainerFactory,
+        )
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -38,13 +37,6 @@ def register() -> None:
         logger.warning("this vLLM is newer than dbuffer knows, and moved %s", listed(moved))
     try:
         _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
-        try:
-            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        except ImportError:
-            # Before 0.26: its trainers call the class of the backend, and its engines tell no
-            # version, so they cannot be followed in another way.
-            logger.debug("this vLLM takes weights by its own weight transfer alone")
-            return
         _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
     except (AttributeError, TypeError) as error:
         logger.warning("this vLLM registers backends in another way (%s): no dbuffer", str(error))
@@ -94,12 +86,6 @@ def log_as_vllm() -> None:
     ours.propagate = False
 
 
-def serves_every_worker() -> bool:
-    """Whether engines that are started from this process can follow without any option."""
-    wrapper = getattr(sys.modules.get(_WORKERS), _WRAPPER, None)
-    return wrapper is not None and CALL in vars(wrapper)
-
-
 class _Refusal:
     """Stands for both halves of the backend in a vLLM whose interface moved."""
 
@@ -126,7 +112,7 @@ def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
         interfaces.require("vllm")
     except UnsupportedError as error:
         return encode_answer(as_answer(error))
-    from dbuffer.integrations.vllm.extension import WorkerExtension
+    from dbuffer.integrations.vllm.rank import WorkerExtension
 
     # An extension of the engine's own comes first: it may have more to do.
     own = getattr(wrapper.worker, CALL, None)

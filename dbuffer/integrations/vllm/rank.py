@@ -1,4 +1,7 @@
-"""`WorkerRank`: the vLLM worker that a receiver runs in; and the group of all workers."""
+"""`WorkerRank`: the vLLM worker that a receiver runs in; and the group of all workers.
+
+`WorkerExtension` has the method by which workers are reached, over ``collective_rpc``.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.integrations.engine.contract import ENDPOINT_ATTR, EngineRank, ServingModel
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.messages import RankAnswer, RankRequest, encode_answer
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
-from dbuffer.integrations.vllm.connectors import require_droppable
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
-from dbuffer.integrations.vllm.packing import CpuPacking
 from dbuffer.integrations.vllm.pooling import mend_workers
+from dbuffer.integrations.vllm.reload_fixes import CpuPacking
 from dbuffer.runtime.cores import use_cores_of_parent
 
 
@@ -94,3 +98,69 @@ def worker_group(parallel: Any) -> Any:
         "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
         "or one engine"
     )
+
+
+_MAIN_MEMORY = "CPUOffloadingSpec"
+"""Tier of ``OffloadingConnector`` if no other is configured."""
+
+
+def require_droppable(config: Any) -> None:
+    """Raise if an engine loads caches, by its ``VllmConfig``, that a switch cannot drop.
+
+    Raises:
+        UnsupportedError: older weights, or another engine's, may have computed them.
+    """
+    kept = [name for name, is_reset in _connectors_of(config.kv_transfer_config) if not is_reset]
+    encoders = getattr(config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        kept.append(encoders.ec_connector)
+    if kept:
+        raise UnsupportedError(
+            f"this engine loads caches through {' and '.join(kept)}, and a switch cannot drop "
+            "them: it would answer from what older weights computed. Start it without, or with a "
+            "KV connector whose reset_cache() drops all, as OffloadingConnector's does"
+        )
+
+
+def _connectors_of(transfer: Any) -> Iterator[tuple[str, bool]]:
+    """Yield each connector that loads KV, and whether a reset drops all that it can load."""
+    if transfer is None or not transfer.is_kv_consumer:
+        return
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    options = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":  # which takes a missing reset for one
+        for connector in options["connectors"]:
+            yield from _connectors_of(KVTransferConfig(**connector))
+        return
+    kind = KVConnectorFactory.get_connector_class(transfer)
+    has_reset = kind.reset_cache is not KVConnectorBase_V1.reset_cache
+    # Other tiers than main memory are not reset, and other engines fill a store again.
+    tiers = options.get("spec_name", _MAIN_MEMORY)
+    is_private = tiers == _MAIN_MEMORY and transfer.kv_connector != "MooncakeStoreConnector"
+    yield transfer.kv_connector, has_reset and is_private
+
+
+class WorkerExtension:
+    """A method for ``collective_rpc``, on all ranks; vLLM adds it to its worker.
+
+    Start the engine with ``worker_extension_cls="dbuffer.integrations.vllm.WorkerExtension"``.
+    Where dbuffer is installed beside vLLM, its plugin adds it without that.
+    """
+
+    def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
+        # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
+        return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
+
+
+def _do(worker: Any, request: RankRequest) -> RankAnswer:
+    model = worker.get_model()
+    answer = RankEndpoint.of(model).do(
+        request, lambda: WorkerRank(worker.vllm_config, model, worker.device)
+    )
+    if request.call == "update":
+        worker.model_runner.reset_lora_state()
+    return answer

@@ -1,8 +1,9 @@
-"""Whatever vLLM's layerwise reload leaves wrong, and a model that it has left half loaded."""
+"""Repairs of what vLLM's layerwise reload leaves wrong; `CpuPacking`, its packing of layers."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Iterable, Iterator
@@ -13,13 +14,56 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from dbuffer.integrations.engine.plan.load_trace import tables_of
-from dbuffer.integrations.vllm.packing import CpuPacking
+
+_NUM_ROWS = 4
+
+
+class CpuPacking:
+    """Packing of vLLM's layers on a CPU, for images of them (`engine/plan/images.py`).
+
+    Linear layers and heads are packed into memory of a kernel, experts into another form of their
+    parameters.
+    """
+
+    def packs(self, layer: torch.nn.Module) -> bool:
+        method: Any = getattr(layer, "quant_method", None)
+        if type(method) is UnquantizedFusedMoEMethod:
+            return method.moe_kernel is not None
+        # A kernel that holds nothing computes from the weights as they were loaded.
+        kernel = getattr(layer, "cpu_linear", None)
+        is_linear = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        return is_linear and bool(getattr(kernel, "__closure__", None))
+
+    def pack(self, layer: Any) -> None:
+        method = layer.quant_method
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            # vLLM does it once, when it makes the kernel, which keeps nothing of the layer.
+            copy.copy(method.moe_kernel.fused_experts).process_weights_after_loading(layer)
+        else:
+            method.process_weights_after_loading(layer)
+
+    def computed(self, layer: Any) -> torch.Tensor | None:
+        method = layer.quant_method
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            return None
+        width = next(
+            getattr(layer, name)
+            for name in ("embedding_dim", "input_size_per_partition", "input_size")
+            if hasattr(layer, name)
+        )
+        numbers = torch.arange(_NUM_ROWS * width, dtype=torch.float32).mul_(12.9898).sin_()
+        rows = numbers.view(_NUM_ROWS, width).to(layer.weight.dtype)
+        result: torch.Tensor = method.apply(layer, rows)
+        return result
+
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

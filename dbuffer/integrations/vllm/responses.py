@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self
 
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import JSONResponse
@@ -148,7 +148,7 @@ class _Response:
         self._held: list[Message] = []
         """Messages from before the engine has begun, or about choices that it has refused while it
         may refuse the others."""
-        self._rewrite: _Rewrite | None = None
+        self._body: _Body | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -182,20 +182,20 @@ class _Response:
 
     async def _pass_on(self, message: Message) -> None:
         start = self._start
-        if start is not None and self._rewrite is None and self._exchange.tells_spans:
-            self._rewrite = _rewrite_of(start)
-        if self._rewrite is not None:
-            is_last = not message.get("more_body", False)
-            body = self._rewrite(message.get("body", b""), self._exchange, is_last)
+        if start is not None and self._body is None and self._exchange.tells_spans:
+            self._body = _Body.begun_by(start, self._exchange)
+        is_last = not message.get("more_body", False)
+        if self._body is not None:
+            body = self._body.rewrite(message.get("body", b""), is_last=is_last)
             if body is None:
                 return
             message = {**message, "body": body}
         if start is not None:
             self._start = None
             headers = MutableHeaders(raw=list(start.get("headers", ())))
-            if self._rewrite is not None:
+            if self._body is not None:
                 del headers["content-length"]
-                if not message.get("more_body", False):
+                if is_last:
                     headers["content-length"] = str(len(message["body"]))
             headers.update(_headers_of(self._exchange.admitted))
             self.has_begun = True
@@ -203,55 +203,46 @@ class _Response:
         await self._send(message)
 
 
-_Rewrite = Callable[[bytes, Exchange, bool], bytes | None]
-"""Rewrites a part of a body, the last of which is marked; None: nothing can be sent yet."""
+class _Body:
+    """Adds fields about weights to the choices of a body: of JSON once it is whole, or of events.
 
+    A stream has them in the chunk of each choice that ends it.
+    """
 
-def _rewrite_of(start: Message) -> _Rewrite | None:
-    """Return what adds the fields to a body of this type; None: it has no choices."""
-    kind = Headers(raw=list(start.get("headers", ()))).get("content-type", "")
-    if start["status"] != _OK:
-        return None
-    if kind.startswith("application/json"):
-        return _JsonBody()
-    return _EventStream() if kind.startswith("text/event-stream") else None
-
-
-class _JsonBody:
-    """Adds fields to a body of JSON once it is whole."""
-
-    def __init__(self) -> None:
-        self._body = b""
-
-    def __call__(self, part: bytes, exchange: Exchange, is_last: bool) -> bytes | None:
-        self._body += part
-        if not is_last:
-            return None
-        return _encoded(with_fields(json.loads(self._body), exchange, is_chunk=False))
-
-
-class _EventStream:
-    """Adds fields to the chunk of each choice that ends it."""
-
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange, *, is_stream: bool) -> None:
+        self._exchange = exchange
+        self._is_stream = is_stream
         self._rest = b""
 
-    def __call__(self, part: bytes, exchange: Exchange, is_last: bool) -> bytes | None:
-        *events, rest = (self._rest + part).split(_EVENT_END)
-        told = [_with_fields_in_event(event, exchange) + _EVENT_END for event in events]
-        self._rest = b"" if is_last else rest
-        return b"".join([*told, *([rest] if is_last else [])])
+    @classmethod
+    def begun_by(cls, start: Message, exchange: Exchange) -> Self | None:
+        """Make one for a response that starts so, or return None if it has no choices."""
+        kind = Headers(raw=list(start.get("headers", ()))).get("content-type", "")
+        is_stream = kind.startswith("text/event-stream")
+        if start["status"] != _OK or not (is_stream or kind.startswith("application/json")):
+            return None
+        return cls(exchange, is_stream=is_stream)
+
+    def rewrite(self, part: bytes, *, is_last: bool) -> bytes | None:
+        """Return a part of the body with the fields, or None if nothing can be sent yet."""
+        self._rest += part
+        if self._is_stream:
+            *events, self._rest = self._rest.split(_EVENT_END)
+            told = [self._told(event) + _EVENT_END for event in events]
+            return b"".join([*told, *([self._rest] if is_last else [])])
+        if not is_last:
+            return None
+        return _encoded(with_fields(json.loads(self._rest), self._exchange, is_chunk=False))
+
+    def _told(self, event: bytes) -> bytes:
+        if not event.startswith(_DATA + b"{"):
+            return event  # as the last one, [DONE]
+        chunk = json.loads(event.removeprefix(_DATA))
+        return _DATA + _encoded(with_fields(chunk, self._exchange, is_chunk=True))
 
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
-
-
-def _with_fields_in_event(event: bytes, exchange: Exchange) -> bytes:
-    if not event.startswith(_DATA + b"{"):
-        return event  # as the last one, [DONE]
-    chunk = json.loads(event.removeprefix(_DATA))
-    return _DATA + _encoded(with_fields(chunk, exchange, is_chunk=True))
 
 
 def _headers_of(label: WeightLabel | None) -> dict[str, str]:

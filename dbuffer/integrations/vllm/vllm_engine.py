@@ -29,10 +29,16 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.engine.weight_label import WeightLabel
-from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
+from dbuffer.integrations.vllm.config import (
+    CALL,
+    facts_here,
+    facts_of,
+    is_launched,
+    shared_caches,
+    shares_engine,
+)
 from dbuffer.integrations.vllm.core_labels import as_core_takes
 from dbuffer.integrations.vllm.core_pauses import CHECK, HOLD, RELEASE, holds_cores, refusal_in
-from dbuffer.integrations.vllm.facts import facts_here, facts_of, shared_caches
 from dbuffer.runtime.timing import TIMING
 from dbuffer.runtime.translated import TranslatedErrors
 
@@ -176,12 +182,9 @@ class AsyncVllm(Engine):
         return facts_here(self._engine.vllm_config)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        replies = self._call(self._call_workers({"request": request.as_json()}))
+        arguments = {"request": request.as_json()}
+        replies = self._call(self._ask_core("collective_rpc", CALL, None, (), arguments))
         return [decode_answer(reply) for reply in replies]
-
-    def _call_workers(self, arguments: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        call: Coroutine[Any, Any, Any] = self._engine.collective_rpc(CALL, kwargs=arguments)
-        return call
 
     def is_paused(self) -> bool:
         return bool(self._call(self._engine.is_paused()))
@@ -197,10 +200,10 @@ class AsyncVllm(Engine):
         return call
 
     async def _pause(self, mode: PauseMode) -> None:
-        if mode == "in_place":
-            await self._pause_scheduler("keep", drops_caches=False)
+        drops_caches = mode != "in_place"
+        await self._pause_scheduler(mode if drops_caches else "keep", drops_caches=drops_caches)
+        if not drops_caches:
             return
-        await self._pause_scheduler(mode, drops_caches=True)
         # Requests that are kept lose what was computed with the old weights too: it is
         # recomputed, so that no token comes from two versions.
         is_reset, *_ = await asyncio.gather(*self._cache_resets())
@@ -208,19 +211,19 @@ class AsyncVllm(Engine):
             raise EngineUpdateError(NOT_RESET)
 
     async def _pause_scheduler(self, mode: PauseMode, *, drops_caches: bool) -> None:
-        if self.has_own_pause:
-            try:
-                if self.facts().begins_paused:  # its cores step together
-                    await self._ask_core(CHECK, mode, drops_caches)
-                refusal = await self._ask_core(HOLD, mode, drops_caches)
-            except Exception as error:
-                if (refusal := refusal_in(error)) is None:
-                    raise
-            if refusal is not None:
-                raise EngineBusyError(refusal)
-        else:
+        if not self.has_own_pause:
             # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
             await self._ask_core("pause_scheduler", mode, False)
+            return
+        try:
+            if self.facts().begins_paused:  # its cores step together
+                await self._ask_core(CHECK, mode, drops_caches)
+            refusal = await self._ask_core(HOLD, mode, drops_caches)
+        except Exception as error:
+            if (refusal := refusal_in(error)) is None:
+                raise
+        if refusal is not None:
+            raise EngineBusyError(refusal)
 
     def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
         """Yield the resets; the first returns whether it succeeded."""
@@ -232,13 +235,13 @@ class AsyncVllm(Engine):
         self._call(self._ask_core(RELEASE if self.has_own_pause else "resume_scheduler"))
 
     def weight_version(self) -> str:
-        return str(self._call(self._engine.get_weight_version()))
+        return str(self._call(self._ask_core("get_weight_version")))
 
     def set_weight_version(self, label: WeightLabel) -> None:
-        self._call(self._engine.update_weight_version(as_core_takes(label)))
+        self._call(self._ask_core("set_weight_version", as_core_takes(label)))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        if _is_in_loop(self._loop):
+        if asyncio._get_running_loop() is self._loop:  # noqa: SLF001 - None outside of any
             call.close()
             raise EngineBusyError(IN_ITS_EVENT_LOOP)
         if self._loop.is_closed():
@@ -277,9 +280,6 @@ class AsyncReplica(AsyncVllm):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config, self._replica)
 
-    def _call_workers(self, arguments: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        return self._ask_core("collective_rpc", CALL, None, (), arguments)
-
     def is_paused(self) -> bool:
         return bool(self._call(self._ask_core("is_scheduler_paused")))
 
@@ -288,12 +288,6 @@ class AsyncReplica(AsyncVllm):
         yield self._ask_core("reset_prefix_cache", True, True)
         yield self._ask_core("reset_mm_cache")
         yield self._ask_core("reset_encoder_cache")
-
-    def weight_version(self) -> str:
-        return str(self._call(self._ask_core("get_weight_version")))
-
-    def set_weight_version(self, label: WeightLabel) -> None:
-        self._call(self._ask_core("set_weight_version", as_core_takes(label)))
 
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
         return ask_replica(self._engine, self._replica, method, *arguments)
@@ -308,13 +302,6 @@ def ask_replica(
         method, *arguments, engine=replica.to_bytes(2, "little")
     )
     return call
-
-
-def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 class VllmServer(EngineServer):

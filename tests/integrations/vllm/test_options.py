@@ -24,13 +24,17 @@ from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
-from dbuffer.integrations.vllm.config import BACKEND, default_engine_id, engine_settings, options_of
-from dbuffer.integrations.vllm.facts import (
+from dbuffer.integrations.vllm.config import (
+    BACKEND,
     EXTENSION,
+    default_engine_id,
+    engine_settings,
     facts_of,
     has_backend,
     has_extension,
+    options_of,
     replicas_of,
+    serves_every_worker,
 )
 from tests.support.patterns import SMALL
 
@@ -279,7 +283,7 @@ def test_how_an_engine_takes_weights(changes, backend, extension, is_json):
 class Ours:
     """In the place of our own extension, which would import vLLM."""
 
-    __module__ = "dbuffer.integrations.vllm.extension"
+    __module__ = "dbuffer.integrations.vllm.rank"
     __qualname__ = "WorkerExtension"
 
 
@@ -380,7 +384,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
         names = path.split(".")
         for end in range(1, len(names) + 1):
             monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
-    core = type("EngineCore", (), {"sleep": None, "collective_rpc": None})
+    methods = dict.fromkeys(("sleep", "collective_rpc", "set_weight_version", "add_request"))
+    core = type("EngineCore", (), methods)
     cores = {name: type(name, (core,), {}) for name in ("EngineCoreProc", "DPEngineCoreProc")}
     parts = {
         WORKERS: {"WorkerWrapperBase": type("Wrapper", (), {})},
@@ -395,7 +400,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
 def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, caplog):
     engines, trainers = Factory(), Factory()
     pretend(monkeypatch, WeightTransferEngineFactory=engines, WeightTransferTrainerFactory=trainers)
-    assert not plugin.serves_every_worker()
+    assert not serves_every_worker()
     for _ in range(3):
         plugin.register()
     package = "dbuffer.integrations.vllm"
@@ -405,7 +410,7 @@ def test_register_makes_both_halves_known_and_may_be_called_again(monkeypatch, c
     }
     assert not [entry for entry in caplog.records if entry.name == PLUGIN]
     # Every worker answers to our methods.
-    assert plugin.serves_every_worker()
+    assert serves_every_worker()
     plain = config_of(weight_transfer_config=None)
     assert facts_of(as_object(plain))
     # What plugins a server has cannot be seen from here.
@@ -435,16 +440,6 @@ def test_a_vllm_with_no_or_another_weight_transfer_is_warned_and_starts(
     [entry] = [entry for entry in caplog.records if entry.name == PLUGIN]
     assert entry.levelno == logging.WARNING
     assert "dbuffer" in entry.getMessage()
-
-
-def test_a_vllm_without_a_trainers_half_gets_the_engines(monkeypatch, caplog):
-    """As before 0.26."""
-    engines = Factory()
-    pretend(monkeypatch, WeightTransferEngineFactory=engines)
-    plugin.register()
-    assert set(engines.engines) == {BACKEND}
-    assert not plugin.serves_every_worker()
-    assert not [entry for entry in caplog.records if entry.name == PLUGIN]
 
 
 @pytest.mark.parametrize(
@@ -485,7 +480,7 @@ def test_replicas_that_step_together_are_one_engine_of_all_their_ranks():
 
 
 def test_loader_without_a_worker_reads_the_options_that_it_takes(shm_path):
-    """The loader that vLLM 0.23 and 0.24 make where no worker of theirs is known."""
+    """The loader that is made as vLLM 0.23 and 0.24 make it."""
     loaded: list[Any] = []
     store = str(shm_path / "store")
     loader = CallbackLoader(SimpleNamespace(world_size=1))

@@ -25,7 +25,6 @@ MODULES = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "dbuffer.integrations.vllm.backend",
-    "dbuffer.integrations.vllm.extension",
     "dbuffer.integrations.vllm.rank",
 )
 """Modules besides plugins. An older vLLM may lack some."""

@@ -352,8 +352,7 @@ class WeightLoader:
         """Reload all versions of this layout."""
         self._drop_plan()
         self._num_skipped = _NEVER
-        message = "no fast path: switches go through the engine's reload: %s"
-        logger.log(level, message, why)
+        logger.log(level, "no fast path: switches go through the engine's reload: %s", why)
 
     def _set_aside(self, why: str) -> None:
         """Reload some versions, and plan again then: memory may have been short for a moment."""
