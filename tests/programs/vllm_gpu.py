@@ -68,16 +68,16 @@ def switch_pair(directory: Path, family: str, **more: Any) -> None:
 
 def counted_patches() -> list[int]:
     """The number of patches of each switch from now on that writes some."""
-    from dbuffer.integrations.engine.plan import prepared_switch
+    from dbuffer.integrations.engine.plan.patching import Patches
 
     patched: list[int] = []
-    apply_patches = prepared_switch.apply_patches
+    apply = Patches.apply
 
-    def counted(patches: Any, copier: Any) -> None:
+    def counted(patches: Patches, copier: Any) -> None:
         patched.append(sum(map(len, patches.by_parameter.values())))
-        apply_patches(patches, copier)
+        apply(patches, copier)
 
-    prepared_switch.apply_patches = counted
+    Patches.apply = counted  # type: ignore[method-assign]
     return patched
 
 

@@ -100,9 +100,10 @@ def note_follower(core: Any) -> None:
 
 def tell_labels(request_state: Any) -> None:
     """Let a front end's outputs (of ``RequestState``) tell the weights of their tokens."""
-    make_output = getattr(request_state, "_new_completion_output", None)
-    has_spans = hasattr(request_state, "track_weight_version")  # vLLM 0.32
-    if make_output is None or not has_spans or hasattr(make_output, ADMITTED):
+    if not hasattr(request_state, "track_weight_version"):  # before vLLM 0.32
+        return
+    make_output = request_state._new_completion_output  # noqa: SLF001
+    if hasattr(make_output, ADMITTED):
         return
 
     def make_labeled_output(state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def refusal_in(error: Exception) -> str | None:
 
 def hold_cores(process: Any, in_step: Any) -> None:
     """Add them to cores in processes of their own (``EngineCoreProc``, ``DPEngineCoreProc``)."""
-    if hasattr(process, HOLD) or not hasattr(process, "is_scheduler_paused"):
+    if hasattr(process, HOLD):
         return
     for name in ("pause_scheduler", "sleep"):
         setattr(process, name, _deferring(getattr(process, name)))

@@ -23,9 +23,13 @@ def register() -> None:
             WeightTransferEngineFactory,
             WeightTransferTrainerFactory,
         )
-        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
+        from vllm.v1.engine.output_processor import RequestState
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+        from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
+        from dbuffer.integrations.vllm.core_pauses import hold_cores
+        from dbuffer.integrations.vllm.pooling import mend_core, tell_ended
         from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
@@ -51,23 +55,8 @@ def register() -> None:
         log_once(logger, "this vLLM is newer than %s; what dbuffer uses of it is unchanged", known)
     watch_workers(WorkerWrapperBase)
     watch_core(EngineCore)
-    _tell_versions(EngineCore)
-
-
-def _tell_versions(core: type) -> None:
-    """Let outputs tell their weights, requests which they take, and cores whose pause it is."""
-    try:
-        from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
-        from vllm.v1.engine.output_processor import RequestState
-    except ImportError as error:
-        logger.warning("outputs of this vLLM tell no versions to clients (%s)", str(error))
-        return
-    from dbuffer.integrations.vllm.core_labels import label_cores, tell_labels
-    from dbuffer.integrations.vllm.core_pauses import hold_cores
-    from dbuffer.integrations.vllm.pooling import mend_core, tell_ended
-
     hold_cores(EngineCoreProc, DPEngineCoreProc)
-    label_cores(core, EngineCoreProc)
+    label_cores(EngineCore, EngineCoreProc)
     tell_labels(RequestState)
     mend_core(EngineCoreProc)
     tell_ended(RequestState)

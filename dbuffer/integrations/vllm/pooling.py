@@ -8,13 +8,10 @@ pooling request is aborted.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 ENDED = (
     "this request was ended before it was answered, as by a switch to other weights: send it again"
@@ -26,12 +23,9 @@ _ATTR = "dbuffer_mends"
 
 def mend_workers() -> None:
     """Let vLLM's workers answer with rows of one version, or with none."""
-    try:
-        from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
-        from vllm.v1.worker.gpu_input_batch import InputBatch
-    except ImportError as error:
-        logger.debug("this vLLM pools in another way: %s", str(error))
-        return
+    from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
     _replace(InputBatch, "add_request", _forgetting_rows)
     _replace(LateInteractionRunner, "postprocess_pooler_output", _without_orphans)
 

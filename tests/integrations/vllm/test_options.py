@@ -384,7 +384,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
         names = path.split(".")
         for end in range(1, len(names) + 1):
             monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
-    methods = dict.fromkeys(("sleep", "collective_rpc", "set_weight_version", "add_request"))
+    names = "sleep collective_rpc set_weight_version add_request pause_scheduler resume_scheduler"
+    methods = dict.fromkeys(names.split())
     core = type("EngineCore", (), methods)
     cores = {name: type(name, (core,), {}) for name in ("EngineCoreProc", "DPEngineCoreProc")}
     parts = {
