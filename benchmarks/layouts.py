@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
-from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch
+from dbuffer.engine.plan.weight_loader import WeightLoader
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot

@@ -30,8 +30,8 @@ from benchmarks.processes import child, finish, reply, scratch_folder
 from benchmarks.publishing import note_flips
 from benchmarks.steps import Marks
 from benchmarks.targets import Check, at_least, at_most
+from dbuffer.engine.contract import PauseMode
 from dbuffer.format.places import POINTER_FILE
-from dbuffer.integrations.engine.contract import PauseMode
 
 IDLE, BUSY = "an idle engine", "16 streams"
 WHOLE, DELTA, ELSEWHERE = "whole", "1 % changed", "published, not followed"
@@ -272,7 +272,7 @@ class Followed:
 
 
 def _follower_marks() -> Marks:
-    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.engine.follower import Follower
     from dbuffer.integrations.vllm.vllm_engine import AsyncVllm
 
     marks = Marks()

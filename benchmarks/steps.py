@@ -133,9 +133,9 @@ def watch_steps(llm: Any) -> Stopwatch:
         initialize_layerwise_reload,
     )
 
-    from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-    from dbuffer.integrations.engine.rank_channel import RankChannel
-    from dbuffer.integrations.engine.rank_receiver import RankReceiver
+    from dbuffer.engine.plan.weight_loader import WeightLoader
+    from dbuffer.engine.rank_channel import RankChannel
+    from dbuffer.engine.rank_receiver import RankReceiver
     from dbuffer.integrations.vllm.reload_fixes import repack_tied
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.weight_label import WeightLabel
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ def test_json_of_a_bucket_has_the_documented_shape(remote, local, bucket_url, ca
 
 
 def test_json_of_what_runs_for_long_has_the_documented_fields():
-    from dbuffer.integrations.engine.follower import Switch
+    from dbuffer.engine.follower import Switch
     from dbuffer.publish.publication import Publication
 
     def names(kind: Any) -> set[str]:
@@ -365,8 +365,8 @@ def metric_names(tmp_path: Path) -> dict[str, set[str]]:
     """Names of each metric of the exporters in a query, by its documented name."""
     from prometheus_client import REGISTRY, CollectorRegistry
 
+    from dbuffer.engine.reporting import FollowerReport
     from dbuffer.integrations import metrics
-    from dbuffer.integrations.engine.reporting import FollowerReport
 
     FollowerReport().begin("documented")
     others = CollectorRegistry()
@@ -401,7 +401,7 @@ def test_every_metric_is_documented_and_on_the_dashboard(metric_names):
 
 
 def test_every_option_of_an_engine_is_documented():
-    from dbuffer.integrations.engine.engine_options import EngineOptions
+    from dbuffer.engine.engine_options import EngineOptions
 
     text = (DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8")
     section = text.split("## Options")[1].split("\n## ")[0]

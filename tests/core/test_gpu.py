@@ -10,8 +10,8 @@ import torch
 import dbuffer
 from benchmarks import models
 from benchmarks.layouts import PlannedReceiver
+from dbuffer.engine.plan import prepared_switch
 from dbuffer.errors import StoreAccessError
-from dbuffer.integrations.engine.plan import prepared_switch
 from dbuffer.io.devices import PageLock
 
 pytestmark = [

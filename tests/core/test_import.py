@@ -32,7 +32,7 @@ HEAVY = OPTIONAL_PACKAGES - {"rich", "typer"} | {
 
 PACKAGES = (
     *("errors", "runtime", "format", "store", "io", "weights", "ranks", "publish", "receive"),
-    *("mirror", "integrations", "tools"),
+    *("mirror", "engine", "integrations", "tools"),
 )
 """Imports point from right to left."""
 
@@ -102,7 +102,7 @@ def test_imports_no_optional_package(probe):
     """Nor TensorDicts, and torch's DTensor, which imports sympy; each takes as long as torch."""
     assert not (OPTIONAL_PACKAGES | {"tensordict", "sympy"}) & set(probe["modules"])
     outer = {name.split(".")[1] for name in probe["submodules"]}
-    assert not outer & {"tools", "integrations", "__main__"}
+    assert not outer & {"tools", "integrations", "engine", "__main__"}
 
 
 def test_has_no_side_effects(probe):

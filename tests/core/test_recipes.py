@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.tools.cli import app
 from tests.support import ROOT
 from tests.support.recipes import (

@@ -30,15 +30,15 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.engine import background
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.contract import EngineFacts
+from dbuffer.engine.endpoint import RankEndpoint
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.messages import RankAnswer, RankRequest
+from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine import background
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.contract import EngineFacts
-from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm import api_servers
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.config import instance_of_api_servers

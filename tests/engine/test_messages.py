@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.format.layout import TensorSpec
-from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.messages import (
+from dbuffer.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.engine.messages import (
     RankAnswer,
     RankRequest,
     as_answer,
@@ -25,8 +23,10 @@ from dbuffer.integrations.engine.messages import (
     raise_worst,
     worst_of,
 )
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_receiver import RankReceiver
+from dbuffer.format.layout import TensorSpec
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import OwnRecord
 from tests.support.light_engines import Model, Rank, options

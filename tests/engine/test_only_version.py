@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 import dbuffer
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.status import read_status

@@ -19,17 +19,17 @@ import pytest
 import torch
 from torch import nn
 
+from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan import patching, prepared_switch
+from dbuffer.engine.plan.images import Packing
+from dbuffer.engine.plan.load_trace import CopyOp, LoadTrace, View
+from dbuffer.engine.plan.patching import Changed, draw_sample
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch
+from dbuffer.engine.plan.weight_loader import WeightLoader
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan import patching, prepared_switch
-from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
-from dbuffer.integrations.engine.plan.patching import Changed, draw_sample
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES
 
@@ -58,7 +58,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 def plan_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Messages of plans that were logged."""
-    package = "dbuffer.integrations.engine.plan."
+    package = "dbuffer.engine.plan."
     return [each.getMessage() for each in caplog.records if each.name.startswith(package)]
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import dbuffer
-from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.shape_check import ShapeCheck, UnusedTensors
+from dbuffer.engine.endpoint import RankEndpoint
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_receiver import RankReceiver
+from dbuffer.engine.shape_check import ShapeCheck, UnusedTensors
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import Rank
 from tests.support.soak import in_turn

@@ -16,11 +16,11 @@ import torch
 from torch import distributed
 
 import dbuffer
-from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.engine.endpoint import RankEndpoint
+from dbuffer.engine.engine_options import UpdateRequest
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.children import Child
 from tests.support.light_engines import LightEngine, Model, Rank, options

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from tests.support.light_engines import WAIT_S, LightEngine, Scene
 from tests.support.patterns import SMALL

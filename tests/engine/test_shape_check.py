@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from dbuffer.engine.meta_model import MetaModel, built_without_data
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 
 ROWS, WIDTH = 10, 4
 EMBEDDING, HEAD, LAYER, BIAS = "embed.weight", "head.weight", "layer.weight", "head.bias"

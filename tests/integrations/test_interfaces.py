@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.messages import decode_answer
 from dbuffer.integrations import interfaces
-from dbuffer.integrations.engine.messages import decode_answer
 from dbuffer.integrations.interfaces import Record, Sources
 from dbuffer.integrations.vllm import follow, plugin
 from dbuffer.tools.doctor import releases

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import dbuffer
-from dbuffer.integrations.engine.follower import Follower
+from dbuffer.engine.follower import Follower
 from dbuffer.store import kept
 from dbuffer.store.buffer import DoubleBuffer
 from tests.lab.guest import Guest

@@ -203,7 +203,7 @@ def failing_write(*, enabled: bool) -> Iterator[None]:
 @contextmanager
 def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
     """The next load fails in this rank, when a part of it has gone in; so do copies alone."""
-    from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
+    from dbuffer.engine.plan.prepared_switch import PreparedSwitch
 
     left = int(enabled)
     apply: Any = PreparedSwitch.apply

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.messages import RankRequest, decode_answer
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.messages import RankRequest, decode_answer
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.config import CALL
 from dbuffer.integrations.vllm.core_pauses import HOLD
@@ -557,7 +557,7 @@ async def lose_the_engine(program: Program) -> None:
     handler = logging.Handler(logging.WARNING)
     handler.emit = heard.append  # type: ignore[method-assign]
     async with program.following() as follower:
-        logging.getLogger("dbuffer.integrations.engine").addHandler(handler)
+        logging.getLogger("dbuffer.engine").addHandler(handler)
         [core] = program.engine.engine_core.resources.engine_manager.processes
         core.kill()
         await until(lambda: follower.error is not None)

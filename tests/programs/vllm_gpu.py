@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.messages import RankRequest
+from dbuffer.engine.engine_options import UpdateRequest
+from dbuffer.engine.messages import RankRequest
 from dbuffer.integrations.vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from tests.programs.vllm_dead_core import label_of, tokens
@@ -68,7 +68,7 @@ def switch_pair(directory: Path, family: str, **more: Any) -> None:
 
 def counted_patches() -> list[int]:
     """The number of patches of each switch from now on that writes some."""
-    from dbuffer.integrations.engine.plan.patching import Patches
+    from dbuffer.engine.plan.patching import Patches
 
     patched: list[int] = []
     apply = Patches.apply

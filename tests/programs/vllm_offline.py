@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION
+from dbuffer.engine.weight_label import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import follow, versions_of
 from dbuffer.integrations.vllm.launched import LaunchedFollower
 from tests.support.engines.misfits import (
@@ -274,7 +274,7 @@ def leave_out_surplus(store: Path, llm: Any, good: dict[str, Any]) -> None:
     """Tensors whose names vLLM passes over, and others that it refuses: with one warning."""
     before = greedy(llm)
     surplus = {name: tensor.clone() for name, tensor in layer_too_many(good).items()}
-    logger = logging.getLogger("dbuffer.integrations.engine")
+    logger = logging.getLogger("dbuffer.engine")
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

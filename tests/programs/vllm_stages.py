@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import dbuffer
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.messages import RankRequest
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.engine.messages import RankRequest
 from tests.support.engines.misfits import BIAS, K_PROJ, NORM, Q_PROJ
 from tests.support.engines.tiny_models import save_model, weights_in
 from tests.support.engines.vllm_engines import engine_arguments, judge, set_packing
@@ -182,7 +182,7 @@ def follow_with_balancing(rank: int, store: Path) -> str:
 
 def ask(request: Any) -> str:
     """What is wrong with it; "" if it was done."""
-    from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+    from dbuffer.engine.endpoint import RankEndpoint, capture_answer
     from dbuffer.integrations.vllm.rank import WorkerRank
 
     config, model = _here["config"], _here["model"]

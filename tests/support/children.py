@@ -27,7 +27,7 @@ _paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 _environment = dict(os.environ)
 _PRELOADED = (
-    *("dbuffer.api", "dbuffer.integrations.engine.rank_receiver", "dbuffer.mirror.mirror"),
+    *("dbuffer.api", "dbuffer.engine.rank_receiver", "dbuffer.mirror.mirror"),
     *("dbuffer.publish.sharded", "dbuffer.tools.doctor.peer", "hypothesis.stateful"),
     *("prometheus_client", "pytest", "tests.support.damage", "tests.support.light_engines"),
     *("tensordict", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),

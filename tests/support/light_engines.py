@@ -16,28 +16,28 @@ import pytest
 import torch
 
 import dbuffer
-from dbuffer.errors import EngineUpdateError
-from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.contract import Engine, EngineFacts
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import (
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.contract import Engine, EngineFacts
+from dbuffer.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.messages import (
     RankAnswer,
     RankRequest,
     decode_answer,
     encode_answer,
 )
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.weight_label import WeightLabel
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.rank_receiver import RankReceiver
+from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.errors import EngineUpdateError
+from dbuffer.format.layout import TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.patterns import SMALL
 
 WAIT_S = 60.0
-ENGINE = "dbuffer.integrations.engine"
+ENGINE = "dbuffer.engine"
 LOGS = {f"{ENGINE}.{module}" for module in ("background", "follower", "reporting", "store_view")}
 """Loggers of a follower."""
 

@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
 from dbuffer.errors import (
     DBufferError,
     EngineUnreachableError,
@@ -21,9 +24,6 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.vllm_engine import VllmServer
 from dbuffer.store.acknowledgements import wait_applied

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dbuffer.engine.messages import raise_worst
 from dbuffer.errors import DBufferError
-from dbuffer.integrations.engine.messages import raise_worst
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.engine_options import EngineOptions
-    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.engine.engine_options import EngineOptions
+    from dbuffer.engine.follower import Follower
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
@@ -43,7 +43,7 @@ def start_follower(
     engine_type: str, engine: Any, api_key: str | None, options: EngineOptions
 ) -> EngineFollower:
     """Let an engine follow a store; it switches on demand, by :func:`switch_all`."""
-    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.engine.follower import Follower
 
     follower: EngineFollower
     if engine_type == "sglang":

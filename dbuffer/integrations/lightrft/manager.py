@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.default_store import default_store
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.engines import (
     EngineFollower,

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
-    from dbuffer.integrations.engine.follower import Follower as Follower
-    from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
+    from dbuffer.engine.background import BackgroundFollower as BackgroundFollower
+    from dbuffer.engine.follower import Follower as Follower
+    from dbuffer.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.sglang.sglang_engine import (
         LOADER as LOADER,
         OfflineSglang,
@@ -37,9 +37,9 @@ else:
     __getattr__, __all__ = lazily(
         __name__,
         {
-            "BackgroundFollower": "dbuffer.integrations.engine.background",
-            "EngineOptions": "dbuffer.integrations.engine.engine_options",
-            "Follower": "dbuffer.integrations.engine.follower",
+            "BackgroundFollower": "dbuffer.engine.background",
+            "EngineOptions": "dbuffer.engine.engine_options",
+            "Follower": "dbuffer.engine.follower",
             "LOADER": ".sglang_engine",
             "OfflineEngine": ".sglang_engine:OfflineSglang",
             "ServerEngine": ".sglang_engine:SglangServer",

@@ -12,8 +12,8 @@ import json
 
 import torch
 
+from dbuffer.engine.messages import RankRequest
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.weights.names import NameMap
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, Protocol, overload
 
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
 from dbuffer.weights.names import NameMap
 

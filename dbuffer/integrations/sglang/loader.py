@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from dbuffer.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.messages import RankAnswer
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import interfaces
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.messages import RankAnswer
 from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler

@@ -15,10 +15,10 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_model
 
+from dbuffer.engine.contract import require_unchanged, tied_to
+from dbuffer.engine.meta_model import MetaModel, built_without_data
+from dbuffer.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.contract import require_unchanged, tied_to
-from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data
-from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.weights.checkpoint import read_checkpoint
 from dbuffer.weights.names import NameMap, renamed
 from dbuffer.weights.sources import fetch

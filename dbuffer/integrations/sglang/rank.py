@@ -6,11 +6,11 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
+from dbuffer.engine.contract import EngineRank, ServingModel
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import UnsupportedError
-from dbuffer.integrations.engine.contract import EngineRank, ServingModel
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.sglang.model import SglangModel, sglang_shape_check
 from dbuffer.weights.names import NameMap
 

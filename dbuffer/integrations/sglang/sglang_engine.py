@@ -14,13 +14,13 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from dbuffer.engine.contract import Engine, EngineFacts, PauseMode
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.messages import RankAnswer, RankRequest
+from dbuffer.engine.server import EngineServer
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineBusyError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine.contract import Engine, EngineFacts, PauseMode
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.names import NameMap
@@ -166,7 +166,7 @@ class OfflineSglang(_Sglang):
 
 
 class SglangServer(_Sglang, EngineServer):
-    """An SGLang server; see :class:`~dbuffer.integrations.engine.server.EngineServer`."""
+    """An SGLang server; see :class:`~dbuffer.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
     WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"

@@ -17,7 +17,7 @@ from sglang.srt.managers.scheduler_components import weight_updater as scheduler
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_exec
 
-from dbuffer.integrations.engine.endpoint import falling_asleep, loading, waking_up, watch
+from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.integrations.sglang.sglang_engine import LOADER
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_attr
 
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import NotReadyError
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderOptions

@@ -22,6 +22,9 @@ from typing import Any
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.messages import raise_worst
 from dbuffer.errors import (
     ClosedError,
     DBufferError,
@@ -30,9 +33,6 @@ from dbuffer.errors import (
     OptionError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import raise_worst
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, TransportOptions, find_model
 from dbuffer.integrations.torchrl.extraction import extract_for_vllm
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor

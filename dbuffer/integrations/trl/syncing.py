@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack
 
+from dbuffer.engine.background import BackgroundFollower
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sender_options import SenderKeywords, SenderOptions
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
-    from dbuffer.integrations.engine.follower import Follower as Follower
-    from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
+    from dbuffer.engine.background import BackgroundFollower as BackgroundFollower
+    from dbuffer.engine.follower import Follower as Follower
+    from dbuffer.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
     from dbuffer.integrations.vllm.rank import WorkerExtension as WorkerExtension
     from dbuffer.integrations.vllm.follow_vllm import follow as follow
@@ -40,11 +40,11 @@ else:
     __getattr__, __all__ = lazily(
         __name__,
         {
-            "BackgroundFollower": "dbuffer.integrations.engine.background",
+            "BackgroundFollower": "dbuffer.engine.background",
             "DBufferTrainerInitInfo": ".trainer",
-            "EngineOptions": "dbuffer.integrations.engine.engine_options",
+            "EngineOptions": "dbuffer.engine.engine_options",
             "FollowStore": ".middleware",
-            "Follower": "dbuffer.integrations.engine.follower",
+            "Follower": "dbuffer.engine.follower",
             "VersionSpan": "dbuffer.integrations.version_spans",
             "WorkerExtension": ".rank",
             "adapter_request": ".adapters",

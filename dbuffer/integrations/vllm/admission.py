@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import OptionError
 from dbuffer.format.manifest import MAX_INTEGER, is_run
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.runtime import options as checks
 
 PREFIX = "x-weight-"

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.engine.background import BackgroundFollower
 from dbuffer.runtime.trouble import log_once, message_of
 
 logger = logging.getLogger(__name__)

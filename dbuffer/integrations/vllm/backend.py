@@ -13,9 +13,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from dbuffer.engine.endpoint import RankEndpoint
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.callback_loading import (
     ApplyPatches,
     CallbackLoader,

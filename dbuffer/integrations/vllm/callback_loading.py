@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.errors import EngineUpdateError, UnsupportedError, VersionError
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, relation
-from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from dbuffer.engine.contract import EngineFacts
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.format.layout import digest
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine.contract import EngineFacts
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.store.liveness import Process
 
 BACKEND = "dbuffer"

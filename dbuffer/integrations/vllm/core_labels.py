@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.runtime.trouble import log_once

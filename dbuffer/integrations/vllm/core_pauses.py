@@ -14,8 +14,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
+from dbuffer.engine.contract import ASLEEP
 from dbuffer.errors import EngineBusyError
-from dbuffer.integrations.engine.contract import ASLEEP
 from dbuffer.runtime.messages import counted
 
 HOLD, RELEASE = "dbuffer_hold", "dbuffer_release"

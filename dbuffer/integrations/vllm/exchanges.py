@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, Refusal
 from dbuffer.integrations.vllm.config import BACKEND, replicas_of
 from dbuffer.integrations.vllm.core_labels import ADMITTED, LABEL, STOP_REASON, extra_args_with

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.contract import PauseMode
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
 from dbuffer.errors import OptionError
 from dbuffer.integrations import interfaces
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.contract import PauseMode
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.vllm.config import replicas_of
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,

@@ -14,20 +14,20 @@ from dataclasses import asdict
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.errors import DBufferError, EngineUpdateError
-from dbuffer.integrations.engine.contract import PauseMode
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import (
+from dbuffer.engine.contract import PauseMode
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.messages import (
     RankAnswer,
     RankRequest,
     as_answer,
     decode_answer,
     encode_answer,
 )
-from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.reporting import Switch
-from dbuffer.integrations.engine.weight_label import WeightLabel
+from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
+from dbuffer.engine.reporting import Switch
+from dbuffer.engine.weight_label import WeightLabel
+from dbuffer.errors import DBufferError, EngineUpdateError
 from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement

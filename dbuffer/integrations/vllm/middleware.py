@@ -18,14 +18,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dbuffer.engine.background import BackgroundFollower
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import (
     DBufferError,
     OptionError,
     UnsupportedError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.config import (
     engine_settings,

@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from dbuffer.engine.contract import require_unchanged, tied_to
+from dbuffer.engine.plan.load_trace import form_of
 from dbuffer.errors import EngineBrokenError, UnsupportedError
-from dbuffer.integrations.engine.contract import require_unchanged, tied_to
-from dbuffer.integrations.engine.plan.load_trace import form_of
 from dbuffer.integrations.vllm import reload_fixes as fixes
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from dbuffer.engine.messages import as_answer, encode_answer
 from dbuffer.errors import UnsupportedError
 from dbuffer.integrations import interfaces
-from dbuffer.integrations.engine.messages import as_answer, encode_answer
 from dbuffer.integrations.vllm.config import BACKEND, CALL
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once

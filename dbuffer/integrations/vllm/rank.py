@@ -11,13 +11,13 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
+from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ServingModel
+from dbuffer.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.messages import RankAnswer, RankRequest, encode_answer
+from dbuffer.engine.rank_channel import RankChannel
+from dbuffer.engine.shape_check import ShapeCheck
 from dbuffer.errors import DBufferError, UnsupportedError
-from dbuffer.integrations.engine.contract import ENDPOINT_ATTR, EngineRank, ServingModel
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest, encode_answer
-from dbuffer.integrations.engine.rank_channel import RankChannel
-from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
@@ -151,7 +151,7 @@ class WorkerExtension:
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
+        """Do what a follower asks for; see :mod:`dbuffer.engine.messages`."""
         # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
         return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
 

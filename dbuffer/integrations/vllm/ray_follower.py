@@ -12,6 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from dbuffer.engine.contract import Engine
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.reporting import Switch
 from dbuffer.errors import (
     ClosedError,
     DBufferError,
@@ -20,10 +24,6 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.engine.contract import Engine
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.runtime import options as checks
 

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from dbuffer.integrations.engine.plan.load_trace import tables_of
+from dbuffer.engine.plan.load_trace import tables_of
 
 _NUM_ROWS = 4
 

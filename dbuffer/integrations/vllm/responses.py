@@ -24,8 +24,8 @@ from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineEndedError, OptionError
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.admission import (
     SPANS_HEADER,
     Admission,

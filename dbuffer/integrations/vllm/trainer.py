@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer.base import (
     TrainerWeightTransferEngine,
 )
 
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights

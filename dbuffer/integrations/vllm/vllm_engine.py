@@ -14,6 +14,14 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
 from typing import Any, TypeVar
 
+from dbuffer.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode
+from dbuffer.engine.messages import (
+    RankAnswer,
+    RankRequest,
+    decode_answer,
+)
+from dbuffer.engine.server import EngineServer
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import (
     EngineBusyError,
     EngineEndedError,
@@ -21,14 +29,6 @@ from dbuffer.errors import (
     EngineUpdateError,
     UnsupportedError,
 )
-from dbuffer.integrations.engine.contract import PAUSE_MODES, Engine, EngineFacts, PauseMode
-from dbuffer.integrations.engine.messages import (
-    RankAnswer,
-    RankRequest,
-    decode_answer,
-)
-from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm.config import (
     CALL,
     facts_here,

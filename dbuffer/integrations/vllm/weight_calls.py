@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from dbuffer.integrations.engine.endpoint import falling_asleep, loading, waking_up, watch
+from dbuffer.engine.endpoint import falling_asleep, loading, waking_up, watch
 from dbuffer.integrations.vllm.config import BACKEND, CALL
 from dbuffer.integrations.vllm.core_labels import drop_label, note_follower
 

@@ -15,7 +15,7 @@ from dbuffer.tools.terminal import progress
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.server import EngineServer
+    from dbuffer.engine.server import EngineServer
 
 
 def follow_server(
@@ -80,10 +80,10 @@ def follow_server(
     """
     if engine == "sglang" and partial:
         raise OptionError("--partial has no effect on an SGLang server, which takes whole models")
-    from dbuffer.integrations.engine.background import follow_for_ever
-    from dbuffer.integrations.engine.engine_options import EngineOptions
-    from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.reporting import Switch
+    from dbuffer.engine.background import follow_for_ever
+    from dbuffer.engine.engine_options import EngineOptions
+    from dbuffer.engine.follower import Follower
+    from dbuffer.engine.reporting import Switch
 
     engine_options = EngineOptions(
         store=str(store),

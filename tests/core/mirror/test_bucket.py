@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import dbuffer
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.objects import (
@@ -32,7 +33,6 @@ from dbuffer.format.objects import (
     weights_object,
 )
 from dbuffer.integrations import metrics
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.io import chain_reader
 from dbuffer.io.delta import apply_delta
 from dbuffer.mirror import upload

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import dbuffer
+from dbuffer.engine.engine_options import UpdateRequest
 from dbuffer.errors import EngineUpdateError, VersionRegressedError
-from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
 from tests.support.light_engines import WAIT_S, LightEngine, Scene, options

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import dbuffer
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import mapping_path
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.publish.sender_options import SenderKeywords

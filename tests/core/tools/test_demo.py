@@ -18,7 +18,7 @@ from tests.support.engines.vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
 from tests.support.soak import IN_SOAKS_ALONE, is_soak
 
 DEAF = """
-from dbuffer.integrations.engine.follower import Follower, Switch
+from dbuffer.engine.follower import Follower, Switch
 sync, switches = Follower.sync, []
 def sync_until(follower):
     if len(switches) < LAST_VERSION:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import dbuffer
+from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.integrations import default_store
-from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.engines import engines_of_rank

@@ -19,9 +19,9 @@ import pytest
 
 import dbuffer
 from dbuffer import NameMap
-from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.messages import RankRequest
-from dbuffer.integrations.engine.weight_label import WeightLabel
+from dbuffer.engine.engine_options import UpdateRequest
+from dbuffer.engine.messages import RankRequest
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.integrations.interfaces import Record
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import from_tensors, to_tensors

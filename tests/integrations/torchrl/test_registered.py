@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import dbuffer
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.plan.load_trace import LoadTrace
 from dbuffer.errors import EngineBusyError
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.lightrft.engines import switch_all
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,

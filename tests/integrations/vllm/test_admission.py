@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.format.lineage import Lineage, VersionId
-from dbuffer.integrations.engine.weight_label import UNKNOWN_VERSION, WeightLabel
 from dbuffer.integrations.vllm.admission import Admission, given_once, weight_headers
 from dbuffer.integrations.vllm.core_labels import label_cores
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from dbuffer import EngineEndedError, EngineUnreachableError, OptionError, UnsupportedError
-from dbuffer.integrations.engine.contract import Engine
+from dbuffer.engine.contract import Engine
 from dbuffer.integrations.vllm import core_pauses
 from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,

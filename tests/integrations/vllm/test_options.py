@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import dbuffer
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.errors import OptionError, UnsupportedError, VersionError, VersionRegressedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.callback_loading import CallbackLoader
 from dbuffer.integrations.vllm.config import (

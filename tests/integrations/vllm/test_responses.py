@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dbuffer
-from dbuffer.integrations.engine.weight_label import WeightLabel
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.integrations.vllm import exchanges
 from dbuffer.integrations.vllm.admission import Admission
 from dbuffer.integrations.vllm.core_labels import ADMITTED, STOP_REASON

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.engine.endpoint import RankEndpoint
 from tests.support.waiting import until
 
 SLOW_STEP_S = 0.1

@@ -245,7 +245,7 @@ def following(
 @contextlib.contextmanager
 def counted_reloads(llm: Any) -> Iterator[list[str]]:
     """One entry for each reload of the model or of a part, of an engine in this process."""
-    from dbuffer.integrations.engine.endpoint import RankEndpoint
+    from dbuffer.engine.endpoint import RankEndpoint
 
     model: Any = RankEndpoint.of(model_of(llm)).receiver._model.serving  # type: ignore[union-attr]
     reloads: list[str] = []

@@ -15,7 +15,7 @@ def make(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Let the model's next loads fail on this rank, when that many tensors have gone in."""
     from sglang.srt.runtime_context import get_parallel
 
-    from dbuffer.integrations.engine.endpoint import RankEndpoint
+    from dbuffer.engine.endpoint import RankEndpoint
 
     [(text, _)] = named_tensors
     fault = json.loads(text)

@@ -16,6 +16,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from dbuffer.engine.contract import EngineRank, ModelState
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest, rank_id
+from dbuffer.engine.rank_channel import RANK_TIMEOUT_S
+from dbuffer.engine.rank_model import RankModel
+from dbuffer.engine.shape_check import NOTHING_UNREAD, Unread
+from dbuffer.engine.weight_label import describe_weights
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,
@@ -28,12 +34,6 @@ from dbuffer.errors import (
 )
 from dbuffer.format.lineage import Lineage, VersionId, number_of
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.contract import EngineRank, ModelState
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest, rank_id
-from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.rank_model import RankModel
-from dbuffer.integrations.engine.shape_check import NOTHING_UNREAD, Unread
-from dbuffer.integrations.engine.weight_label import describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import described

@@ -9,13 +9,13 @@ import socket
 import time
 from typing import Any
 
+from dbuffer.engine.contract import Engine
 from dbuffer.errors import (
     EngineUnreachableError,
     EngineUpdateError,
     OptionError,
     UnsupportedError,
 )
-from dbuffer.integrations.engine.contract import Engine
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.extras import needed_for
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.plan.images import PackedLayer, Packing, packed_layers
-from dbuffer.integrations.engine.plan.load_trace import (
+from dbuffer.engine.plan.images import PackedLayer, Packing, packed_layers
+from dbuffer.engine.plan.load_trace import (
     Copy,
     Form,
     LoadTrace,
@@ -24,7 +23,8 @@ from dbuffer.integrations.engine.plan.load_trace import (
     form_of,
     unwrapped,
 )
-from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.engine.shape_check import ShapeCheck
+from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.runtime.messages import listed
 

@@ -10,16 +10,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from dbuffer.engine.contract import EngineRank, ModelState
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.patching import Changed
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch
+from dbuffer.engine.plan.weight_loader import WeightLoader
+from dbuffer.engine.shape_check import Unread, UnusedTensors
 from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.contract import EngineRank, ModelState
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.patching import Changed
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch
-from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.shape_check import Unread, UnusedTensors
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged

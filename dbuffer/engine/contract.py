@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from dbuffer.engine import messages
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.weight_label import WeightLabel
 from dbuffer.errors import EngineBusyError, UnsupportedError
 from dbuffer.format.lineage import Lineage
 from dbuffer.format.manifest import ReceiverRecord, metadata_for_record
-from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.engine.weight_label import WeightLabel
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.targets import LoadedNames
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.plan.images import Packing
-    from dbuffer.integrations.engine.rank_channel import RankChannel
-    from dbuffer.integrations.engine.shape_check import ShapeCheck
+    from dbuffer.engine.plan.images import Packing
+    from dbuffer.engine.rank_channel import RankChannel
+    from dbuffer.engine.shape_check import ShapeCheck
 
 PauseMode = Literal["keep", "wait", "abort", "in_place"]
 """Treatment of requests in flight: they are kept and go on with the new weights, their caches

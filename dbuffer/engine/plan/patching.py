@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from dbuffer.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.words import Integers
-from dbuffer.integrations.engine.plan.load_trace import Copy, CopyOp, View
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
 

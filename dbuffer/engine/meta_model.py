@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dbuffer.engine.load_recorder import LoadRecorder, storage_of
+from dbuffer.engine.plan.load_trace import LoadTrace, tables_of, unwrapped
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.load_recorder import LoadRecorder, storage_of
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace, tables_of, unwrapped
 from dbuffer.runtime.messages import described, listed
 
 Loader = Callable[..., Any]

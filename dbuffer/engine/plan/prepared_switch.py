@@ -10,12 +10,10 @@ from typing import Self
 import torch
 import xxhash
 
-from dbuffer.format.layout import align
-from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
-from dbuffer.integrations.engine.plan.images import Image
-from dbuffer.integrations.engine.plan.load_trace import Copy, View
-from dbuffer.integrations.engine.plan.patching import (
+from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, layer_of
+from dbuffer.engine.plan.images import Image
+from dbuffer.engine.plan.load_trace import Copy, View
+from dbuffer.engine.plan.patching import (
     NOTHING_HELD,
     Changed,
     Patch,
@@ -25,6 +23,8 @@ from dbuffer.integrations.engine.plan.patching import (
     patch_or_copy,
     same_bytes,
 )
+from dbuffer.format.layout import align
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.changes import cut_work
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import as_bytes, flat_view

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import Tensors, address_of
-from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
-from dbuffer.integrations.engine.plan.load_trace import unwrapped
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch, digest_of
+from dbuffer.engine.plan.copy_plan import Tensors, address_of
+from dbuffer.engine.plan.fingerprint import ModelFingerprint
+from dbuffer.engine.plan.load_trace import unwrapped
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch, digest_of
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 

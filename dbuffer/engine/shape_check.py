@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from dbuffer.engine.meta_model import MetaModel
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.patching import same_bytes
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.meta_model import MetaModel
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.patching import same_bytes
 from dbuffer.io.tensors import DTYPES
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import described, listed

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from dbuffer import errors
+from dbuffer.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord, fields_of, made_of
-from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import described
 

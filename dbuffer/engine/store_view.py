@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from dbuffer import errors
+from dbuffer.engine.contract import EngineFacts
+from dbuffer.engine.engine_options import EngineOptions, rank_id
+from dbuffer.engine.weight_label import describe_weights, served_by
 from dbuffer.format.lineage import Lineage, Relation, VersionId, describe_fork, number_of, relation
 from dbuffer.format.manifest import Manifest, ReceiverRecord
-from dbuffer.integrations.engine.contract import EngineFacts
-from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id
-from dbuffer.integrations.engine.weight_label import describe_weights, served_by
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.messages import described
 from dbuffer.runtime.timing import TIMING

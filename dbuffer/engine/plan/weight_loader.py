@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from dbuffer.errors import UnsupportedError
-from dbuffer.format.lineage import VersionId
-from dbuffer.integrations.engine.contract import ServingModel
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
-from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.patching import (
+from dbuffer.engine.contract import ServingModel
+from dbuffer.engine.plan.copy_plan import CopyPlan, Tensors, plan_copies
+from dbuffer.engine.plan.images import Packing
+from dbuffer.engine.plan.load_trace import LoadTrace
+from dbuffer.engine.plan.patching import (
     NOTHING_HELD,
     Changed,
     Sample,
     draw_sample,
     same_bytes,
 )
-from dbuffer.integrations.engine.plan.prepared_switch import PreparedSwitch, log_copied_whole
-from dbuffer.integrations.engine.plan.verification import UnverifiableError, Verifier
-from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.engine.plan.prepared_switch import PreparedSwitch, log_copied_whole
+from dbuffer.engine.plan.verification import UnverifiableError, Verifier
+from dbuffer.engine.shape_check import ShapeCheck
+from dbuffer.errors import UnsupportedError
+from dbuffer.format.lineage import VersionId
 from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import described, listed
 

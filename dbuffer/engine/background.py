@@ -9,9 +9,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
+from dbuffer.engine.follower import Follower
+from dbuffer.engine.reporting import Switch
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
-from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.trouble import RetryLoop

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from dbuffer import errors
-from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
-from dbuffer.integrations.engine.engine_options import NO_STORE_YET, EngineOptions
-from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
-from dbuffer.integrations.engine.shape_check import no_places
+from dbuffer.engine import messages
+from dbuffer.engine.contract import ENDPOINT_ATTR, EngineRank, ModelState
+from dbuffer.engine.engine_options import NO_STORE_YET, EngineOptions
+from dbuffer.engine.rank_receiver import RankReceiver, by_rank
+from dbuffer.engine.shape_check import no_places
 from dbuffer.runtime.messages import described
 
 logger = logging.getLogger(__name__)

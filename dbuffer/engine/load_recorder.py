@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dbuffer.integrations.engine.plan.load_trace import (
+from dbuffer.engine.plan.load_trace import (
     CopyOp,
     LoadTrace,
     TracedTensor,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dbuffer.errors import UnsupportedError
-from dbuffer.integrations.engine.plan.load_trace import (
+from dbuffer.engine.plan.load_trace import (
     Copy,
     LoadTrace,
     TracedTensor,
@@ -21,7 +20,8 @@ from dbuffer.integrations.engine.plan.load_trace import (
     tables_of,
     unwrapped,
 )
-from dbuffer.integrations.engine.plan.patching import same_bytes
+from dbuffer.engine.plan.patching import same_bytes
+from dbuffer.errors import UnsupportedError
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
 
