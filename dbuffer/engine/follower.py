@@ -65,8 +65,9 @@ _AFTER = {
     "paused": {**dict.fromkeys(_State, _LOADING), _SERVING: _PAUSED, _PAUSED: _PAUSED},
     "resumed": {**dict.fromkeys(_State, _UNKNOWN), _SERVING: _SERVING, _PAUSED: _SERVING},
 }
-"""State after an event, by the state before. Ranks follow, and the engine's record tells its
-weights; that is known no longer; this follower began a pause; it has none to end any more."""
+"""State after an event, by the state before. ``known``: the ranks follow, and the engine's record
+tells its weights. ``lost``: neither is certain. ``paused``: this follower began a pause.
+``resumed``: it has none to end."""
 
 
 class Follower(Closing):
