@@ -318,7 +318,7 @@ class Engine:
     def __init__(self, core: Core, *finish_reasons: str | None) -> None:
         self.finish_reasons = finish_reasons or ("length",)
         self.outlook = outlook_on(core)
-        self.encode = None
+        self.encode = self.update_weight_version = None
         observe(self, self.outlook)
 
     async def generate(self, *_: Any) -> Any:
