@@ -207,11 +207,21 @@ class Manifest(Versioned, frozen=True, kw_only=True):
         """The fields that describe its weights file, by whatever name."""
         return {name: getattr(self, name) for name in _FILE_FIELDS if name != "file"}
 
+    @property
+    def file_version(self) -> VersionId:
+        """The version that the weights file holds: the anchor, or this one."""
+        return self.anchor or self.id
+
+    @property
+    def since_anchor(self) -> list[VersionId]:
+        """Versions whose deltas, in this order, lead from the weights file to this one."""
+        return self.deltas_after(self.file_version)
+
     def upon(self, buffer: str) -> dict[str, Any]:
         """Return the fields of a version that stands on this one's file, in ``buffer``."""
         fields = self.of_file | {"file": self.file}
-        anchor, directory = self.anchor or self.id, self.anchor_buffer or buffer
-        return fields | {"anchor": anchor, "anchor_buffer": directory}
+        directory = self.anchor_buffer or buffer
+        return fields | {"anchor": self.file_version, "anchor_buffer": directory}
 
     def deltas_after(self, version: VersionId) -> list[VersionId]:
         """The deltas that lead from a version of its chain to it, by what each leads to.

@@ -84,7 +84,7 @@ class ChainReader:
                     return checksums
             else:
                 held.read_data(memory.raw[: self._layout.checksums_offset], on_bytes)
-            since = manifest.anchor or manifest.id
+            since = manifest.file_version
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None
 
@@ -106,7 +106,7 @@ class ChainReader:
         sizes = np.array([p.num_bytes for p in pieces], np.int64)
         places, order = np.array(own.offsets, np.int64), np.argsort(starts)
         excerpt = Excerpt(starts[order], (starts + sizes)[order], places[order])
-        self._apply_after(manifest.anchor or manifest.id, memory, copier, excerpt=excerpt)
+        self._apply_after(manifest.file_version, memory, copier, excerpt=excerpt)
 
     def _apply_after(
         self,
@@ -145,8 +145,7 @@ class ChainReader:
         ``known``: those of earlier versions, which spare the reading of headers.
         """
         manifest = self._held.manifest
-        anchor = manifest.anchor or manifest.id
-        left = [anchor, *manifest.deltas_after(anchor)]
+        left = [manifest.file_version, *manifest.since_anchor]
         later: list[VersionId] = []
         while len(left) > 1 and left[-1] not in known:
             later.insert(0, left.pop())

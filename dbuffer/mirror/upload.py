@@ -268,7 +268,7 @@ class Upload(Closing):
         last = self._last
         if last is None or deltas is None:
             return True
-        since = last.manifest.deltas_after(last.anchor)
+        since = last.manifest.since_anchor
         sizes = [last.delta_parts(version).num_bytes for version in since]
         if is_long([*sizes, *(delta.num_bytes for delta in deltas.values())], layout.num_bytes):
             return True

@@ -62,11 +62,6 @@ class DeltaBase:
         delta_bytes = {first: 0} | {each: reader.header(each).num_bytes for each in later}
         return cls(manifest, held.buffer, footer, checksums, delta_bytes)
 
-    @property
-    def anchor(self) -> VersionId:
-        """The full version that its deltas start from, or the version itself."""
-        return self.manifest.anchor or self.manifest.id
-
 
 class DeltaChain:
     """Begins and commits a store's versions: full ones, and deltas from the version before.
@@ -216,7 +211,7 @@ class DeltaChain:
         problem = self.writer.problem_with(files)
         if problem is not None or self.maps_files:
             return problem
-        since_anchor = last.manifest.deltas_after(last.anchor)
+        since_anchor = last.manifest.since_anchor
         for record in store.receivers():
             if record.unreadable in since_anchor:
                 return f"{record.receiver} cannot read {record.unreadable}, which stands on deltas"
@@ -302,5 +297,5 @@ class DeltaChain:
 
 def _is_far_from_anchor(last: DeltaBase) -> bool:
     """Whether a new anchor serves late readers better than one more delta."""
-    since = last.manifest.deltas_after(last.anchor)
-    return is_long([last.delta_bytes[each] for each in since], last.footer.layout.num_bytes)
+    sizes = [last.delta_bytes[version] for version in last.manifest.since_anchor]
+    return is_long(sizes, last.footer.layout.num_bytes)

@@ -174,7 +174,7 @@ class NetworkFiles(WeightsFiles):
 
 def _versions_of(path: Path, old: Manifest) -> range:
     """Versions that a file was needed for, up to the one of a manifest that named it."""
-    made_for = old.anchor or old.id
+    made_for = old.file_version
     if places.is_delta_file(path.name):
         made_for = VersionId.parse(path.stem)
     return range(made_for.number, old.version + 1)

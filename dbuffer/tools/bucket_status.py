@@ -107,11 +107,10 @@ def _looks_dead(record: ReceiverRecord) -> bool:
 def _version_status(version: BucketVersion) -> dict[str, Any]:
     manifest = version.manifest
     sizes = {each: version.delta_parts(each).num_bytes for each in manifest.chain[1:]}
-    since_anchor = manifest.deltas_after(manifest.anchor or manifest.id)
     return {
         **EMPTY_BUFFER,
         **version_status(manifest),
-        **anchor_status(manifest, sum(map(sizes.__getitem__, since_anchor))),
+        **anchor_status(manifest, sum(map(sizes.__getitem__, manifest.since_anchor))),
         "state": "newest",
         "delta_bytes": sum(sizes.values()),
     }

@@ -192,8 +192,7 @@ def anchor_status(manifest: Manifest, delta_bytes: int) -> dict[str, Any]:
     """
     if manifest.anchor is None:
         return {}
-    num_deltas = len(manifest.deltas_after(manifest.anchor))
-    until = until_anchor(num_deltas, delta_bytes, manifest.num_bytes)
+    until = until_anchor(len(manifest.since_anchor), delta_bytes, manifest.num_bytes)
     left = (max(0, number) for number in until)
     return dict(zip(("deltas_until_anchor", "bytes_until_anchor"), left, strict=True))
 
@@ -212,11 +211,10 @@ def _buffer_status(
         return empty | {"state": "damaged"}
     if manifest is None:
         return empty
-    since_anchor = manifest.deltas_after(manifest.anchor or manifest.id)
     return (
         empty
         | version_status(manifest)
-        | anchor_status(manifest, store.delta_bytes(since_anchor))
+        | anchor_status(manifest, store.delta_bytes(manifest.since_anchor))
         | {
             "state": _state_of(store, contents, name, manifest, newest),
             "delta_bytes": store.delta_bytes(manifest.chain[1:]),

@@ -83,8 +83,8 @@ def _find_damage_in_tensors(held: HeldObjects, progress: Progress | None) -> lis
         layout = held.read_layout()
         for first in manifest.chain[1:2]:  # the later ones are fetched with it
             held.open_delta(first)[1].close()
-        since_anchor = manifest.deltas_after(held.record.anchor)
-        delta_bytes = sum(held.record.delta_parts(each).num_bytes for each in since_anchor)
+        deltas = map(held.record.delta_parts, manifest.since_anchor)
+        delta_bytes = sum(delta.num_bytes for delta in deltas)
         on_bytes = counter(progress, layout.checksums_offset + delta_bytes)
         hashed = manifest.checksums_xxh3 is not None
         _, checksums = read_whole(held, copier, hashed=hashed, on_bytes=on_bytes)
