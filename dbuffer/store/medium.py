@@ -1,10 +1,8 @@
 """`Medium`: how a store's filesystem is used, and all that rests on it.
 
 Whether a file can be rewritten under its readers, whether locks hold, what other hosts see and
-when: a mount decides it, and a medium is the one place that knows. :func:`medium_of` chooses it,
-once for a store; nothing else asks what kind of mount there is. A new medium is a subclass of
-`Medium`, or of one of the two here, with a row in :data:`MEDIA`; its writer's files are a subclass
-of `WeightsFiles`, with a row in :data:`~dbuffer.store.writer.FILES`.
+when: a mount decides it, and a medium is the one place that knows. :func:`medium_of` looks at the
+mount, once for a store; nothing else asks what kind of mount there is.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar
 
 from dbuffer.errors import OptionError
 from dbuffer.format import places
@@ -42,22 +38,28 @@ _CLOCK_S = 60.0
 """Interval at which a server's clock is compared with this host's."""
 
 
-class Medium(ABC):
-    """A store's directory, as far as its mount decides how it is written and read."""
+class Medium:
+    """A store's directory, as far as its mount decides how it is written and read.
 
-    name: ClassVar[str]
-    """Name in logs and in ``DBUFFER_MOUNT``."""
-    reaches_other_hosts: ClassVar[bool]
-    """Whether processes of other hosts may use the store.
-
-    Then inotify does not report every change, locks may have no effect, files are seen when they
-    are flushed, the pointer may be missing while it is replaced, and checksums are the default.
+    On a local mount, locks hold, readers map files, changes are seen at once, and inotify tells of
+    them. On a network mount, no lock can be trusted by all hosts, and caches are late: records are
+    touched now and then, and a reader opens the directory before it looks for a version, and polls.
     """
 
-    def __init__(self, root: Path, filesystem_name: str) -> None:
+    def __init__(self, root: Path, filesystem_name: str, *, reaches_other_hosts: bool) -> None:
         self.root = root
         self.filesystem = filesystem_name
         """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+        self.reaches_other_hosts = reaches_other_hosts
+        """Whether processes of other hosts may use the store.
+
+        Then inotify does not report every change, locks may have no effect, files are seen when
+        they are flushed, the pointer may be missing while it is replaced, and checksums are the
+        default.
+        """
+        self._ahead_s = time.time() - time.monotonic()
+        """Seconds by which the mount's clock is ahead of the monotonic clock."""
+        self._measured_at: float | None = None
 
     @property
     def maps_files(self) -> bool:
@@ -74,23 +76,38 @@ class Medium(ABC):
         return self.filesystem in ("tmpfs", "ramfs")
 
     @property
-    @abstractmethod
     def can_rewrite_in_place(self) -> bool:
-        """Whether a weights file is written again and again; else each version has a new file."""
+        """Whether a weights file is written again and again; else each version has a new file.
 
-    @abstractmethod
+        Another host would read half of the old bytes and half of the new.
+        """
+        return not self.reaches_other_hosts and self.filesystem in REWRITABLE_FILESYSTEMS
+
     def now(self) -> float:
         """Seconds since the epoch, by the clock that files' times are of."""
+        if not self.reaches_other_hosts:
+            return time.time()
+        now = time.monotonic()
+        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
+            self._measured_at = now
+            # Without write access the clock cannot be measured, and counts as this host's.
+            with contextlib.suppress(OSError):
+                self._ahead_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY) - now
+        return now + self._ahead_s
 
-    @abstractmethod
     def shows_life(self, record: Path) -> bool:
         """Whether the owner of a receiver's record, of another container or host, may live."""
+        if not self.reaches_other_hosts:
+            return filesystem.is_locked(record)
+        return filesystem.was_touched_within(record, TIMING.presumed_dead_after_s, self.now())
 
-    @abstractmethod
     def lock_to_read(self, file: Descriptor) -> bool:
-        """Keep writers from an open weights file; False if one has it."""
+        """Keep writers from an open weights file; return False if one has it.
 
-    @abstractmethod
+        On a network mount, locks may have no effect, and no file is written a second time.
+        """
+        return self.reaches_other_hosts or filesystem.try_lock(file.number, exclusive=False)
+
     def publish_file(
         self,
         path: Path,
@@ -102,129 +119,44 @@ class Medium(ABC):
     ) -> Descriptor | None:
         """Replace a small file of the store in one step, so that others see it.
 
-        ``shows_life``: of a receiver's record, from before it has its name; see :meth:`shows_life`.
+        ``shows_life``: for a receiver's record. On a local mount it is locked before it has its
+        name: the kernel drops the lock when its owner dies, in any container. On a network mount
+        the file's time shows life, and other hosts see the file once it is flushed.
 
         Returns:
-            The file, to be kept open until it is replaced (then it is ``before``), or its owner
-            ends; None: it need not be.
+            The file, to be kept open until it is replaced (then it is ``before``) or its owner
+            ends, or None if it need not be.
         """
-
-
-class LocalMedium(Medium):
-    """A disk, or memory, of this host alone.
-
-    Locks hold: the kernel drops one when its process dies. Readers map files; changes are seen at
-    once, and inotify tells of them.
-    """
-
-    name = "local"
-    reaches_other_hosts = False
-
-    @property
-    def can_rewrite_in_place(self) -> bool:
-        return self.filesystem in REWRITABLE_FILESYSTEMS
-
-    def now(self) -> float:
-        return time.time()
-
-    def shows_life(self, record: Path) -> bool:
-        """Whether the record is locked."""
-        return filesystem.is_locked(record)
-
-    def lock_to_read(self, file: Descriptor) -> bool:
-        return filesystem.try_lock(file.number, exclusive=False)
-
-    def publish_file(
-        self,
-        path: Path,
-        data: bytes,
-        *,
-        durable: bool = False,
-        shows_life: bool = False,
-        before: Descriptor | None = None,
-    ) -> Descriptor | None:
-        """Lock a record: the kernel drops the lock when its owner dies, in any container."""
-        scratch = self.root / places.SCRATCH_DIRECTORY
+        is_remote = self.reaches_other_hosts
         file = filesystem.replace_file(
-            path, data, scratch=scratch, durable=durable, lock=shows_life
+            path,
+            data,
+            scratch=self.root / places.SCRATCH_DIRECTORY,
+            flush=is_remote,
+            durable=durable,
+            lock=shows_life and not is_remote,
+            before=before if is_remote else None,
         )
-        if before is not None:  # its own lock showed life until now
+        if not is_remote and before is not None:  # its own lock showed life until now
             before.close()
-        if shows_life:
+        if is_remote or shows_life:
             return file
         file.close()
         return None
-
-
-class NetworkMedium(Medium):
-    """A mount that other hosts may write to and read from.
-
-    No lock there can be trusted by all, and caches are late. So records are touched now and then,
-    and who looks for a version opens the directory first, and polls.
-    """
-
-    name = "network"
-    reaches_other_hosts = True
-
-    def __init__(self, root: Path, filesystem_name: str) -> None:
-        super().__init__(root, filesystem_name)
-        self._ahead_s = time.time() - time.monotonic()
-        """Seconds by which the mount's clock is ahead of the monotonic clock, which no one sets."""
-        self._measured_at: float | None = None
-
-    @property
-    def can_rewrite_in_place(self) -> bool:
-        """Another host would read half of the old bytes and half of the new."""
-        return False
-
-    def now(self) -> float:
-        now = time.monotonic()
-        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
-            self._measured_at = now
-            # Who may not write there takes the clocks for the same.
-            with contextlib.suppress(OSError):
-                self._ahead_s = filesystem.time_at(self.root / places.SCRATCH_DIRECTORY) - now
-        return now + self._ahead_s
-
-    def shows_life(self, record: Path) -> bool:
-        return filesystem.was_touched_within(record, TIMING.presumed_dead_after_s, self.now())
-
-    def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
-        """Return at once: locks may have no effect, and no file is written a second time."""
-        return True
-
-    def publish_file(
-        self,
-        path: Path,
-        data: bytes,
-        *,
-        durable: bool = False,
-        shows_life: bool = False,  # noqa: ARG002
-        before: Descriptor | None = None,
-    ) -> Descriptor | None:
-        """Flush the file, which others see no sooner, and keep it open; its time shows life."""
-        scratch = self.root / places.SCRATCH_DIRECTORY
-        return filesystem.replace_file(
-            path, data, scratch=scratch, flush=True, durable=durable, before=before
-        )
-
-
-MEDIA: dict[str, type[Medium]] = {medium.name: medium for medium in (LocalMedium, NetworkMedium)}
-"""All media, by their name in ``DBUFFER_MOUNT``."""
 
 
 def medium_of(path: Path) -> Medium:
     """Choose the medium of ``path``, which need not exist yet.
 
     Raises:
-        OptionError: ``DBUFFER_MOUNT`` names no medium.
+        OptionError: ``DBUFFER_MOUNT`` is none of ``local``, ``network`` and ``auto``.
         StoreAccessError: the path leads into a loop of links.
     """
     mounted = mounts.mount_of(path).filesystem
     name = os.environ.get(MOUNT_VARIABLE, "auto")
-    if name == "auto":
-        name = (LocalMedium if mounted in LOCAL_FILESYSTEMS else NetworkMedium).name
-    if name not in MEDIA:
-        names = ", ".join(map(repr, MEDIA))
-        raise OptionError(f"invalid {MOUNT_VARIABLE} {name!r:.80}: use {names} or 'auto'")
-    return MEDIA[name](path, mounted)
+    if name not in ("local", "network", "auto"):
+        raise OptionError(
+            f"invalid {MOUNT_VARIABLE} {name!r:.80}: use 'local', 'network' or 'auto'"
+        )
+    is_local = mounted in LOCAL_FILESYSTEMS if name == "auto" else name == "local"
+    return Medium(path, mounted, reaches_other_hosts=not is_local)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 class _Retired(NamedTuple):
     versions: range | None
-    """Versions that it was needed for. None: the file of a dead writer, of which only the age is
-    known."""
+    """Versions that it was needed for, or None if they are unknown, as of a dead writer's file."""
     since: float
     """Time from which it was no longer named."""
     superseded_at: float
@@ -56,21 +55,19 @@ class NetworkFiles(WeightsFiles):
         self._newest_since: float | None = None
         self._is_store_shown = False
 
-    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
-        if old is not None:
-            for path in self.named_by(buffer, old):
+    def sweep(
+        self, directory: str, *, keep: Collection[Path], replaced: Manifest | None = None
+    ) -> None:
+        if replaced is not None:
+            for path in self.named_by(directory, replaced):
                 if path in keep:
                     continue
-                if _was_never_published(old):
+                if _was_never_published(replaced):
                     self.close_at(path)
                     path.unlink(missing_ok=True)
                 else:
-                    self._retire(path, _versions_of(path, old))
+                    self._retire(path, _versions_of(path, replaced))
         # And what a publish left that failed between its mark and this.
-        self.sweep(buffer, keep=keep)
-        self._remove_unneeded()
-
-    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         files = self.all_in(directory)
         unnamed = [path for path in files if path not in keep and path not in self._retired]
         if unnamed:
@@ -80,31 +77,29 @@ class NetworkFiles(WeightsFiles):
             for path in unnamed:
                 self._retire(path, None, age_s=ages_s.get(places.version_file(path.name), 0.0))
 
-    def note_published(self, read_back: Callable[[], None]) -> None:
+    def note_flip(self) -> None:
         self._newest_since = time.monotonic()
-        read_back()
         if not self._is_store_shown:  # it may be new; from now on no name is that others look for
             filesystem.show_new_names(self.store.root, self.store.root.parent)
             self._is_store_shown = True
-        self._remove_unneeded()
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
         # It has no size yet: what is allocated over a network may not be there.
         filesystem.check_room(path, num_bytes)
 
     def _retire(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
-        """Retire a file that no manifest has named for ``age_s``, for :meth:`_remove_unneeded`.
+        """Retire a file that no manifest has named for ``age_s``, for :meth:`remove_unneeded`.
 
-        Readers of ``versions`` may need it; None: readers of any version that is not named.
+        Readers of ``versions`` may need it, or of any version that is not named if this is None.
         """
         since = time.monotonic() - age_s
         superseded_at = since
         if versions is not None and self._newest_since is not None:
             superseded_at = self._newest_since
+        # Of versions that are dropped together and share a delta, the newest comes first.
         self._retired.setdefault(path, _Retired(versions, since, superseded_at))
 
-    def _remove_unneeded(self) -> None:
-        """Remove files that no reader needs. Call it after replacing the manifest, never before."""
+    def remove_unneeded(self) -> None:
         if not self._retired:
             return
         try:
@@ -145,10 +140,11 @@ class NetworkFiles(WeightsFiles):
         return False
 
     def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
-        """Minimum time for which each file of a buffer has not been named, by its name.
+        """Return the least time for which each file of a buffer has not been named, by its name.
 
         A buffer's manifest lets go of one file before the next is made. So a file has been unnamed
-        since the next one was written, by the filesystem's clock, however often writers died since.
+        since the next one was written, by the filesystem's clock. Counted from a writer's start,
+        files of writers that live for a moment, as `dbuffer publish` does, would never grow old.
         """
         root = self.store.root
         directory = root / buffer

@@ -91,16 +91,13 @@ class Retention:
             replaced: buffer that gets a new file, or none, and its last manifest.
         """
         let_go = [] if replaced is None else [replaced]
-        if (self._store.root / places.KEPT_DIRECTORY).is_dir():
-            dropped = self._drop_excess(newest, next_one)
-            stay = stay | self.reasons(self._store.kept().items())
-            let_go += dropped.items()
+        let_go += self._drop_excess(newest, next_one).items()
+        stay = stay | self.reasons(self._store.kept().items())
         for buffer, manifest in let_go:
-            self._files.retire(buffer, manifest, keep=stay)
-        if (self._store.root / places.KEPT_DIRECTORY).is_dir():
-            self._remove_dropped()
-        if self._has_deltas():
-            self._files.sweep(places.DELTAS_DIRECTORY, keep=stay)
+            self._files.sweep(buffer, keep=stay, replaced=manifest)
+        self._files.remove_unneeded()
+        self._remove_dropped()
+        self._files.sweep(places.DELTAS_DIRECTORY, keep=stay)
         logger.debug("%s: files that stay: %s", self._store.root, stay)
 
     def recover(self) -> None:
@@ -110,13 +107,8 @@ class Retention:
         self._remove_dropped()
         manifests = [*Contents(self._store).manifests.items(), *self._store.kept().items()]
         stay = self.reasons(manifests)
-        for directory in places.BUFFERS:
+        for directory in (*places.BUFFERS, places.DELTAS_DIRECTORY):
             self._files.sweep(directory, keep=stay)
-        if self._has_deltas():
-            self._files.sweep(places.DELTAS_DIRECTORY, keep=stay)
-
-    def _has_deltas(self) -> bool:
-        return (self._store.root / places.DELTAS_DIRECTORY).is_dir()
 
     def _drop_excess(self, newest: Manifest | None, next_one: Lineage) -> dict[str, Manifest]:
         """Withdraw kept versions beyond the limits, the oldest first, and return them."""

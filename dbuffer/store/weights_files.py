@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,18 +41,11 @@ class WeightsFiles(ABC):
         layout_xxh3: str | None,  # noqa: ARG002
         file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
-        """Lock the idle buffer's own file, if it is fit to be written again; None: make a new one.
+        """Lock the idle buffer's own file and return it, or None if it cannot be written again.
 
-        Waits for those who read it, for as long as the writer is to wait.
+        It waits for readers of the file, for `reader_timeout_s` at most.
         """
         return None
-
-    @abstractmethod
-    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
-        """Remove the files that ``old`` named, now or later, and sweep the buffer.
-
-        Files to ``keep`` stay.
-        """
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         """Make a weights file, with room for ``num_bytes`` where that can be reserved.
@@ -76,15 +69,26 @@ class WeightsFiles(ABC):
         """Reserve room for a file, or refuse it for lack of room."""
 
     @abstractmethod
-    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
-        """Remove, now or later, files of a buffer or deltas that no manifest names."""
+    def sweep(
+        self, directory: str, *, keep: Collection[Path], replaced: Manifest | None = None
+    ) -> None:
+        """Remove, now or later, files of a buffer or deltas that no manifest names.
+
+        Args:
+            directory: a buffer, or the deltas'.
+            keep: files that stay.
+            replaced: manifest that named files until now, in this directory or another.
+        """
 
     @abstractmethod
-    def note_published(self, read_back: Callable[[], None]) -> None:
-        """Follow up on a flip; ``read_back`` compares the store with the written version.
+    def note_flip(self) -> None:
+        """Note that a version was published just now."""
 
-        On a network mount it reads back, and removes files without readers. It may raise although
-        the version is published.
+    @abstractmethod
+    def remove_unneeded(self) -> None:
+        """Remove files that were left for their readers and that no reader needs any more.
+
+        Call it after a manifest was replaced, never before.
         """
 
     def forget(self, file: Descriptor) -> None:
@@ -128,7 +132,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _has_second_name(file: Descriptor) -> bool:
-    """Whether a weights file has a second name, as the file of a kept version does."""
+    """Whether a weights file has a second name, as a kept version's does."""
     return os.fstat(file.number).st_nlink > 1
 
 
@@ -165,7 +169,7 @@ class LocalFiles(WeightsFiles):
         )
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
-        """The buffer's file, locked against readers; None if there is none, or readers hold on.
+        """Return the buffer's file, locked, or None if there is none or readers hold on to it.
 
         A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
         file. It learns that it was evicted when it compares generations.
@@ -226,24 +230,20 @@ class LocalFiles(WeightsFiles):
             if record.held is not None and record.held.number == version
         )
 
-    def retire(
-        self,
-        buffer: str,
-        old: Manifest | None,  # noqa: ARG002
-        *,
-        keep: Collection[Path],
-    ) -> None:
-        """Unlink the files; processes that map them keep the bytes."""
-        self.sweep(buffer, keep=keep)
-
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
         # Locked before another process knows its name.
         filesystem.try_lock(file.number, exclusive=True)
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
-    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
-        """Remove the files: no reader looks for a file that no manifest names."""
+    def sweep(
+        self,
+        directory: str,
+        *,
+        keep: Collection[Path],
+        replaced: Manifest | None = None,  # noqa: ARG002
+    ) -> None:
+        """Unlink the files at once: no reader looks for them, and mappings keep the bytes."""
         # A file that another process has removed takes room for as long as it is open here.
         opened = [path for path in self.open if path.parent == self.store.root / directory]
         for path in {*self.all_in(directory), *opened}:
@@ -252,5 +252,8 @@ class LocalFiles(WeightsFiles):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
 
-    def note_published(self, read_back: Callable[[], None]) -> None:
+    def note_flip(self) -> None:
         """Do nothing: readers see what was written."""
+
+    def remove_unneeded(self) -> None:
+        """Do nothing: no file is left for its readers."""

@@ -54,18 +54,12 @@ from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_own_directory
 from dbuffer.store.hold import Held, Patience
 from dbuffer.store.liveness import owner_fields
-from dbuffer.store.medium import LocalMedium, NetworkMedium
 from dbuffer.store.network_files import NetworkFiles
 from dbuffer.store.retention import Retention
 from dbuffer.store.weights_files import LocalFiles, WeightsFiles, parts_of
 
 logger = logging.getLogger(__name__)
 
-FILES: dict[str, type[WeightsFiles]] = {
-    LocalMedium.name: LocalFiles,
-    NetworkMedium.name: NetworkFiles,
-}
-"""Weights files of a writer, by the name of its store's medium."""
 _FORGET_EVERY_S = 10.0
 """Least time between two searches for records to forget, as versions are published."""
 
@@ -77,10 +71,10 @@ class Claim:
     buffer: str
     path: Path
     file: Descriptor | None
-    """The weights file. None: the version gets none, and stands on that of an earlier version."""
+    """The weights file, or None for a version that stands on the file of an earlier one."""
     marked: Manifest
     held_before: VersionId | None
-    """Version that the file holds, whole, until it is written; None: none."""
+    """Version that the file holds, whole, until it is written, or None."""
     deltas: dict[Path, int] = field(default_factory=dict)
     """Deltas that were written for it, and their sizes."""
 
@@ -127,7 +121,8 @@ class BufferWriter:
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
         self._open_records: dict[Path, Descriptor | None] = {}
-        self._files = FILES[self.medium.name](self.store, reader_timeout_s)
+        files = NetworkFiles if self.medium.reaches_other_hosts else LocalFiles
+        self._files: WeightsFiles = files(self.store, reader_timeout_s)
         self._retention = Retention(
             self.store,
             self._files,
@@ -287,7 +282,7 @@ class BufferWriter:
         return marked
 
     def idle_file(self) -> tuple[int, int] | None:
-        """Identity of the file that the next version is written over; None: it gets a new one."""
+        """Identity of the file that the next version is written over, or None for a new one."""
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         manifest = contents.manifests[buffer]
@@ -308,30 +303,27 @@ class BufferWriter:
         self._check_open()
         directory = self.root / places.DELTAS_DIRECTORY
         path = self.store.delta_path(version)
+        num_bytes = 0
         with os_errors("write a delta", path):
             filesystem.make_directory(directory, durable=self._sync)
             path.unlink(missing_ok=True)  # of a failed attempt, or copied by a mirror that died
             try:
-                claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
+                with filesystem.make_file(path, os.O_WRONLY) as file:
+                    for chunk in chunks:
+                        filesystem.write_at(file.number, num_bytes, chunk)
+                        num_bytes += len(chunk)
+                    if self._sync:
+                        filesystem.sync_file(file.number, path)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
+            claim.deltas[path] = num_bytes
             if self._sync:
                 filesystem.sync_directory(directory)
         return num_bytes
 
-    def _write_delta(self, path: Path, chunks: Iterable[bytes]) -> int:
-        num_bytes = 0
-        with filesystem.make_file(path, os.O_WRONLY) as file:
-            for chunk in chunks:
-                filesystem.write_at(file.number, num_bytes, chunk)
-                num_bytes += len(chunk)
-            if self._sync:
-                filesystem.sync_file(file.number, path)
-        return num_bytes
-
     def problem_with(self, files: Mapping[Path, int]) -> str | None:
-        """Say why readers could not use one of these files of given sizes; None: they can.
+        """Return why readers could not use one of these files, given with their sizes, or None.
 
         Nothing is read.
         """
@@ -385,9 +377,11 @@ class BufferWriter:
                 self._put(self.root / places.POINTER_FILE, pointer)
                 if not complete.is_copy:
                     self._note_step(complete)
-                sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
-                sizes |= claim.deltas
-                self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
+                self._files.note_flip()
+                if self.medium.reaches_other_hosts:
+                    sizes = {self.store.weights_path(claim.buffer, complete): complete.file_bytes}
+                    self._read_back(pointer, complete, sizes | claim.deltas)
+                self._files.remove_unneeded()
         if time.monotonic() - self._forgot_at >= _FORGET_EVERY_S:
             self._forget_dead_receivers()
         return complete
@@ -495,7 +489,7 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _begin_run(self, name: str | None) -> None:
-        """Begin a run upon the newest version, whoever published it."""
+        """Begin a run, which continues from the newest version."""
         mine = self.record
         newest = Contents(self.store).newest
         upon, before = (None, []) if newest is None else (newest.id.number, newest.runs)

@@ -27,7 +27,6 @@ from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 from tests.support.children import in_a_fork
 from tests.support.stores import open_below, small_disk
-from tests.support.waiting import TIMEOUT_S, meanwhile
 
 
 @pytest.fixture
@@ -207,23 +206,7 @@ def test_os_errors_become_ours(tmp_path, number, kind):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-# Locks
-
-
-def test_readers_share_a_lock_and_a_writer_is_alone(opened):
-    one, other, writer = opened(), opened(), opened()
-    assert filesystem.try_lock(one, exclusive=False)
-    assert filesystem.try_lock(other, exclusive=False)
-    assert not filesystem.try_lock(writer, exclusive=True)
-    filesystem.unlock(one)
-    assert not filesystem.lock_within(writer, 0.0)
-    started = time.monotonic()
-    assert not filesystem.lock_within(writer, 0.2)
-    assert 0.2 <= time.monotonic() - started < TIMEOUT_S
-    with meanwhile(filesystem.unlock, other):
-        assert filesystem.lock_within(writer, TIMEOUT_S)
-    assert filesystem.lock_within(writer, 0.0)
-    assert not filesystem.try_lock(one, exclusive=False)
+# Descriptors
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -268,7 +251,7 @@ def test_what_is_not_there(tmp_path):
 
 def test_medium_is_that_of_the_real_mount(tmp_path):
     medium, there = medium_of(tmp_path), medium_of(tmp_path / "not" / "there")
-    assert (medium.name, medium.filesystem) == (there.name, there.filesystem)
+    assert (medium.root, medium.filesystem) == (tmp_path, there.filesystem)
     command = ["stat", "-f", "-c", "%T", tmp_path]
     kind = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert medium.filesystem[:3] == kind[:3]  # stat says ext2/ext3 for all of them
@@ -294,18 +277,19 @@ def test_nearest_mount_counts_and_of_several_at_one_place_the_latest(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("kinds", "name", "can_rewrite"),
+    ("kinds", "is_network", "can_rewrite"),
     [
-        ("tmpfs ext4", "local", True),
-        ("btrfs overlay xfs zfs", "local", False),
-        ("nfs nfs4 cifs smb3 ceph lustre 9p fuse.nfs neverheardofit", "network", False),
+        ("tmpfs ext4", False, True),
+        ("btrfs overlay xfs zfs", False, False),
+        ("nfs nfs4 cifs smb3 ceph lustre 9p fuse.nfs neverheardofit", True, False),
     ],
 )
-def test_medium_of_a_filesystem(tmp_path, mounted, kinds, name, can_rewrite):
+def test_medium_of_a_filesystem(tmp_path, mounted, kinds, is_network, can_rewrite):
     for kind in kinds.split():
         mounted(("", kind))
         medium = medium_of(tmp_path)
-        assert (medium.name, medium.can_rewrite_in_place) == (name, can_rewrite), kind
+        assert medium.reaches_other_hosts == is_network, kind
+        assert medium.can_rewrite_in_place == can_rewrite, kind
 
 
 @given(st.text(st.sampled_from("ab \t\n\\0134é"), max_size=20))

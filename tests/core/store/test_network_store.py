@@ -281,7 +281,7 @@ def test_what_the_variable_may_be(store, monkeypatch):
     for value, is_network in (("network", True), ("local", False), ("auto", False)):
         monkeypatch.setenv("DBUFFER_MOUNT", value)
         medium = medium_of(store)
-        assert (medium.name == "network") == is_network
+        assert medium.reaches_other_hosts == is_network
         assert medium.can_rewrite_in_place == (not is_network)
     monkeypatch.setenv("DBUFFER_MOUNT", "nfs")
     with pytest.raises(dbuffer.OptionError, match="'nfs'"):

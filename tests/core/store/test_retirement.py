@@ -18,7 +18,7 @@ import dbuffer
 from dbuffer.format.lineage import VersionId
 from dbuffer.format.manifest import encode
 from dbuffer.runtime.timing import TIMING
-from dbuffer.store import network_files
+from dbuffer.store import filesystem, network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.records import OwnRecord
@@ -128,6 +128,39 @@ def test_a_file_stays_for_a_moment_or_while_it_is_read_but_not_forever(
     assert warning in caplog.text
     assert old.exists()
     assert newest(store) == 5
+
+
+@pytest.mark.timing(keep_superseded_s=0.0)
+def test_a_delta_of_several_versions_that_are_dropped_together_stays_for_readers_of_each(store):
+    """A sender that keeps none drops versions that another kept, and one from its buffer."""
+    with dbuffer.WeightSender(store, num_threads=1, delta=True, keep=3) as sender:
+        publish(sender, *range(1, 6), pattern=SPARSE)
+        sender.send(SMALL.weights(6))  # stands on no delta
+    deltas = set(store.glob("deltas/*"))
+    assert len(deltas) == 4
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        put_record(store, 5)
+        publish(sender, 7, 8, 9)
+        assert set(store.glob("deltas/*")) == deltas
+        put_record(store, None)
+        publish(sender, 10)
+        assert not list(store.glob("deltas/*"))
+
+
+def test_what_was_put_away_is_not_looked_at_again(store, sender, clock, monkeypatch):
+    """Each look at a file asks the server."""
+    publish(sender, 1, 2)
+    put_record(store, 1)
+    publish(sender, 3)
+    looks: list[Path] = []
+    touched_at = filesystem.touched_at
+    monkeypatch.setattr(
+        filesystem, "touched_at", lambda path: looks.append(path) or touched_at(path)
+    )
+    for version in range(4, 8):
+        clock.now_s += KEEP_S
+        publish(sender, version)
+    assert not [path for path in looks if path.suffix == ".td"]
 
 
 def cannot_remove(*_: Any, **__: Any) -> None:
