@@ -13,12 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed, nn
 
-from dbuffer.errors import (
-    NotReadyError,
-    OptionError,
-    RankFailedError,
-    WaitTimeoutError,
-)
+from dbuffer.errors import NotReadyError, OptionError, RankFailedError, WaitTimeoutError
 from dbuffer.integrations.atropos.attached import take_over
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import (
@@ -48,26 +43,16 @@ Weights: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 class VLLMWeightBridge:
     """Brings a trainer's weights to inference servers through a store.
 
-    In place of Atropos' class of this name::
-
-        bridge = VLLMWeightBridge(config)
-        bridge.initialize()
-        model = bridge.get_trainable_model()
-        ...
-        optimizer.step()
-        bridge.notify_update()  # the server answers with the new weights from here on
-
     With a ``world_size`` above 1, every rank makes a bridge, and makes all its calls.
 
     Args:
         config: see :class:`BridgeConfig`.
         store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
-            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory (see
-            :func:`.default_store`).
-        rank_timeout_s: with several processes, how long they wait for one that does not come; and
-            for one that hangs, after an update's ``timeout_seconds``.
-        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the
-            parameter mapping by default.
+            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory.
+        rank_timeout_s: how long processes wait for a missing process, or, after an update's
+            ``timeout_seconds``, for a hung one.
+        **sender: fields of :class:`dbuffer.SenderOptions`. ``rename`` is the parameter mapping by
+            default.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -104,7 +89,7 @@ class VLLMWeightBridge:
         """The server of local mode, on rank 0."""
         self._mapping = ParameterMapping(mapping_path(config.directory))
         self._sender: Sender | None = None
-        """None: the bridge is not open."""
+        """Sender while the bridge is open."""
         self._model: nn.Module | None = None
         """Model of :meth:`get_trainable_model`."""
         self._update_count = 0
@@ -122,16 +107,10 @@ class VLLMWeightBridge:
         return get_name_conversions(self.param_mappings)
 
     def initialize(self) -> None:
-        """Open the store, and read the parameter mapping. The servers may be away.
+        """Open the store, and read or wait for the parameter mapping. The servers may be away.
 
         In local mode a server that does not answer ``/health`` with 200 is logged. One that is
         paused, because its last trainer was killed in an update, is resumed.
-
-        Where ``log_dir``, ``LOGDIR`` or ``VLLM_BRIDGE_CONFIG_PATH`` names a place for the mapping,
-        it is waited for, up to ``timeout_seconds``; else it is read from the working directory, if
-        it is there. A missing mapping is an error with several nodes, or if
-        ``VLLM_BRIDGE_CONFIG_PATH`` is set. In local mode it is logged, and the trainer's names are
-        used; a stock vLLM server, which writes none, is not waited for.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
@@ -153,7 +132,9 @@ class VLLMWeightBridge:
                 self._server.warn_unless_healthy()
             mapping = self._on_first_rank(
                 "read the parameter mapping",
-                lambda: ParameterMapping.wait(self.config, self._is_server_stock).as_json(),
+                lambda: ParameterMapping.wait(
+                    self.config, lambda: self._server is not None and self._server.is_stock()
+                ).as_json(),
             )
             self._mapping = ParameterMapping(Path(mapping["path"]), mapping["content"])
             if self._weights is not None:
@@ -170,8 +151,7 @@ class VLLMWeightBridge:
         """Publish these tensors from now on; for a trainer that has loaded its model itself.
 
         They are the trainer's own, under its names, as ``dict(model.named_parameters())``. Each
-        update reads them: a server gets what was written into them when :meth:`notify_update` is
-        called. No memory is shared with an engine, on a GPU or elsewhere.
+        update reads them; no memory is shared with an engine.
 
         Raises:
             InvalidWeightsError: something in them cannot be published.
@@ -187,10 +167,7 @@ class VLLMWeightBridge:
         """Return the model ``config.model_name``, to be trained; each update publishes its weights.
 
         If tensors were attached, its parameters are those, not the checkpoint's: values, dtypes
-        and, on the same device, memory. Buffers that were not attached are the checkpoint's.
-
-        Returns:
-            The same one each time.
+        and, on the same device, memory. It is one model, however often this is called.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
@@ -215,32 +192,20 @@ class VLLMWeightBridge:
         return self._model
 
     def notify_update(self) -> None:
-        """Publish the weights, and return when the server answers with them.
-
-        With several nodes, when the engines of all inference nodes do.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
-                to publish.
-            EngineUnreachableError, EngineUpdateError, WaitTimeoutError: a server does not serve
-                them within ``timeout_seconds``, or cannot; the message says why. They are
-                published.
-            InvalidWeightsError: something in them cannot be published.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
-            RankFailedError: a rank was lost.
-        """
+        """Call :meth:`broadcast_weights_to_inference`, then :meth:`barrier`."""
         self.broadcast_weights_to_inference()
         self.barrier()
 
     def broadcast_weights_to_inference(self) -> None:
-        """Publish the weights, without waiting for servers; see :meth:`barrier`.
+        """Publish the weights, without waiting for servers.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
                 to publish.
-            DBufferError: they could not be published; :meth:`notify_update` names the errors.
+            InvalidWeightsError: something in them cannot be published.
+            StoreFullError, StoreAccessError: the filesystem refused.
+            WriterSupersededError: another sender has taken the store over.
+            RankFailedError: a rank was lost.
         """
         sender, weights = self._require_sender(), self._weights
         if weights is None:
@@ -257,7 +222,7 @@ class VLLMWeightBridge:
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied what was published last.
 
-        In local mode, tell the one server of it, unless it was, and wait until it answers with it.
+        In local mode, notify the one server, unless it was, and wait until it answers with it.
 
         Raises:
             WaitTimeoutError: they did not, within ``timeout_seconds``.
@@ -271,8 +236,16 @@ class VLLMWeightBridge:
         if self.config.is_local_mode:
             self._on_first_rank("update the server", lambda: self._update_server(version))
             self._version = None
-        else:
-            self._wait_for_nodes(sender, version)
+            return
+        try:
+            sender.wait_applied(
+                version,
+                receivers=self.config.num_inference_nodes,
+                timeout_s=self.config.timeout_seconds,
+            )
+        except WaitTimeoutError as error:
+            nodes = ", ".join(self.inference_nodes)
+            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
@@ -347,9 +320,6 @@ class VLLMWeightBridge:
 
     # Servers
 
-    def _is_server_stock(self) -> bool:
-        return self._server is not None and self._server.is_stock()
-
     def _update_server(self, version: int) -> None:
         """Notify the server of local mode, and wait until it has switched."""
         assert self._server is not None  # noqa: S101 - this is its rank
@@ -359,18 +329,6 @@ class VLLMWeightBridge:
             "timestamp": time.time(),
         }
         self._server.bring_to(version, notification, self.config.timeout_seconds)
-
-    def _wait_for_nodes(self, sender: Sender, version: int) -> None:
-        """Wait until the engines of all inference nodes have applied a version."""
-        try:
-            sender.wait_applied(
-                version,
-                receivers=self.config.num_inference_nodes,
-                timeout_s=self.config.timeout_seconds,
-            )
-        except WaitTimeoutError as error:
-            nodes = ", ".join(self.inference_nodes)
-            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
 
 
 def _default_store(config: BridgeConfig) -> Path:
@@ -392,11 +350,7 @@ def _named(weights: Weights) -> Mapping[str, torch.Tensor]:
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:
-    """Return an initialized bridge, from Atropos' ``TrainingConfig`` or an object like it.
-
-    Raises:
-        DBufferError: see :class:`BridgeConfig` and :meth:`VLLMWeightBridge.initialize`.
-    """
+    """Return an initialized bridge, from Atropos' ``TrainingConfig`` or an object like it."""
     bridge = VLLMWeightBridge(BridgeConfig.from_training_config(config))
     bridge.initialize()
     return bridge

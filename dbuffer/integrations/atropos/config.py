@@ -70,11 +70,7 @@ class BridgeConfig:
 
     @property
     def directory(self) -> str | None:
-        """``log_dir``, or else the environment's ``LOGDIR``; None where neither names one.
-
-        ``vllm_bridge_config.json`` is searched there (else in the working directory), and with
-        several nodes the store lies there.
-        """
+        """``log_dir`` or ``LOGDIR``: place of the mapping and, with several nodes, of the store."""
         return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod
@@ -83,9 +79,6 @@ class BridgeConfig:
 
         ``log_dir`` comes from the environment variable ``LOGDIR``, and the URL from the
         ``vllm_port``, as in Atropos. Its ``single_copy`` means ``use_cuda_ipc``.
-
-        Raises:
-            UnsupportedError, OptionError: see the class.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
         given = {name: getattr(config, name) for name in names if hasattr(config, name)}

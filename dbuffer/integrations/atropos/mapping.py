@@ -40,7 +40,7 @@ _CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 
 
 def mapping_path(directory: str | None) -> Path:
-    """Return the path of a run's mapping; ``directory`` as in `BridgeConfig`."""
+    """Return the path of a run's mapping; ``directory`` is the configuration's."""
     named = os.environ.get(PATH_VARIABLE)
     if named:
         return options.path(PATH_VARIABLE, named)
@@ -61,13 +61,7 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 class ParameterMapping:
     """Servers' names for the trainer's tensors, and the tensors to permute.
 
-    Args:
-        path: the mapping file.
-        content: its content. Default: one that changes nothing.
-
-    Raises:
-        OptionError: (a ``ValueError``) it is no content of a mapping file, or renames parts of a
-            fused projection.
+    ``content`` is the mapping file's; by default it changes nothing.
     """
 
     def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
@@ -97,28 +91,27 @@ class ParameterMapping:
 
     @classmethod
     def wait(cls, config: BridgeConfig, is_stock: Callable[[], bool]) -> Self:
-        """Return the mapping of a run, once it is there; an empty one if none is needed.
+        """Return the mapping of a run, once it is there, or an empty one if none is needed.
 
-        It is waited for where ``config`` or the environment says where to expect it.
-
-        Args:
-            config: the bridge's.
-            is_stock: whether the server of local mode writes none.
+        It is waited for if ``config`` or the environment names its place, unless the server of
+        local mode ``is_stock``, and writes none.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) it is needed, and did not come in time.
         """
         path = mapping_path(config.directory)
         is_named = bool(os.environ.get(PATH_VARIABLE))
-        is_expected = is_named or config.directory is not None
+        if not is_named and config.directory is None:
+            return cls.read(path) if path.exists() else cls(path)
         is_needed = is_named or not config.is_local_mode
         timeout_s = config.timeout_seconds
         deadline = time.monotonic() + timeout_s
         has_logged = False
-        while is_expected and not path.exists():
+        while not path.exists():
             is_over = time.monotonic() > deadline
             if not is_needed and (is_over or is_stock()):
-                break
+                logger.warning("no %s: weights are published under the trainer's names", path)
+                return cls(path)
             if is_over:
                 raise NotReadyError(
                     f"{path} was not written within {timeout_s:g} s: Atropos' servers write it "
@@ -129,15 +122,11 @@ class ParameterMapping:
                 logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
                 has_logged = True
             time.sleep(_RETRY_S)
-        if path.exists():
-            return cls.read(path)
-        if is_expected:
-            logger.warning("no %s: weights are published under the trainer's names", path)
-        return cls(path)
+        return cls.read(path)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file, for a while also one that is not complete yet."""
+        """Read a file, and wait a while for an incomplete one."""
         deadline = time.monotonic() + TIMING.settle_s
         while True:
             try:
@@ -152,11 +141,7 @@ class ParameterMapping:
         return {"path": str(self.path), "content": self._content}
 
     def refuse_if_outdated(self) -> None:
-        """Refuse to use this mapping if the file now changes other names or layouts.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it does.
-        """
+        """Refuse to use this mapping if the file now changes other names or layouts."""
         try:
             stat = self.path.stat()
         except OSError:

@@ -31,19 +31,6 @@ from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
 
-NOTIFY_ROUTE = "/bridge/notify_update"
-"""POST ``{"update_count", "trainer_rank", "timestamp"}``. Atropos' server only takes note of it."""
-
-DEVELOPMENT_ROUTE = "/server_info"
-
-_STOCK_ROUTE = "/version"
-"""Every vLLM server has it, Atropos' does not."""
-_INFO_ROUTE = "/bridge/info"
-
-_HEALTH_ROUTE = "/health"
-_PAUSE_ROUTE = "/is_paused"
-"""Route of a server in development mode."""
-
 _HEALTH_S = 5.0
 _PROBE_S = 2.0
 _RETRY_S = 0.25
@@ -62,7 +49,8 @@ class BridgeServer:
     def bring_to(self, version: int, notification: dict[str, Any], timeout_s: float) -> None:
         """Return when the server answers with ``version``, which is published, or a later one."""
         deadline = time.monotonic() + timeout_s
-        has_routes = self._has_route_by(deadline, "POST", NOTIFY_ROUTE, json=notification)
+        route = "/bridge/notify_update"
+        has_routes = self._has_route_by(deadline, "POST", route, json=notification)
         if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
             self._wait_followed(version, deadline, timeout_s)
             return
@@ -85,7 +73,7 @@ class BridgeServer:
     def warn_unless_healthy(self) -> None:
         """Log it if the server does not answer, or not that it is healthy."""
         try:
-            self._server.request("GET", _HEALTH_ROUTE, timeout=_HEALTH_S)
+            self._server.request("GET", "/health", timeout=_HEALTH_S)
         except DBufferError as error:
             message = "the server at %s is not healthy: %s; updates wait while it starts"
             logger.warning(message, self._server.url, str(error))
@@ -97,11 +85,10 @@ class BridgeServer:
         update would hang. The server serves the version that it has.
         """
         try:
-            response = self._server.request("GET", _PAUSE_ROUTE, timeout=_HEALTH_S)
-            is_paused = response.json()["is_paused"] is True
-        except (DBufferError, ValueError, LookupError, TypeError):
-            return
-        if not is_paused:
+            response = self._server.request("GET", "/is_paused", timeout=_HEALTH_S)
+            if response.json()["is_paused"] is not True:
+                return
+        except (DBufferError, ValueError, LookupError, TypeError):  # not in development mode
             return
         follower = Follower(VllmServer(self._url), EngineOptions(store=str(self._store)))
         try:
@@ -115,8 +102,8 @@ class BridgeServer:
     def is_stock(self) -> bool:
         """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""
         try:
-            has_version = self._has_route("GET", _STOCK_ROUTE, timeout=_PROBE_S)
-            return has_version and not self._has_route("GET", _INFO_ROUTE, timeout=_PROBE_S)
+            has_version = self._has_route("GET", "/version", timeout=_PROBE_S)
+            return has_version and not self._has_route("GET", "/bridge/info", timeout=_PROBE_S)
         except DBufferError:
             return False
 
@@ -128,7 +115,7 @@ class BridgeServer:
 
     def _is_drivable(self, deadline: float) -> bool:
         query = {"config_format": "json"}
-        return self._has_route_by(deadline, "GET", DEVELOPMENT_ROUTE, params=query)
+        return self._has_route_by(deadline, "GET", "/server_info", params=query)
 
     def _has_route_by(self, deadline: float, method: str, path: str, **more: Any) -> bool:
         """Call a route, and return whether there is one; wait while the server starts."""

@@ -24,12 +24,7 @@ _SCONTROL_TIMEOUT_S = 60.0
 
 
 def job_nodes() -> list[str]:
-    """Return the nodes of this SLURM job, as ``scontrol`` lists them; none outside of a job.
-
-    Raises:
-        NotReadyError: (a ``RuntimeError``) ``scontrol`` is missing, or
-            cannot expand the job's host list.
-    """
+    """Return the nodes of this SLURM job, as ``scontrol`` lists them; none outside of a job."""
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
     if hostlist is None:
         return []
@@ -53,12 +48,7 @@ def job_nodes() -> list[str]:
 
 
 def inference_nodes(num_inference_nodes: int) -> list[str]:
-    """Return the nodes of this job that run engines: its last ones, as in Atropos.
-
-    Raises:
-        NotReadyError: (a ``RuntimeError``) the job has fewer nodes, or there
-            is no job; and see :func:`job_nodes`.
-    """
+    """Return the nodes of this job that run engines: its last ones, as in Atropos."""
     nodes = job_nodes()
     if not nodes:
         raise NotReadyError(
@@ -84,7 +74,8 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
         ``host:port`` of its NCCL, Gloo and inference groups, and the nodes; or None four times.
 
     Raises:
-        NotReadyError: see :func:`job_nodes`.
+        NotReadyError: (a ``RuntimeError``) ``scontrol`` is missing, or cannot expand the job's
+            host list.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]

@@ -65,6 +65,7 @@ FUNCTIONS = {
 RUNTIME_ERRORS: dict[str, Callable[[VLLMWeightBridge], object]] = {
     "publishing before initialize()": lambda b: b.broadcast_weights_to_inference(),
     "a model before initialize()": lambda b: b.get_trainable_model(),
+    "waiting before initialize()": lambda b: b.barrier(),
     "nodes outside of a job": lambda b: b.initialize(),
 }
 

@@ -6,7 +6,7 @@ import pytest
 
 import dbuffer
 from dbuffer.integrations.atropos.slurm import inference_nodes, job_nodes
-from tests.support.slurm_job import be_in_job, be_in_no_job, write_scontrol
+from tests.support.slurm_job import be_in_job, write_scontrol
 
 FIVE = tuple(f"n0{number}" for number in range(1, 6))
 
@@ -27,13 +27,6 @@ def test_too_few_nodes_are_refused(tmp_path, monkeypatch):
     be_in_job(monkeypatch, tmp_path, "n[1-2]", ("n1", "n2"))
     with pytest.raises(dbuffer.NotReadyError, match="n1,n2"):
         inference_nodes(3)
-
-
-def test_a_process_outside_of_a_job_is_told_so(monkeypatch):
-    be_in_no_job(monkeypatch)
-    assert job_nodes() == []
-    with pytest.raises(RuntimeError, match="SLURM_JOB_NODELIST"):
-        inference_nodes(1)
 
 
 def test_host_list_without_scontrol(tmp_path, monkeypatch):
