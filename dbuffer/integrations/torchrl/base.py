@@ -85,6 +85,8 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
     """
 
     _model_id: str = DEFAULT_MODEL_ID
+    _sender: Any = None
+    _receiver: Any = None
 
     def __init__(
         self,
@@ -102,46 +104,32 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         if local_addr is not None:
             self.local_addr = str(checks.directory("local_addr", local_addr))
         self.num_threads = num_threads
-        self._sender: Any = None
-        self._receiver: Any = None
 
     def shutdown(self) -> None:
         """Close the store on this side. A second call does nothing."""
         super().shutdown()
         self._close()
 
-    def _require_sender(self) -> Any:
-        if self._sender is None:
+    def _require(self, side: Literal["sender", "receiver"]) -> Any:
+        part = self._sender if side == "sender" else self._receiver
+        if part is None:
             raise NotReadyError(
-                "this scheme does not send, or was shut down: call init_on_sender() first"
+                f"this scheme is no {side}, or was shut down: call init_on_{side}() first"
             )
-        return self._sender
-
-    def _require_receiver(self) -> Any:
-        if self._receiver is None:
-            raise NotReadyError(
-                "this scheme does not receive, or was shut down: call init_on_receiver() first"
-            )
-        return self._receiver
+        return part
 
     def _close(self) -> None:
-        # __del__ comes here as well, also of a scheme whose __init__ has raised.
-        for name in ("_sender", "_receiver"):
-            part = self.__dict__.get(name)
+        for part in (self._sender, self._receiver):
             if part is not None:
                 part.shutdown()
-                setattr(self, name, None)
+        self._sender = self._receiver = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sender": None, "_receiver": None}
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """Find the model of an id in a context, mostly a collector; None if there is none.
-
-    The id may be a path as ``env.transform[0]``. A collector whose policy is made by its workers
-    may keep one to take weights from.
-    """
+    """Return the model of an id, or of a path, in a collector, or None if there is none."""
     if context is None:
         return None
     get_model = getattr(context, "get_model", None)
@@ -149,6 +137,7 @@ def find_model(context: Any, model_id: str) -> Any:
         model = get_model(model_id) if callable(get_model) else _resolve_attr(context, model_id)
     except (AttributeError, LookupError, TypeError, ValueError):  # a path may have an index
         model = None
+    # A collector whose policy is made by its workers may keep one to take weights from.
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)
     return model

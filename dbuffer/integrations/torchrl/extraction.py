@@ -23,7 +23,12 @@ from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.names import without_wrappers
-from dbuffer.weights.sources import is_extra_state, own_tensors, tensordict_tensors
+from dbuffer.weights.sources import (
+    is_extra_state,
+    is_module,
+    own_tensors,
+    tensordict_tensors,
+)
 from dbuffer.weights.transformers_modules import as_checkpoint
 
 EXTRA_STATE = "__extra_state__"
@@ -31,7 +36,6 @@ EXTRA_STATE = "__extra_state__"
 
 _KEY = "torchrl"
 """Metadata key of a version's `VersionInfo`."""
-
 
 Extracted: TypeAlias = dict[str, torch.Tensor | LazyTensor]
 """One model's weights by their names, ready to be published."""
@@ -52,25 +56,21 @@ class VersionInfo:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
         """Read it from metadata; a version of another sender gets the defaults."""
-        values = snapshot.metadata.get(_KEY, {})
-        try:
-            info = cls(**values)
-        except TypeError as error:
-            raise StoreCorruptError(f"{snapshot.path}: {_KEY!r} in its metadata: {error}") from None
-        if (type(info.is_initial), type(info.after_version)) != (bool, int):
-            raise StoreCorruptError(
-                f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
-            )
-        return info
+        match snapshot.metadata.get(_KEY):
+            case None:
+                return cls()
+            case {"is_initial": bool(is_initial), "after_version": int(after_version)}:
+                return cls(is_initial=is_initial, after_version=after_version)
+            case values:
+                raise StoreCorruptError(
+                    f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
+                )
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
     """Bring a module, a TensorDict (nested or flat) or a state dict into one form.
 
     ``extract_weights`` is TorchRL's strategy for modules.
-
-    Raises:
-        InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.
     """
     tensors, states = _collect(weights, extract_weights)
     return tensors | ({EXTRA_STATE: _packed(states)} if states else {})
@@ -91,17 +91,12 @@ def _collect(
     weights: Any, extract_weights: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return tensors by dotted name, and extra states by the paths of their modules."""
-    collected: dict[str, Any] = {}
-    if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
-        named = _named_values(extract_weights(weights))
-        named = {key: value for key, value in named.items() if not _is_extra_state(key)}
+    named = _named_values(extract_weights(weights) if is_module(weights) else weights)
+    states = {key.rpartition(".")[0]: named.pop(key) for key in list(named) if _is_extra_state(key)}
+    if is_module(weights):
         _check_complete(weights, named)
-        collected = _extra_states_of(weights)
-    else:
-        named = _named_values(weights)
-        for key in [key for key in named if _is_extra_state(key)]:
-            collected[key.rpartition(".")[0]] = named.pop(key)
-    return named, collected
+        states = _extra_states_of(weights)
+    return named, states
 
 
 def without_torchrl_wrapper(model: Any) -> Any:
@@ -114,7 +109,7 @@ def without_torchrl_wrapper(model: Any) -> Any:
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return dtype and shape of each tensor that a sender publishes of this model, by its name.
 
-    LoRA adapters are merged, as TorchRL's function of this name does.
+    LoRA adapters are merged, as by TorchRL's function of this name.
     """
     model = without_torchrl_wrapper(model)
     strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
@@ -124,7 +119,7 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def clean_path(path: str) -> str:
-    """A module's path in the model, without the parts that wrappers insert."""
+    """Return a module's path in the model, without the parts that wrappers insert."""
     return without_wrappers(f"{path}.").removesuffix(".")
 
 
@@ -148,7 +143,7 @@ def unpacked(packed: torch.Tensor) -> Any:
     """Return extra states by the paths of their modules."""
     try:
         return json.loads(packed.numpy().tobytes(), object_hook=_from_plain)
-    # Whatever bytes or numbers that were not written here lead to.
+    # Bytes that were not packed here lead to any of these.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise StoreCorruptError(f"invalid extra state of modules: {error}") from error
 
@@ -226,10 +221,8 @@ def _flattened(weights: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     named: dict[str, Any] = {}
     for key, value in weights.items():
         name = f"{prefix}{key}"
-        if isinstance(value, TensorDictBase) and not _is_extra_state(name):
+        if isinstance(value, TensorDictBase | Mapping) and not _is_extra_state(name):
             named.update(_flattened(dict(value.items()), f"{name}."))
-        elif isinstance(value, Mapping) and not _is_extra_state(name):
-            named.update(_flattened(value, f"{name}."))
         else:
             named[name] = value
     return named

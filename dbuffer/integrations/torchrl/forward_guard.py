@@ -45,18 +45,15 @@ class ForwardCall:
 
 
 class ForwardGuard:
-    """Keeps a model's forward calls and the loading of its weights apart.
+    """Lock between a model's forward calls and a load of its weights. Calls may run together.
 
-    A worker loads weights in a thread while another one runs the policy. Forward calls exclude
-    loading, and loading forward calls; forward calls do not exclude each other. Between two forward
-    calls of one rollout the weights may change, as with every scheme of TorchRL.
+    A worker loads weights in a thread while another one runs the policy. Between two forward calls
+    of one rollout the weights may change, as with every scheme of TorchRL. Calls that bypass the
+    module are not seen: a replayed CUDA graph, other methods of a transform than ``forward``.
 
     While a load waits for running calls, no other call begins, or calls without a gap would keep it
     waiting. A running call may itself wait for a call of another thread: after a while calls may
     begin again, for as long.
-
-    What it cannot see are calls that bypass the module: a replayed CUDA graph, or a transform that
-    is applied by other methods than ``forward``.
     """
 
     def __init__(self) -> None:
@@ -77,10 +74,7 @@ class ForwardGuard:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Wait for running forward calls to end, and let none begin.
-
-        The thread that loads must not be in a forward call itself.
-        """
+        """Wait for running forward calls to end, and let none begin; not from within one."""
         with self._condition:
             self._keep_calls_out()
         try:
@@ -94,7 +88,7 @@ class ForwardGuard:
         self._problem = problem
 
     def accept(self) -> None:
-        """Let forward calls run again: they are."""
+        """Let forward calls run again."""
         self._problem = None
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -125,7 +119,7 @@ class ForwardGuard:
         self._condition.notify_all()
 
     def _wait_for_calls(self, patience_s: float) -> bool:
-        """Wait until no call runs; False if one still does after ``patience_s``."""
+        """Wait until no call runs; return whether that was within ``patience_s``."""
         deadline = time.monotonic() + patience_s
         while self._has_calls():
             left_s = deadline - time.monotonic()

@@ -25,6 +25,7 @@ from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.weights.names import clean_names
+from dbuffer.weights.sources import own_tensors
 from dbuffer.weights.targets import Match, Matcher, tensordict_targets
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,8 @@ class StagedVersion:
     def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
         """Load the version into a model, while none of its forward calls runs.
 
-        Raises:
-            WeightsMismatchError: it does not fit; the model was not touched.
-            Exception: anything else: the model refuses to run until another version is loaded.
+        A version that does not fit is a WeightsMismatchError, and the model was not touched. After
+        any other error it refuses to run until a version is loaded.
         """
         match, to_install, states = self._plan(model, matcher)
         with guard.loading():
@@ -70,22 +70,16 @@ class StagedVersion:
     def _plan(
         self, model: Any, matcher: Matcher
     ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
-        """Plan a load, before anything is touched.
-
-        Returns:
-            The model's tensors to fill; new ones to put in the place of those on the meta device;
-            and each module's extra state.
-        """
-        names = self.layout.all_names
-        to_install: dict[str, torch.Tensor] = {}
-        targets: dict[str, torch.Tensor] = {}
-        for name, tensor in _targets_of(model, names).items():
-            targets[name] = tensor
-            if tensor.is_meta and isinstance(model, nn.Module):
-                targets[name] = to_install[name] = torch.empty_like(tensor, device="cpu")
+        """Return tensors to fill, tensors for the meta device's places, and extra states."""
+        targets = dict(_targets_of(model, self.layout.all_names))
+        to_install = {
+            name: torch.empty_like(tensor, device="cpu")
+            for name, tensor in targets.items()
+            if tensor.is_meta and isinstance(model, nn.Module)
+        }
         # Matched as well, so that all published tensors are accounted for.
-        extra = {EXTRA_STATE: self.tensors[EXTRA_STATE]} if EXTRA_STATE in names else {}
-        match = matcher.match(targets | extra, self.layout)
+        extra = {name: self.tensors[name] for name in (EXTRA_STATE,) if name in self.tensors}
+        match = matcher.match(targets | to_install | extra, self.layout)
         match.require_ties(self._tensor)
         return match, to_install, self._states_of(model)
 
@@ -94,10 +88,8 @@ class StagedVersion:
         if EXTRA_STATE not in self.tensors:
             return []
         states: dict[str, Any] = unpacked(self.tensors[EXTRA_STATE])
-        modules: dict[str, nn.Module] = {}
-        if isinstance(model, nn.Module):
-            for path, module in model.named_modules():
-                modules[clean_path(path)] = module
+        named = model.named_modules() if isinstance(model, nn.Module) else ()
+        modules = {clean_path(path): module for path, module in named}
         if missing := states.keys() - modules.keys():
             raise WeightsMismatchError(
                 f"extra state was published for {sorted(missing)}, which the model has no modules "
@@ -115,8 +107,6 @@ def own_memory(model: Any, guard: ForwardGuard) -> None:
     A policy that came to this process through multiprocessing shares its memory with the
     trainer's: each would see what the other writes, in the middle of a forward call.
     """
-    if not isinstance(model, nn.Module):
-        return
     shared = _shared_tensors(model)
     with guard.loading():
         for tensor in shared:
@@ -150,11 +140,6 @@ class _CopiedOnArrival:
         return copy.deepcopy, (self._module,)
 
 
-def has_weights(model: Any) -> bool:
-    """Whether a model has anything that weights could be loaded into."""
-    return bool(_targets_of(model, ())) if model is not None else False
-
-
 def is_on_meta(model: Any) -> bool:
     """Whether a model has tensors without values, which it cannot run with."""
     return model is not None and any(t.is_meta for t in _targets_of(model, ()).values())
@@ -165,10 +150,8 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
     if isinstance(model, TensorDictBase):
         return tensordict_targets(model)
     if isinstance(model, nn.Module):
-        tensors: dict[str, torch.Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= model.named_buffers(remove_duplicate=False)
         saved = model.state_dict(keep_vars=True).keys()
         # "module.weight" of a TensorDictModule is published as "weight", unless with extra state.
         extra = [EXTRA_STATE] if EXTRA_STATE in published else []
@@ -182,13 +165,14 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
     return {}  # a policy without weights, such as a random one
 
 
-def _shared_tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    # On a GPU every tensor says so, because any can be.
-    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+def _shared_tensors(model: Any) -> list[torch.Tensor]:
+    """Return a module's tensors that other processes share; every one on a GPU says that it is."""
+    tensors = own_tensors(model) if isinstance(model, nn.Module) else ()
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+    ]
 
 
 def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

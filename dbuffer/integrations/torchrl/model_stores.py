@@ -7,7 +7,7 @@ worker N's own, written when weights are for that worker alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import quote
@@ -25,7 +25,7 @@ PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
 
 
 def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
-    """Return the store of a model's weights for one worker; None: for all of them."""
+    """Return the store of a model's weights for one worker, or by default for all of them."""
     name = quote(model_id, safe="")  # it may be a path of attributes
     if worker is not None:
         name += f"~{receiver_id(worker)}"
@@ -49,14 +49,9 @@ def versions_below(address: str | Path, *, allow_shared_store: bool) -> dict[str
 
 
 class ModelPublisher:
-    """Publishes for all workers of a model, or for some of them.
+    """Publishes for all workers of a model, which count from 0, or for some of them.
 
-    Args:
-        address: the scheme's.
-        model_id: the model's.
-        num_workers: workers to wait for, counted from 0.
-        options: of the senders.
-        last_version: the newest version for all workers that is published; 0: none.
+    ``earlier_versions``: newest versions of earlier runs, by the store's name.
     """
 
     def __init__(
@@ -65,33 +60,32 @@ class ModelPublisher:
         model_id: str,
         num_workers: int,
         options: TransportOptions,
-        *,
-        last_version: int,
+        earlier_versions: Mapping[str, int],
     ) -> None:
         self._address = address
         self._model_id = model_id
         self._options = options
         self._workers = tuple(range(num_workers))
-        self._last_version = last_version
+        self._last_version = earlier_versions.get(store_of(address, model_id).name, 0)
+        """Newest version for all workers; 0 if there is none."""
         self._senders: dict[int | None, WeightSender] = {}
         """Senders by worker; None: the sender for all workers."""
         self._sender(None)  # it is an error at once if another trainer has the store
 
     def publish(
-        self, weights: Extracted, workers: Iterable[int] | None = None, *, is_initial: bool = False
+        self, weights: Extracted, workers: Iterable[int] | None, is_initial: bool
     ) -> list[PublishedVersion]:
         chosen = self._workers if workers is None else tuple(dict.fromkeys(workers))
         if unknown := set(chosen) - set(self._workers):
             raise OptionError(
                 f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
-        if set(chosen) == set(self._workers):
-            info = VersionInfo(is_initial=is_initial)
-            published = self._send(None, weights, info)
-            self._last_version = published[1]
-            return [published]
-        info = VersionInfo(is_initial=is_initial, after_version=self._last_version)
-        return [self._send(worker, weights, info) for worker in chosen]
+        if set(chosen) != set(self._workers):
+            info = VersionInfo(is_initial=is_initial, after_version=self._last_version)
+            return [self._send(worker, weights, info) for worker in chosen]
+        published = self._send(None, weights, VersionInfo(is_initial=is_initial))
+        self._last_version = published[1]
+        return [published]
 
     def wait_present(self, timeout_s: float) -> None:
         """Wait until all workers have opened the store."""

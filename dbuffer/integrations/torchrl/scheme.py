@@ -22,11 +22,10 @@ from dbuffer.integrations.torchrl.base import (
 )
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
-from dbuffer.integrations.torchrl.loading import StagedVersion, has_weights, is_on_meta, unshared
+from dbuffer.integrations.torchrl.loading import StagedVersion, is_on_meta, unshared
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
     PublishedVersion,
-    store_of,
     versions_below,
 )
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
@@ -123,21 +122,14 @@ class DoubleBufferSyncScheme(StoreScheme):
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._earlier_versions = self._find_earlier_versions()
-        store = store_of(self.remote_addr, self._model_id)
         self._sender = ModelPublisher(
-            self.remote_addr,
-            self._model_id,
-            num_workers,
-            self.options,
-            last_version=self._earlier_versions.get(store.name, 0),
+            self.remote_addr, self._model_id, num_workers, self.options, self._earlier_versions
         )
         try:
             if self.model is None:
                 self._kept_model = model_of_factory(context, self._model_id)
             source = self._trained_model()
-            self._has_first_weights = has_weights(source) or (
-                source is not None and bool(self._extract(source))
-            )
+            self._has_first_weights = source is not None and bool(self._extract(source))
             if isinstance(context, DistributedCollector) and context.launcher == "mp":
                 # A node starts its own workers with the policy before its scheme is initialized,
                 # which would be too late to give them memory that the trainer does not share.
@@ -148,7 +140,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             raise
 
     def _trained_model(self) -> Any:
-        """Return the model to take weights from; None if there is none."""
+        """Return the model to take weights from, or None if there is none."""
         policy = None
         if self._has_no_workers and self._model_id == DEFAULT_MODEL_ID:
             # The collector runs a copy if policy_device is not the policy's device. TorchRL has no
@@ -174,7 +166,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if isinstance(self.context, DistributedCollector):
             # It gives its nodes 10 s for their first answer from here on, whatever state they are
             # in; TorchRL's own scheme returns from this when they are there.
-            publisher = self._require_sender()
+            publisher = self._require("sender")
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
 
@@ -182,24 +174,19 @@ class DoubleBufferSyncScheme(StoreScheme):
         """Publish weights, and wait until the workers that they are for have applied them.
 
         Args:
-            weights: a module, a TensorDict, a state dict, or None: the scheme's own model. A
-                dictionary by worker: to each its own.
-            worker_ids: for these workers only. None: for all.
+            weights: a module, a TensorDict, a state dict, or such weights by worker. Default: the
+                scheme's own model.
+            worker_ids: for these workers only. Default: for all.
 
         Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_sender`` or ``connect`` was not called.
-            OptionError: (a ``ValueError``) there is no such worker.
-            InvalidWeightsError: (a ``ValueError``) something in the weights cannot be published.
             WaitTimeoutError: (a ``TimeoutError``) some worker has not applied them.
             ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
         """
-        if not self.initialized_on_sender:
-            raise NotReadyError("call init_on_sender() before sending weights")
-        if not self.synchronized_on_sender:
-            raise NotReadyError("call connect() before sending weights")
+        if not (self.initialized_on_sender and self.synchronized_on_sender):
+            raise NotReadyError("call init_on_sender(), then connect(), before sending weights")
         published = self._publish(weights, worker_ids)
         if self.sync:
-            self._require_sender().wait(published, self.timeout_s)
+            self._require("sender").wait(published, self.timeout_s)
 
     def _publish(
         self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
@@ -210,9 +197,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if _is_by_worker(weights):
             chosen = weights if workers is None else list(workers)
             if missing := set(chosen) - weights.keys():
-                raise OptionError(
-                    f"there are no weights for worker {min(missing)} among those given"
-                )
+                raise OptionError(f"no weights were given for worker {min(missing)}")
             parts = [(weights[worker], [worker]) for worker in chosen]
         published: list[PublishedVersion] = []
         for part, for_workers in parts:
@@ -220,9 +205,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             if not extracted:
                 logger.info("model %r has no weights to publish", self._model_id)
                 continue
-            published += self._require_sender().publish(
-                extracted, for_workers, is_initial=is_initial
-            )
+            published += self._require("sender").publish(extracted, for_workers, is_initial)
             if self._has_no_workers:
                 self._load_into_collector(part, published[-1][0])
         return published
@@ -264,7 +247,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             self._model_id,
             0 if worker_idx is None else worker_idx - self._first_worker_idx,
             self.options,
-            earlier_versions=self._earlier_versions,
+            self._earlier_versions,
             get_model=lambda: self.model,
             applied=self._note_applied,
         )
@@ -282,7 +265,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         worker_idx: int | None = None,  # noqa: ARG002 - known since init
     ) -> None:
         """Load the first weights, and follow the stores from then on."""
-        receiver = self._require_receiver()
+        receiver = self._require("receiver")
         if self._has_first_weights or is_on_meta(self.model):
             receiver.wait_for_first(self.timeout_s)
         else:
@@ -290,18 +273,12 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Return the weights if newer ones came since the last call, else None.
+        """Return the weights if newer ones came since the last call, or None.
 
-        They are applied in the background, whether this is called or not.
-
-        Args:
-            timeout: seconds to wait for newer ones. None: the scheme's ``timeout_s``.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` or ``connect`` was not called.
-            ClosedError: the scheme was shut down meanwhile.
+        They are applied in the background, whether this is called or not. The default ``timeout``
+        is the scheme's ``timeout_s``.
         """
-        receiver = self._require_receiver()
+        receiver = self._require("receiver")
         if not self.synchronized_on_receiver:
             raise NotReadyError("call connect() before receiving weights")
         wait_s = self.timeout_s if timeout is None else checks.seconds("timeout", timeout)
@@ -332,11 +309,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     # Both sides.
 
     def create_transport(self, **kwargs: Any) -> Any:  # noqa: ARG002 - of other schemes
-        """Refuse: TorchRL's collectors ask for no transport.
-
-        Raises:
-            UnsupportedError: (a ``NotImplementedError``) always.
-        """
+        """Refuse: TorchRL's collectors ask for no transport."""
         raise UnsupportedError("this scheme has no transport: call send(), or follow its store")
 
     def _find_earlier_versions(self) -> dict[str, int]:
@@ -361,7 +334,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def model_of_factory(context: Any, model_id: str) -> Any:
-    """Make a policy with the factory that all workers of a collector share; None without one."""
+    """Make a policy with the factory that all workers of a collector share, or return None."""
     if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

@@ -39,8 +39,9 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
     """The scheme of :class:`VLLMWeightSender` and :class:`VLLMWeightReceiver`.
 
     Args:
-        master_address, master_port, gpus_per_replica, num_replicas, device: accepted and kept as
-            attributes, as in TorchRL's class. A store needs none of them.
+        master_address, master_port, gpus_per_replica, device: attributes, as in TorchRL's class. A
+            store needs none of them.
+        num_replicas: number of engines that ``update_weights`` waits for.
         strategy: how TorchRL extracts weights.
         remote_addr: the store, as the trainer sees it.
         local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
@@ -107,9 +108,9 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
         Args:
             model_metadata: dtype and shape of each tensor.
-            vllm_engine: an engine that `update_weights` switches itself. Default: as many engines
-                as the scheme's ``num_replicas`` are waited for, which have a
-                :class:`VLLMWeightReceiver`, or follow the store by themselves.
+            vllm_engine: an engine that ``update_weights`` switches itself. Default: it waits for
+                ``num_replicas`` engines that follow the store, by themselves or by a
+                :class:`VLLMWeightReceiver`.
 
         Raises:
             WeightsMismatchError: the engine differs from the metadata; the message lists how.
@@ -122,7 +123,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
     def _deliver(self, version: int) -> None:
         if self._receiver is not None:
-            self._receiver.apply_weights(None)
+            self._receiver.poll_and_apply(0.0)
         elif self._num_awaited:
             self._transport.open_sender().wait_applied(
                 version, receivers=self._num_awaited, timeout_s=self._timeout_s
@@ -154,10 +155,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Check that the weights that will be published fit the engine.
-
-        Args:
-            model_metadata: dtype and shape of each tensor.
+        """Check that weights of these dtypes and shapes fit the engine.
 
         Raises:
             WeightsMismatchError: they do not; the message lists how.
@@ -172,11 +170,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Wait for weights that the engine does not have, and apply them.
-
-        Weights come to an engine other than an ``LLM`` whether this is called or not. For errors,
-        see :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
-        """
+        """Call :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`; an ``LLM`` needs it."""
         return super().poll_and_apply(timeout)
 
     def shutdown(self) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -17,10 +16,9 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDict
-from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.engine.engine_options import EngineOptions
 from dbuffer.engine.follower import Follower
@@ -107,22 +105,12 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         self.init_on_receiver(model_id=model_id, context=context, **kwargs)
 
     def get_sender(self) -> VLLMDoubleBufferWeightSender:
-        """Return the sender, once ``init_on_sender`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not.
-        """
-        sender: VLLMDoubleBufferWeightSender = self._require_sender()
-        return sender
+        """Return the sender that ``init_on_sender`` made."""
+        return cast("VLLMDoubleBufferWeightSender", self._require("sender"))
 
     def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
-        """Return the receiver, once ``init_on_receiver`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not.
-        """
-        receiver: VLLMDoubleBufferWeightReceiver = self._require_receiver()
-        return receiver
+        """Return the receiver that ``init_on_receiver`` made."""
+        return cast("VLLMDoubleBufferWeightReceiver", self._require("receiver"))
 
     # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
 
@@ -165,25 +153,24 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
         """Publish weights, where ``init_on_sender`` was called."""
-        self._require_sender().update_weights(weights)
+        self._require("sender").update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        self._require_receiver().apply_weights(weights, inplace)
+        self._require("receiver").apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Apply what is new, where ``init_on_receiver`` was called; None if nothing is."""
-        return self._require_receiver().poll_and_apply(timeout or 0.0) or None
+        """Apply newer weights, where ``init_on_receiver`` was called; return None without any."""
+        return self._require("receiver").poll_and_apply(timeout or 0.0) or None
 
 
 class VLLMDoubleBufferTransport:
     """Publish into a store by hand, and read from it by hand; nothing follows it.
 
     Args:
-        remote_addr: the store, as the sender sees it.
-        local_addr: the store that the receiver reads. A mirror copies every version into it once,
-            unless it is ``remote_addr`` under another name. Default: ``remote_addr``.
+        remote_addr, local_addr: as in :class:`VLLMDoubleBufferSyncScheme`; the receiver reads the
+            latter.
         num_threads: threads that copy, on either side.
-        options: for both; ``num_threads`` is theirs then.
+        options: for both sides, in place of ``num_threads``.
     """
 
     def __init__(
@@ -233,7 +220,7 @@ class VLLMDoubleBufferTransport:
         model: Any = None,  # noqa: ARG002
         strategy: Any = None,  # noqa: ARG002
     ) -> Any | None:
-        """Return a copy of the newest version; None if it was received before, or there is none.
+        """Return a copy of the newest version, or None if there is none or it was received before.
 
         Args:
             timeout: seconds to wait for it. Default: return at once.
@@ -290,7 +277,6 @@ class VLLMDoubleBufferWeightSender:
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
         self._scheme = scheme
-        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
         self._model_ref: weakref.ref[Any] | None = None
         self._transport = scheme.create_transport()
         self._collectors: list[Any] = []
@@ -316,7 +302,7 @@ class VLLMDoubleBufferWeightSender:
             StoreBusyError: another sender has the store.
         """
         weights = self._registered_model() if weights is None else weights
-        tensors = extract_for_vllm(weights, self._strategy.extract_weights)
+        tensors = extract_for_vllm(weights, self._scheme.strategy.extract_weights)
         self._deliver(self._transport.open_sender().send(tensors).version)
         for collector in self._collectors:
             try:
@@ -408,8 +394,7 @@ class VLLMDoubleBufferWeightReceiver:
         newest, as in TorchRL.
 
         Args:
-            weights: what a transport's ``receive_weights`` returned, or any others that fit. None:
-                the store's newest.
+            weights: weights of a transport's ``receive_weights``, or any others that fit.
             inplace: must be True.
 
         Raises:
@@ -420,11 +405,12 @@ class VLLMDoubleBufferWeightReceiver:
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
-        with self._open():
-            if weights is not None:
-                self._apply_by_hand(weights)
-            elif (newest := self._find_receiver().wait_or_follow_fork(None, 0.0)) is not None:
-                self._sync(newest)
+        tensors = extract_for_vllm(weights, TensorDict.from_module)
+        with self._open(), self._scratch_store() as store:
+            with self._scheme.options.make_sender(store) as sender:
+                sender.send(tensors)
+            for follower in self._followers:
+                follower.apply_once(str(store))
 
     # Names of TorchRL before 0.12.
 
@@ -533,22 +519,13 @@ class VLLMDoubleBufferWeightReceiver:
             switches = [future.result() for future in futures]
         return any(switch is not None for switch in switches)
 
-    def _apply_by_hand(self, weights: Any) -> None:
-        """Apply weights that are in no store, through a temporary one.
-
-        It is beside the followed store, so that workers on other hosts see it, too.
-        """
-        tensors = extract_for_vllm(weights, TensorDict.from_module)
+    @contextlib.contextmanager
+    def _scratch_store(self) -> Iterator[Path]:
+        """Make a temporary store beside the followed one, where workers on other hosts see it."""
         store = self._find_receiver().store
         store.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))
-        try:
-            with self._scheme.options.make_sender(scratch / "store") as sender:
-                sender.send(tensors)
-            for follower in self._followers:
-                follower.apply_once(str(scratch / "store"))
-        finally:
-            shutil.rmtree(scratch)
+        with tempfile.TemporaryDirectory(prefix=f"{store.name}~", dir=store.parent) as scratch:
+            yield Path(scratch, "store")
 
 
 def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,13 @@ class WorkerReceiver:
     """Follows both stores of a worker in the background, and loads their newest versions.
 
     Args:
-        remote_addr: directory with the model's stores, as the trainer sees it.
-        local_addr: directory that they are read in: a mirror's, or the same one.
+        remote_addr, local_addr: the scheme's.
         model_id: the model's.
-        worker: this worker, counted from 0.
+        worker: number of this worker, from 0.
         options: of the receivers and mirrors.
         earlier_versions: newest versions of earlier runs, by the store's name; they are skipped.
         get_model: returns the model, which may be another one each time.
-        applied: the worker's own bookkeeping. It is called after each load of something new, when
-            the model may run again.
+        applied: called after each load of something new, when the model may run again.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class WorkerReceiver:
         model_id: str,
         worker: int,
         options: TransportOptions,
+        earlier_versions: Mapping[str, int],
         *,
-        earlier_versions: dict[str, int],
         get_model: Callable[[], Any],
         applied: Callable[[VersionInfo], None],
     ) -> None:
@@ -103,11 +101,7 @@ class WorkerReceiver:
         self._feeds = feed_of(None), feed_of(worker)
 
     def wait_for_first(self, timeout_s: float) -> None:
-        """Load the first weights of this run, and wait for them.
-
-        Raises:
-            WaitTimeoutError: they did not come in time.
-        """
+        """Load the first weights of this run, and wait for them."""
         self._register()  # before it waits
         self._load(self._feeds[0], timeout_s)
         self.load_newer()
@@ -119,11 +113,7 @@ class WorkerReceiver:
             self._load_if_newer(feed)
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Wait for a load since the last call, or since :meth:`follow`; return whether one was.
-
-        Raises:
-            ClosedError: it was shut down meanwhile.
-        """
+        """Wait for a load since the last call, or since :meth:`follow`; return whether one was."""
         if not self._has_loaded.wait(timeout_s):
             return False
         if self._stop_event.is_set():
@@ -135,9 +125,8 @@ class WorkerReceiver:
         """Load new versions from now on, in the background."""
         self._has_loaded.clear()
         for feed in self._feeds:
-            thread = threading.Thread(
-                target=self._follow, args=(feed,), name=f"dbuffer-{feed.receiver.store.name}"
-            )
+            name = f"dbuffer-{feed.receiver.store.name}"
+            thread = threading.Thread(target=self._follow, args=(feed,), name=name)
             thread.daemon = True  # a worker that ends must not wait for its trainer
             self._threads.append(thread)
             thread.start()
@@ -174,13 +163,8 @@ class WorkerReceiver:
 
     def _follow(self, feed: Feed) -> None:
         # A store that was recreated is for a new scheme to follow: until then it is a problem.
-        loop = FollowLoop(
-            feed.receiver,
-            "following",
-            logger,
-            final=(errors.ClosedError,),
-            stop=self._stop_event,
-        )
+        final = (errors.ClosedError,)
+        loop = FollowLoop(feed.receiver, "following", logger, final=final, stop=self._stop_event)
         with contextlib.suppress(errors.ClosedError):
             while not self._stop_event.is_set():
                 with loop.attempt():

@@ -146,16 +146,6 @@ def test_update_weights(scheme, collector_class):
                 assert parts.acts(collector) == [policy(torch.zeros(())).item()] * 3
 
 
-def test_update_weights_in_spawned_workers(scheme, policy):
-    with (
-        parts.start_method(None),
-        parts.collecting(policy, scheme, num_workers=1) as collector,
-    ):
-        assert parts.acts(collector) == [1.0]
-        update(collector, policy, 2.0)
-        assert parts.acts(collector) == [2.0]
-
-
 @SYNC
 def test_workers_read_a_local_copy(address, shm_path, policy, collector_class):
     """Stores on a network mount are read once a node, by a mirror in one of the workers."""
@@ -319,37 +309,6 @@ def test_policy_factory_update_weights(scheme):
         assert parts.acts(collector) == [0.0, 0.0]
 
 
-@in_turn(("class_name", "total_frames"), MULTI_CLASSES, [-1, 1_000_000_000])
-def test_start_update_policy(scheme, collector_class, total_frames):
-    """Workers that run freely into a replay buffer take weights as they go."""
-    linear = nn.Linear(1, 1)
-    fill(linear, 5.0)
-    policy = nn.Sequential(linear)
-    policy = parts.TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
-    weights = parts.TensorDict.from_module(policy).data.clone()
-    buffer = data.ReplayBuffer(storage=data.LazyMemmapStorage(1000))
-    collector = collector_class(
-        [parts.ProbeEnv] * 2,
-        policy,
-        replay_buffer=buffer,
-        total_frames=total_frames,
-        frames_per_batch=16,
-        weight_sync_schemes={"policy": scheme},
-    )
-    try:
-        collector.start()
-
-        def collects(value: float) -> bool:
-            return len(buffer) >= 16 and bool((buffer[-16:]["action"] == value).all())
-
-        until("weights are used", lambda: collects(5.0), TIMEOUT_S)
-        weights["module", "0", "bias"] += 1
-        collector.update_policy_weights_(weights)
-        until("new weights are used", lambda: collects(6.0), TIMEOUT_S)
-    finally:
-        collector.async_shutdown(timeout=10)
-
-
 def test_weights_for_all_workers_or_for_some(scheme):
     """With distinct factories, as `test_multi_collector_with_distinct_policy_factories`, too."""
     factories = [parts.constant_factory(value) for value in (0.0, 1.0, 2.0)]
@@ -486,36 +445,6 @@ def test_extra_state_travels(address, strategy):
         assert parts.acts(collector) == [1.75, 1.75]
 
 
-def test_extra_state_in_torchrls_form(scheme):
-    policy = parts.StatefulPolicy(1.0, offset=0.5)
-    with parts.collecting(policy, scheme) as collector:
-        weights = weight_update.WeightStrategy().extract_weights(policy)
-        weights["__extra_state__", "offset"] = torch.tensor(0.75)
-        collector.update_policy_weights_(weights)
-        assert parts.acts(collector) == [1.75, 1.75]
-
-
-def test_process_backend_with_weights(scheme):
-    """An Evaluator makes its collector late, in a thread of its own."""
-    evaluator = collectors.Evaluator(
-        parts.ProbeEnv,
-        policy_factory=parts.ConstantPolicy,
-        max_steps=5,
-        num_trajectories=1,
-        weight_sync_schemes={"policy": scheme},
-        metrics_fn=lambda batch: {"action": float(batch["action"].mean())},
-        collector_kwargs={"traj_format": "padded", "auto_register_policy_transforms": False},
-    )
-    try:
-        for value in (2.0, 3.0):
-            metrics = evaluator.evaluate(weights=parts.ConstantPolicy(value), step=0)
-            assert metrics["eval/action"] == value
-        evaluator.trigger_eval(weights=parts.ConstantPolicy(4.0), step=1)
-        assert evaluator.wait(timeout=TIMEOUT_S)["eval/action"] == 4.0
-    finally:
-        evaluator.shutdown()
-
-
 # Schemes by hand, without a collector on one side or on both.
 
 
@@ -571,21 +500,6 @@ def ask(*workers: Child) -> list[float]:
     for worker in workers:
         worker.send("weight")
     return [worker.receive() for worker in workers]
-
-
-def test_mp_flow(scheme):
-    """A scheme that was given a model sends the values that it has later."""
-    policy = parts.ConstantPolicy(1.5)
-    begin(scheme, policy, num_workers=2)
-    with Child(_follow, scheme, 0) as first, Child(_follow, scheme, 1) as second:
-        scheme.connect()
-        assert [first.receive(), second.receive()] == [1.5, 1.5]
-        scheme.send(weights_of(3.0))
-        assert ask(first, second) == [3.0, 3.0]
-        fill(policy, 4.0)
-        scheme.send()
-        assert ask(first, second) == [4.0, 4.0]
-        let_go(first, second)
 
 
 def test_a_moments_trouble_does_not_end_a_workers_following(scheme, address):
@@ -668,30 +582,6 @@ def test_collector_receives(address):
         assert next_batch()[0] == [4.0]
     finally:
         for part in (collector, first, second, sender):
-            part.shutdown()
-
-
-def test_multi_collector_receives(address):
-    """What it receives, from its constructor on, it hands on to its own workers."""
-    sender = parts.DoubleBufferSyncScheme(address)
-    begin(sender)
-    receiver = pickle.loads(pickle.dumps(sender))
-    sender.connect()
-    collector = collectors.MultiSyncCollector(
-        [parts.ProbeEnv] * 2,
-        parts.ConstantPolicy(-5.0),
-        frames_per_batch=8,
-        cat_results="stack",
-        weight_recv_schemes={"policy": receiver},
-        **RECEIVING,
-    )
-    try:
-        assert parts.acts(collector) == [1.0, 1.0]
-        for value in (2.0, 3.0):
-            sender.send(parts.ConstantPolicy(value))
-            assert parts.acts(collector) == [value, value]
-    finally:
-        for part in (collector, receiver, sender):
             part.shutdown()
 
 
@@ -884,15 +774,6 @@ def test_first_weights_that_do_not_fit(scheme):
     assert time.monotonic() - started < scheme.timeout_s / 2, "the worker says so, without a wait"
 
 
-def test_weights_that_cannot_be_published(scheme, policy):
-    with parts.collecting(policy, scheme) as collector:
-        for weights in ({"weight": "two"}, {"weight": torch.zeros((), device="meta")}, 3):
-            with pytest.raises(dbuffer.InvalidWeightsError):
-                collector.update_policy_weights_(weights)
-        update(collector, policy, 2.0)
-        assert parts.acts(collector) == [2.0, 2.0]
-
-
 def test_sends_that_overtake_each_other(scheme, policy):
     """Without waiting, all but the last may be skipped, and nobody goes back."""
     scheme.sync = False
@@ -907,22 +788,6 @@ def test_sends_that_overtake_each_other(scheme, policy):
         come_to(collector, 1000.0)
         for row in rows:
             assert row == sorted(row)
-
-
-def test_sends_from_two_threads(scheme):
-    """They take turns, and each returns when its weights, or later ones, are applied."""
-    with parts.collecting(parts.ConstantPolicy(0.0), scheme) as collector:
-
-        def send(values: range) -> None:
-            for value in values:
-                collector.update_policy_weights_(parts.ConstantPolicy(float(value)))
-
-        with ThreadPoolExecutor(2) as threads:
-            sending = [threads.submit(send, range(first, 40, 2)) for first in (0, 1)]
-            for future in sending:
-                future.result(TIMEOUT_S)
-        rows = parts.acts(collector)
-        assert rows[0] == rows[1] in (38.0, 39.0)
 
 
 def test_first_weights_that_never_come(address):
@@ -983,36 +848,6 @@ def test_weights_of_an_earlier_run_are_not_used(address, policy, leftover):
         None, parts.DoubleBufferSyncScheme(address), policy_factory=factories
     ) as collector:
         assert parts.acts(collector) == [4.0, 5.0]
-
-
-def test_two_collectors_cannot_share_an_address(address, policy):
-    with parts.collecting(policy, parts.DoubleBufferSyncScheme(address)) as collector:
-        with (
-            pytest.raises(dbuffer.StoreBusyError),
-            parts.collecting(parts.ConstantPolicy(2.0), parts.DoubleBufferSyncScheme(address)),
-        ):
-            pass
-        update(collector, policy, 3.0)
-        assert parts.acts(collector) == [3.0, 3.0]
-
-
-def _kinds_in(model: nn.Module) -> dict[str, Any]:
-    return {
-        "tied": model.tied.weight is model.tied_to.weight,
-        "parameters": [name for name, _ in model.named_parameters()],
-        "requires_grad": [p.requires_grad for p in model.parameters()],
-        "buffers": [name for name, _ in model.named_buffers()],
-    }
-
-
-def test_a_model_keeps_its_kinds_of_tensors(scheme):
-    """Parameters stay parameters, tied ones stay tied, buffers stay buffers."""
-    policy, model = parts.AwkwardModel(1), parts.AwkwardModel(0)
-    with following(scheme, model, policy):
-        assert _kinds_in(model) == _kinds_in(policy)
-        scheme.send(parts.AwkwardModel(2))
-        assert _kinds_in(model) == _kinds_in(policy)
-        parts.assert_same_state(model.state_dict(), parts.AwkwardModel(2).state_dict())
 
 
 def test_a_policy_without_weights(scheme):

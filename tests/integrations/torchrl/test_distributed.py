@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 import traceback
 import warnings
@@ -32,7 +31,6 @@ from tests.support.waiting import TIMEOUT_S, until
 parts = Later("tests.support.torchrl_parts")
 collectors = Later("torchrl.collectors")
 distributed = Later("torchrl.collectors.distributed")
-modules = Later("torchrl.modules")
 
 pytestmark = pytest.mark.usefixtures("frameworks_preloaded")
 
@@ -132,22 +130,6 @@ def records(address: Path) -> dict[str, Any]:
 
 def wait_for_end(pid: int, timeout_s: float = TIMEOUT_S) -> None:
     until(f"process {pid} has ended", lambda: not Path(f"/proc/{pid}").exists(), timeout_s)
-
-
-def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
-    policy = modules.RandomPolicy(parts.ProbeEnv().action_spec)
-    collector = start(kind, policy, address, 4, collector_class=node)
-    total = sum(batch.numel() for batch in collector)
-    end(collector)
-    return total
-
-
-@IN_SOAKS_ALONE
-@pytest.mark.parametrize("kind_name", KIND_CLASSES)
-@pytest.mark.parametrize("node_name", NODE_CLASSES)
-def test_distributed_collector_class(address, kind, node):
-    """A policy without weights, on every kind of node."""
-    assert in_child(_collect_at_random, kind, node, address) == 4 * FRAMES
 
 
 def _update_policy(
@@ -280,95 +262,6 @@ def test_worker_ids(address, kind, node):
     assert seen == [[first] * half + [second] * half for first, second in expected]
 
 
-def _whole(kind: Any, node: Any, address: Path) -> Collected:
-    policy = parts.WholePolicy(0.0, numel=50_000)
-    schemes = {"policy": parts.DoubleBufferSyncScheme(address, sync=False)}
-    collector = start(
-        kind, policy, address, 40, collector_class=node, sync=False, weight_sync_schemes=schemes
-    )
-    seen = []
-    for batch in collector:
-        seen.append(actions(batch))
-        policy.say(float(len(seen)))
-        collector.update_policy_weights_()
-    end(collector)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "kind_name", [pytest.param(KIND_CLASSES[0], marks=IN_SOAKS_ALONE), KIND_CLASSES[1]]
-)
-def test_no_forward_call_sees_weights_of_two_versions(address, kind):
-    seen = in_child(_whole, kind, collectors.Collector, address)
-    values = {value for row in seen for value in row}
-    assert min(values) >= 0.0, "a forward call saw weights of two versions"
-    assert len(values) > 5
-
-
-def _lose_a_node(address: Path) -> tuple[str, float]:
-    policy = parts.ConstantPolicy(1.0)
-    scheme = parts.DoubleBufferSyncScheme(address)
-    collector = start(
-        distributed.DistributedCollector,
-        policy,
-        address,
-        100,
-        sync=True,
-        weight_sync_schemes={"policy": scheme},
-    )
-    next(iter(collector))
-    lost, other = collector.jobs
-    os.kill(lost.pid, signal.SIGKILL)
-    lost.join()
-    started = time.monotonic()
-    try:
-        collector.update_policy_weights_()
-    except dbuffer.ReceiverFailedError as error:
-        message = str(error)
-    scheme.send(worker_ids=[1])
-    duration_s = time.monotonic() - started
-    # The collector cannot be shut down: it would wait for its lost node.
-    other.kill()
-    other.join()
-    collector._shutdown = True
-    torch.distributed.destroy_process_group()
-    return message, duration_s
-
-
-def test_a_node_that_was_killed(address):
-    message, duration_s = in_child(_lose_a_node, address)
-    assert "worker-0" in message
-    assert duration_s < 30.0, "nobody waits for the dead until the time-out of 60 s"
-
-
-def _by_hand(address: Path) -> Collected:
-    """This collector takes no schemes: its nodes are told of ours, and the trainer drives it."""
-    policy = parts.ConstantPolicy(3.0)
-    # It counts its nodes from 1, and does not say so: nobody can wait for them by name.
-    scheme = parts.DoubleBufferSyncScheme(address, sync=False)
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=2)
-    scheme.connect()
-    options = local(60)
-    options["collector_kwargs"]["weight_recv_schemes"] = {"policy": scheme}
-    collector = distributed.DistributedSyncCollector(
-        [parts.NodeEnv()] * 2, None, policy_factory=parts.ConstantPolicy, **options
-    )
-    seen = []
-    for batch in collector:
-        seen.append(actions(batch))
-        policy.weight.data.fill_(4.0)
-        scheme.send()
-    collector.shutdown()
-    scheme.shutdown()
-    return seen
-
-
-def test_distributed_sync_collector(address):
-    seen = in_child(_by_hand, address)
-    assert seen[0] == [3.0]
-    assert seen[-2:] == [[4.0], [4.0]]
-
-
 # Ray
 
 
@@ -436,31 +329,5 @@ def test_ray_collector_updatepolicy(cluster, address):
         with pytest.raises(dbuffer.ReceiverFailedError, match="worker-0"):
             collector.update_policy_weights_(parts.ConstantPolicy(6.0))
         assert time.monotonic() - started < 10.0
-    finally:
-        collector.shutdown()
-
-
-@IN_SOAKS_ALONE
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
-def test_ray_collector_policy_constructor(cluster, address):
-    """The trainer has no policy; the nodes make theirs, and have workers of their own."""
-    weights = parts.TensorDict.from_module(parts.linear_policy(2.0))
-    collector = distributed.RayCollector(
-        [parts.ProbeEnv],
-        policy_factory=lambda: parts.linear_policy(0.0),
-        collector_class=collectors.MultiSyncCollector,
-        num_workers_per_collector=2,
-        weight_sync_schemes={"policy": parts.DoubleBufferSyncScheme(address)},
-        **on_ray(5),
-    )
-    try:
-        collector.update_policy_weights_(weights)
-        for value, batch in enumerate(collector, start=2):
-            # The next batch is asked for before this one is seen.
-            assert set(actions(batch)) <= {float(value), float(value - 1)}
-            weights.data.apply_(lambda tensor: tensor * 0 + 0)
-            weights["module", "bias"].data.fill_(value + 1.0)
-            collector.update_policy_weights_(weights)
     finally:
         collector.shutdown()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
@@ -93,21 +91,6 @@ def test_tied_tensors_have_all_their_names(strategy):
     found = extracted(model, strategy)
     assert {"0.weight", "1.weight"} <= found.keys()
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
-
-
-@pytest.mark.parametrize("nested", [True, False])
-def test_tensordicts_and_state_dicts_may_be_nested_or_flat(nested):
-    weight, bias = torch.ones(2), torch.zeros(1)
-    inner = {"weight": weight, "bias": bias}
-    flat = {"layer.weight": weight, "layer.bias": bias}
-    for weights in (
-        TensorDict({"layer": inner} if nested else flat, batch_size=[]),
-        {"layer": inner} if nested else flat,
-        OrderedDict(layer=TensorDict(inner, batch_size=[])) if nested else OrderedDict(flat),
-    ):
-        found = extracted(weights)
-        assert found.keys() == flat.keys()
-        assert torch.equal(found["layer.weight"], weight)
 
 
 STATES = [
