@@ -38,8 +38,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             process of each node copies every version, for a store on a network mount.
         delta: publish only the bytes that changed since the last sync, if they are few. The weights
             are then collected first, in the memory of the first rank's host.
-        dtype: the name of a dtype in which floating-point tensors are published. Default: each in
-            its own.
+        dtype: dtype of published floating-point tensors, as text. Default: each tensor's own.
         timeout_s: how long a rollout worker waits for the version of a sync.
 
     Raises:
@@ -62,23 +61,14 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         self._rollout_sync = RolloutSync(store, local_store=local_store, timeout_s=timeout_s)
 
     def prepare(self) -> str | None:
-        """Begin a sync: in the actor's first rank, open the store and generate the sync's id.
-
-        Raises:
-            StoreBusyError: another sender has the store.
-            StoreAccessError: the store cannot be used.
-        """
+        """Begin a sync: in the actor's first rank, open the store and generate the sync's id."""
         return self._actor_sync.announce() if self._is_master else None
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the arguments of each worker's :meth:`init_process_group`: the sync's id, or None.
-
-        Raises:
-            NotReadyError: the ranks of the actor have generated no id, or several.
-        """
+        """Return the arguments of each worker's :meth:`init_process_group`."""
         names = [name for name in metadata if name is not None]
         if len(names) != 1:
             raise NotReadyError(
@@ -88,29 +78,14 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         return {"sync": [None] * actor_wg_world_size}, {"sync": names * rollout_world_size}
 
     def init_process_group(self, sync: str | None) -> None:
-        """Let a rollout worker take the version of ``sync``; there is no group to join.
-
-        Raises:
-            OptionError: ``local_store`` holds another store's versions, and is in use.
-        """
+        """Let a rollout worker take the version of ``sync``; there is no group to join."""
         if sync is not None:
             self._rollout_sync.expect(sync)
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish, in the actor's first rank; in the others, take part in gathering the weights.
-
-        Returns:
-            The first rank's version, its bytes, and the seconds that it took, for verl's log.
-
-        Raises:
-            InvalidWeightsError: something in them cannot be published.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
-            NotReadyError: :meth:`prepare` was not called for this sync.
-        """
+        """Publish, in the actor's first rank; in the others, take part in gathering the weights."""
         with torch.no_grad():
             if self._is_master:
                 return self._actor_sync.publish(weights, global_steps)
@@ -121,11 +96,6 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         """Wait for the sync's version, and bring it into this worker's memory.
 
         `CheckpointManager` calls this while the rollout engines generate.
-
-        Raises:
-            WaitTimeoutError: it did not come in time.
-            VersionRegressedError: the store went back, or forked, as the version was opened.
-            StoreCorruptError: the version is damaged.
         """
         for _ in self._rollout_sync.waiting():
             time.sleep(LOOK_AGAIN_S)
@@ -134,12 +104,9 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         self,
         global_steps: int | None = None,  # noqa: ARG002 - the sync's id is exact
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors of the sync's version, once it is there. They are on the CPU.
+        """Yield names and tensors of the sync's version, once :meth:`stage` would return.
 
-        Raises:
-            WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError: the store went back, or forked, as the version was opened.
-            StoreCorruptError: the version is damaged.
+        The tensors are on the CPU.
         """
         for _ in self._rollout_sync.waiting():
             await asyncio.sleep(LOOK_AGAIN_S)
@@ -147,9 +114,5 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             yield name, tensor
 
     def finalize(self) -> None:
-        """Acknowledge the version: verl calls this when every engine has loaded it.
-
-        Raises:
-            SnapshotEvictedError: loading took longer than the sender waits.
-        """
+        """Acknowledge the version: verl calls this when every engine has loaded it."""
         self._rollout_sync.finish()

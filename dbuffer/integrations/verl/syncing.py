@@ -51,9 +51,6 @@ class ActorSync:
     """Publishing side of the syncs, in the actor's first rank.
 
     The first sync opens the store. `StoreCheckpointEngine` describes the options.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
     """
 
     def __init__(self, store: Any, *, delta: Any = False, dtype: Any = None) -> None:
@@ -67,12 +64,7 @@ class ActorSync:
         self._sync: str | None = None
 
     def announce(self) -> str:
-        """Begin a sync; return its id, which only its version will have.
-
-        Raises:
-            StoreBusyError: another sender has the store.
-            StoreAccessError: the store cannot be used.
-        """
+        """Begin a sync; return its id, which only its version will have."""
         if self._sender is None:
             self._sender = WeightSender(self._store, delta=self._delta, dtype=self._dtype)
         self._sync = secrets.token_hex(16)
@@ -81,32 +73,25 @@ class ActorSync:
     def publish(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None
     ) -> dict[str, float]:
-        """Publish the version of the sync that was announced.
+        """Publish the version of the sync that was announced, and return metrics of it.
 
         Whatever goes wrong, the iterator is exhausted: other ranks gather each tensor with this
         one, and would hang in a collective without it.
-
-        Returns:
-            What a trainer may log: the version, its bytes, and the seconds that it took.
-
-        Raises:
-            NotReadyError: no sync was announced, or it has been published.
-            InvalidWeightsError: something in them cannot be published.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
         """
-        rest = iter(weights)
+        pairs = iter(weights)
         try:
             if self._sender is None or self._sync is None:
                 raise NotReadyError(
                     "no sync has begun: prepare() comes before send_weights(), each time"
                 )
             metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
-            source = dict(_copies(rest)) if self._delta else rest
+            # In memory of their own, since the iterator may reuse its memory.
+            source = (
+                {n: t.detach().to("cpu", copy=True) for n, t in pairs} if self._delta else pairs
+            )
             published = self._sender.send(source, metadata=metadata)
         except Exception:
-            join_gathering(rest)
+            join_gathering(pairs)
             raise
         return {
             "dbuffer/version": float(published.version),
@@ -115,25 +100,15 @@ class ActorSync:
         }
 
 
-def _copies(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy tensors to this host's memory, since the iterator may reuse its own."""
-    for name, tensor in weights:
-        yield name, tensor.detach().to("cpu", copy=True)
-
-
 class RolloutSync:
     """Receiving side of the syncs, in a rollout worker.
 
     It holds the version of one sync until the engine has loaded it. `StoreCheckpointEngine`
     describes the options.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
     """
 
     def __init__(self, store: Any, *, local_store: Any = None, timeout_s: Any = 600.0) -> None:
-        self._store = options.directory(f"{_WHERE}.store", store)
-        self._local_store = self._store
+        self._store = self._local_store = options.directory(f"{_WHERE}.store", store)
         if local_store is not None:
             self._local_store = options.directory(f"{_WHERE}.local_store", local_store)
         self._timeout_s = options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s)
@@ -145,26 +120,20 @@ class RolloutSync:
         self._snapshot: Snapshot | None = None
 
     def expect(self, sync: str) -> None:
-        """Begin a sync. The version of an earlier one that was not finished is released.
-
-        Raises:
-            OptionError: ``local_store`` holds another store's versions, and is in use.
-        """
-        self._drop()
+        """Begin a sync, and release the version of an unfinished one."""
+        self._snapshot = self._sync = None
+        try:
+            self._holding.close()
+        except DBufferError as error:
+            # The version is not used any more; a problem of the store, the next look says too.
+            logger.info("a version that was not finished: %s", str(error))
         if self._receiver is None:
             self._mirror = start_mirror(self._store, self._local_store)
             self._receiver = WeightReceiver(self._local_store)
         self._sync = sync
 
     def waiting(self) -> Iterator[None]:
-        """Hold the sync's version, and no other one; yield each time it is not there yet.
-
-        Raises:
-            NotReadyError: no sync has begun.
-            WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError: the store went back, or forked, as the version was opened.
-            StoreCorruptError: the version is damaged.
-        """
+        """Hold the sync's version, and no other one; yield each time it is not there yet."""
         sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: init_process_group() comes before, each time")
@@ -189,12 +158,7 @@ class RolloutSync:
         yield from self._snapshot.tensors.items()
 
     def finish(self) -> None:
-        """Acknowledge and release the held version, which the engine has loaded.
-
-        Raises:
-            SnapshotEvictedError: loading took longer than the sender waits, and what was loaded
-                may be of two versions.
-        """
+        """Acknowledge and release the held version, which the engine has loaded."""
         snapshot, self._snapshot, self._sync = self._snapshot, None, None
         if snapshot is None or self._receiver is None:
             return
@@ -232,11 +196,3 @@ class RolloutSync:
             self._receiver.follow_fork()
             self._looked_at = None
             return False
-
-    def _drop(self) -> None:
-        self._snapshot = self._sync = None
-        try:
-            self._holding.close()
-        except DBufferError as error:
-            # It is not used any more; what is wrong with the store, the next look says too.
-            logger.info("a version that was not finished: %s", str(error))
