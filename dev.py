@@ -40,6 +40,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -472,7 +473,7 @@ def compare_interfaces(options: list[str]) -> NoReturn:
             version = wheel.name.split("-")[1].partition("+")[0]
             used = uses_of(name)
             if is_recording:
-                interfaces.record(name, version, zipfile.Path(wheel), used)
+                record_release(name, version, interfaces.Sources(zipfile.Path(wheel)), used)
                 say(f"recorded {name} {version}")
                 continue
             record = interfaces.Record.of(name)
@@ -486,6 +487,21 @@ def compare_interfaces(options: list[str]) -> NoReturn:
         for one in unrecorded:
             print(f"  {one}: not on record; used in {', '.join(used[one])}")
     sys.exit(has_moved)
+
+
+def record_release(framework: str, version: str, sources: Any, used: dict[str, list[str]]) -> None:
+    """Write a release into the record of its framework; releases come in ascending order."""
+    place = ROOT / f"dbuffer/integrations/interfaces/{framework}.json"
+    record = json.loads(place.read_text())
+    # Names that dbuffer reaches by an object are in the record, and not in `used`.
+    names = {name: record["names"].get(name, {}) for name in {*used, *record["names"]}}
+    for name, forms in names.items():
+        form = sources.form(name, name in record["replaced"])
+        if not forms or list(forms.values())[-1] != form:
+            names[name] = {**forms, version: form}
+    record["names"] = dict(sorted(names.items()))
+    record["tested"] = [*record["tested"][:1], version]
+    place.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def uses_of(framework: str) -> dict[str, list[str]]:

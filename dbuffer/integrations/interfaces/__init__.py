@@ -20,7 +20,6 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
@@ -141,25 +140,6 @@ def require(framework: str) -> None:
             f"was tested with, in {listed(names)}, which dbuffer uses: install {framework} "
             f"{newest}, or a newer dbuffer"
         )
-
-
-def record(framework: str, version: str, root: Traversable, used: Collection[str]) -> None:
-    """Write a release into a framework's record; releases come in ascending order.
-
-    ``used``: names that dbuffer imports. Names that it reaches by an object are in the record.
-    """
-    place = Path(__file__).with_name(f"{framework}.json")
-    encoded = json.loads(place.read_text())
-    sources, replaced = Sources(root), encoded["replaced"]
-    names = {name: encoded["names"].get(name, {}) for name in {*used, *encoded["names"]}}
-    for name in names:
-        form = sources.form(name, name in replaced)
-        before = list(names[name].values())
-        if not before or before[-1] != form:
-            names[name] = {**names[name], version: form}
-    encoded["names"] = dict(sorted(names.items()))
-    encoded["tested"] = [*encoded["tested"][:1], version]
-    place.write_text(json.dumps(encoded, indent=1) + "\n")
 
 
 class Sources:
