@@ -6,11 +6,6 @@ engines to switch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dbuffer.integrations.lightrft.manager import BroadcastManager
 
-from dbuffer.runtime.lazy import lazily
-
-if TYPE_CHECKING:
-    from dbuffer.integrations.lightrft.manager import BroadcastManager as BroadcastManager
-else:
-    __getattr__, __all__ = lazily(__name__, {"BroadcastManager": ".manager"})
+__all__ = ["BroadcastManager"]

@@ -41,18 +41,11 @@ class Configuration:
     dtype: torch.dtype | None
     """Dtype in which floating-point tensors are published; None: each in its own."""
     names: NameMap | None
-    """Names that an engine gives a vision-language model's tensors; None: transformers'."""
+    """Names that an engine gives a vision-language model's tensors, if not transformers'."""
 
     @classmethod
     def of(cls, strategy: Any) -> Configuration:
-        """Read a strategy: ``engine_type``, and settings in ``args``, or else in ``config``.
-
-        The settings are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
-
-        Raises:
-            UnsupportedError: (a ``NotImplementedError``) one of them has a value that is not
-                supported.
-        """
+        """Read ``engine_type`` of a strategy, and its settings in ``args`` or ``config``."""
         engine_type = strategy.engine_type
         if engine_type not in ENGINE_TYPES:
             raise UnsupportedError(
@@ -73,18 +66,12 @@ class Configuration:
         )
 
     def rename(self, actor: Any) -> NameMap | None:
-        """Return what renames the actor's tensors; None: their names stay."""
+        """Return the map of the actor's names, or None if they stay."""
         names = (name for name, _ in self._module(actor).named_parameters())
         return self.names if any("language_model." in name for name in names) else None
 
     def weights(self, actor: Any) -> Weights:
-        """Return the weights to publish: the actor's module, with its adapters merged.
-
-        Raises:
-            UnsupportedError: (a ``NotImplementedError``) it is not what the strategy says,
-                or has adapters and is sharded.
-            InvalidWeightsError: its adapters cannot be merged.
-        """
+        """Return the weights to publish: the actor's module, with its adapters merged."""
         module = self._module(actor)
         if not _has_adapters(module):
             return module

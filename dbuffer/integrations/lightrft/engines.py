@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dbuffer.engine.engine_options import EngineOptions
+from dbuffer.engine.follower import Follower
 from dbuffer.engine.messages import raise_worst
 from dbuffer.errors import DBufferError
 
 if TYPE_CHECKING:
-    from dbuffer.engine.engine_options import EngineOptions
-    from dbuffer.engine.follower import Follower
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
@@ -18,14 +18,7 @@ EngineFollower: TypeAlias = "Follower | LaunchedFollower"
 
 
 def engines_of_rank(inference_engine: Any, rank: int) -> list[Any]:
-    """Return the engines that this rank switches.
-
-    Args:
-        inference_engine: one, or a list: engines in this process, of which each rank has its own,
-            or its part of one; None, where another rank has it; and servers' URLs, the same on all
-            ranks, which the first rank switches.
-        rank: the number of this rank.
-    """
+    """Return the engines that this rank switches: those in its process, and URLs on rank 0."""
     is_several = isinstance(inference_engine, list | tuple)
     given = inference_engine if is_several else [inference_engine]
     here = [_without_wrapper(engine) for engine in given]
@@ -43,8 +36,7 @@ def start_follower(
     engine_type: str, engine: Any, api_key: str | None, options: EngineOptions
 ) -> EngineFollower:
     """Let an engine follow a store; it switches on demand, by :func:`switch_all`."""
-    from dbuffer.engine.follower import Follower
-
+    # Not by the integrations' `follow`: that lets servers switch in the background, at any time.
     follower: EngineFollower
     if engine_type == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of
@@ -56,7 +48,6 @@ def start_follower(
         if vllm_engine.is_one_of_several(engine):
             follower = launched.LaunchedFollower(engine, options)
         else:
-            # Not `follow` of vLLM: that lets servers switch in the background, at any time.
             follower = Follower(vllm_engine.vllm_engine_of(engine, api_key=api_key), options)
     follower.start()
     return follower

@@ -42,19 +42,18 @@ class BroadcastManager(Closing):
             engine of DeepSpeed's.
         strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``,
             ``text_only``) are read. What ``args`` lacks is as in ``config``, or LightRFT's default.
-        inference_engine: this rank's ``vllm.LLM``, or None where it has none; or the URL of a
-            server, the same on all ranks; or a list of such.
+        inference_engine: this rank's ``vllm.LLM``, or None if it has none; or the URL of a server,
+            the same on all ranks; or a list of such.
         store: the store's directory, the same on all ranks, and as the engines see it. Default: one
             in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
             the job. A second manager in a job needs a store of its own.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
-        unused_tensors: what an engine does with tensors that its model has no place for:
-            ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
-        **sender: fields of :class:`dbuffer.SenderOptions`. ``dtype`` and
-            ``rename`` are LightRFT's by default: for vLLM, which knows transformers' names, names
-            stay; for SGLang, without ``args.text_only``, LightRFT's mapping.
+        unused_tensors: treatment of tensors that an engine's model has no place for: ``"refuse"``
+            the version, or ``"warn"`` once, and leave them out.
+        **sender: fields of :class:`dbuffer.SenderOptions`. ``dtype`` and ``rename`` are LightRFT's
+            by default: its map of names is for SGLang without ``args.text_only``.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) this engine, or this trainer, is not
@@ -116,28 +115,17 @@ class BroadcastManager(Closing):
     def broadcast_to_engine(self) -> None:
         """Publish the actor's weights, and return when every engine has switched to them.
 
-        Where publishing fails, all engines serve on with what they had. Where one engine cannot
-        switch, it does so too, and the others have the new version.
-
-        Raises:
-            UnsupportedError: the actor is no longer one that is supported.
-            InvalidWeightsError: something in the weights cannot be published.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
-            EngineBusyError: an engine is generating, or asleep; it was not touched.
-            EngineUpdateError, WaitTimeoutError: an engine could not switch.
-            EngineBrokenError: its weights are half loaded, and it refuses to serve.
-            EngineUnreachableError: (a server) it does not answer.
-            RankFailedError: a rank was lost.
+        If publishing fails, all engines serve on with their weights. If one engine cannot switch,
+        so does it, and the others have the new version. It raises what
+        :meth:`dbuffer.ShardedWeightSender.send` and :meth:`.Follower.sync` raise, on all ranks.
         """
         weights = self._weights_on_all_ranks()
-        published = self._sender.send(weights)
+        version = self._sender.send(weights).version
         self._agreement.each(
             "switch its engines",
-            lambda: switch_all(self._followers, published.version, timeout_s=self._timeout_s),
+            lambda: switch_all(self._followers, version, timeout_s=self._timeout_s),
         )
-        self.version = published.version
+        self.version = version
 
     def close(self) -> None:
         """Stop following. Engines keep their weights, and the store its last version."""

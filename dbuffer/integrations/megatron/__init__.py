@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dbuffer.integrations.megatron.weights import MegatronWeights
 
-from dbuffer.runtime.lazy import lazily
-
-if TYPE_CHECKING:
-    from dbuffer.integrations.megatron.weights import MegatronWeights as MegatronWeights
-else:
-    __getattr__, __all__ = lazily(__name__, {"MegatronWeights": ".weights"})
+__all__ = ["MegatronWeights"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +20,10 @@ from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configurat
 from dbuffer.integrations.lightrft.engines import engines_of_rank
 from dbuffer.publish.sender_options import SenderKeywords
 from dbuffer.receive.stager import Stager
-from tests.support.engines import preforked
 from tests.support.engines.vllm_engines import NEEDS_VLLM
 from tests.support.later import Later
 from tests.support.lightrft_parts import Actor, strategy_for
 from tests.support.patterns import received
-from tests.support.programs import without_leaks_of_triton
 from tests.support.waiting import TIMEOUT_S
 from tests.support.worlds import World
 
@@ -355,27 +352,3 @@ class StandIn:
 
     def close(self) -> None:
         pass
-
-
-def end_without_close(place: Path) -> None:
-    """A program that ends as most do: nothing is closed, and the engine goes on to its last."""
-    meeting = f"file://{place / 'meeting'}"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    manager = held["manager"] = followed_by_a_stand_in(place)
-    manager.broadcast_to_engine()
-    print(manager.store)
-
-
-def test_program_that_ends_without_close_says_nothing(tmp_path):
-    printed, complaints = tmp_path / "printed", tmp_path / "complaints"
-    with printed.open("wb") as output, complaints.open("wb") as errors:
-        program = preforked.start(
-            [__file__, str(tmp_path)], env=dict(os.environ), output=output, errors=errors
-        )
-        assert program.wait(TIMEOUT_S) == 0, complaints.read_text()
-    assert Path(printed.read_text().strip()).is_dir()
-    assert without_leaks_of_triton(complaints.read_text()) == ""
-
-
-if __name__ == "__main__":
-    end_without_close(Path(sys.argv[1]))
