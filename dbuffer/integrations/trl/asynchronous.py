@@ -53,12 +53,7 @@ class StoreWeightTransfer:
         """Newest version published."""
 
     def init_weight_transfer(self) -> None:
-        """Open the store. TRL does so on its main process only, as it makes every call here.
-
-        Raises:
-            StoreBusyError: another sender has the store.
-            StoreAccessError: the store cannot be used.
-        """
+        """Open the store, on TRL's main process, which makes every call here."""
         # Not sooner: ranks that publish nothing make one of these too.
         if self._sender is None:
             self._sender = WeightSender(self.store, **self._options)
@@ -70,24 +65,11 @@ class StoreWeightTransfer:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
         After an error nothing was published, unless the message says so, and the servers serve on.
-
-        Raises:
-            InvalidWeightsError: something in them cannot be published.
-            StoreFullError: there is no room for the version.
-            StoreAccessError: the store cannot be written.
-            WriterSupersededError: another sender has taken the store over.
-            NotReadyError: `init_weight_transfer` was not called.
         """
         self.version = self._opened().send(iterator).version
 
     def resume(self) -> None:
-        """Return when the servers generate with what was sent; they were never held up for it.
-
-        Raises:
-            WaitTimeoutError: too few of them do, in time; the message says which ones do.
-            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
-            NotReadyError: `init_weight_transfer` was not called.
-        """
+        """Return when the servers generate with the version; they never waited for it."""
         sender = self._opened()
         if self.version is not None:
             sender.wait_applied(self.version, receivers=self._receivers, timeout_s=self._timeout_s)

@@ -172,15 +172,6 @@ def test_command_line_follows_and_a_restarted_server_is_followed_again(world):
     assert world.server.generate(LONG)["output_ids"] == [token_of(first)] * 12
 
 
-def test_restarted_trainer_goes_on(world):
-    with follow(world.server.url, world.store, engine_id="engine") as follower:
-        world.sender.close()
-        world.sender = dbuffer.WeightSender(world.store, dtype=torch.bfloat16)
-        version = world.publish()
-        follower.wait_applied(version)
-        assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
-
-
 def test_example_samples_with_the_newest_weights_each_time(world, tmp_path):
     example = ROOT / "examples" / "sglang_server.py"
     command = [sys.executable, str(example), str(world.checkpoint), world.server.url]
