@@ -39,7 +39,7 @@ _FREE = frozenset(
 
 
 def adapter_weights(peft_model: PeftModel, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """An adapter's tensors under the names that peft saves them under, where they lie.
+    """Return an adapter's tensors, in place, by the names that peft saves.
 
     Raises:
         InvalidWeightsError: there is no such adapter, or it means nothing without its base.
@@ -51,9 +51,7 @@ def adapter_weights(peft_model: PeftModel, adapter: str = "default") -> dict[str
 
 
 def adapter_metadata(peft_model: PeftModel, adapter: str = "default") -> dict[str, Any]:
-    """An adapter's configuration (rank, alpha, target modules ...) under one key, for ``metadata``.
-
-    It is what peft writes into ``adapter_config.json``, without ``auto_mapping``.
+    """Return an adapter's ``adapter_config.json`` under one key, for ``metadata``.
 
     Raises:
         InvalidWeightsError: there is no such adapter, or it means nothing without its base.
@@ -74,26 +72,22 @@ def send_adapter(
 
     Args:
         sender: a `WeightSender`.
-        peft_model: whose adapter it is; left as it is.
+        peft_model: the model that has the adapter; it is not changed.
         adapter: its name in the peft model.
-        version: above all versions before. Default: the last one plus one.
-        metadata: beside the adapter's own.
+        version: as of :meth:`WeightSender.send`.
+        metadata: as of :meth:`WeightSender.send`, without the adapter's own key.
 
     Raises:
         InvalidWeightsError: there is no such adapter, or it means nothing without its base.
-        VersionError: ``version`` is not above the newest one.
-        StoreFullError: there is no room for the version.
-        StoreAccessError: the store cannot be written.
-        WriterSupersededError: another sender has taken the store over.
-        ClosedError: the sender is closed.
+        DBufferError: as :meth:`WeightSender.send`.
     """
-    about = adapter_metadata(peft_model, adapter)
+    config = adapter_metadata(peft_model, adapter)
     if ADAPTER_KEY in (metadata or {}):
         raise InvalidWeightsError(
             f"the metadata key {ADAPTER_KEY!r} is reserved for the adapter's configuration"
         )
     weights = adapter_weights(peft_model, adapter)
-    return sender.send(weights, version=version, metadata={**(metadata or {}), **about})
+    return sender.send(weights, version=version, metadata={**(metadata or {}), **config})
 
 
 def load_adapter(
@@ -116,7 +110,7 @@ def load_adapter(
         WeightsMismatchError: the store holds no adapter, or one that does not match.
         InvalidWeightsError: there is no such adapter, or it is merged into the model.
     """
-    [mine] = adapter_metadata(peft_model, adapter).values()
+    [config] = adapter_metadata(peft_model, adapter).values()
     for name, module in peft_model.named_modules():
         if isinstance(module, BaseTunerLayer) and adapter in module.merged_adapters:
             raise InvalidWeightsError(
@@ -124,19 +118,19 @@ def load_adapter(
                 "unmerge_adapter() first"
             )
     target = adapter_weights(peft_model, adapter)
-    held = {tensor.untyped_storage().data_ptr() for tensor in peft_model.state_dict().values()}
+    places = {tensor.untyped_storage().data_ptr() for tensor in peft_model.state_dict().values()}
     for name, tensor in target.items():
-        if tensor.untyped_storage().data_ptr() not in held:
+        if tensor.untyped_storage().data_ptr() not in places:
             raise InvalidWeightsError(f"{name!r} cannot be loaded: peft returns a copy of it")
-    return receiver.load_into(target, check=lambda metadata: _require_match(metadata, mine))
+    return receiver.load_into(target, check=lambda metadata: _require_match(metadata, config))
 
 
-def _require_match(metadata: Mapping[str, Any], mine: dict[str, Any]) -> None:
-    theirs = config_of(metadata)
+def _require_match(metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
+    published = config_of(metadata)
     differences = [
-        f"{key} is {theirs.get(key)!r:.200} in the store and {mine.get(key)!r:.200} here"
-        for key in sorted((theirs.keys() | mine.keys()) - _FREE)
-        if theirs.get(key) != mine.get(key)
+        f"{key} is {published.get(key)!r:.200} in the store and {config.get(key)!r:.200} here"
+        for key in sorted((published.keys() | config.keys()) - _FREE)
+        if published.get(key) != config.get(key)
     ]
     if differences:
         raise WeightsMismatchError(
@@ -162,7 +156,7 @@ def _config(peft_model: Any, adapter: str) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Sets, which JSON lacks, as sorted lists."""
+    """Return a set, which JSON lacks, as a sorted list."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise InvalidWeightsError(f"{value!r:.200} in an adapter's configuration cannot be published")

@@ -152,38 +152,33 @@ class _Groups:
         for key, layer in layers.items():
             for place in {_place(tensor) for tensor in own_tensors(layer)}:
                 self._keys_at.setdefault(place, []).append(key)
-        label = {key: key for key in layers}
+        tied: set[str] = set()
         for tensor in published:
-            tied = {label[key] for key in self._keys_at.get(_place(tensor), [])}
-            if len(tied) > 1:
-                label = {key: min(tied) if old in tied else old for key, old in label.items()}
-        # In the model's order, in which peft merges them.
-        members: dict[str, dict[str, nn.Module]] = {}
-        for key, layer in layers.items():
-            members.setdefault(label[key], {})[key] = layer
+            keys = self._keys_at.get(_place(tensor), [])
+            tied.update(keys if len(keys) > 1 else ())
         self._group_of = {
-            key: group
-            for some in members.values()
-            for group in [_Group(some, adapters)]
-            for key in some
+            key: _Group({key: layer}, adapters) for key, layer in layers.items() if key not in tied
         }
+        # In the model's order, in which peft merges them.
+        together = _Group({key: layers[key] for key in layers if key in tied}, adapters)
+        self._group_of |= dict.fromkeys(tied, together)
 
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
         """Return the tensor to publish under a name: the existing one, or a merged one."""
-        key = next((key for key in _parents_of(name) if key in self._group_of), None)
+        parts = name.split(".")
+        modules = (".".join(parts[:end]) for end in range(1, len(parts)))
+        key = next((module for module in modules if module in self._group_of), None)
         if key is not None:
-            return self._group_of[key].promise(to_be, tensor, key, name.removeprefix(f"{key}."))
+            group, part = self._group_of[key], name.removeprefix(f"{key}.")
+            return group.promise(to_be, tensor, lambda: group.merge([])[0][key].state_dict()[part])
         assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
         tied = self._keys_at.get(_place(tensor))
-        return self._group_of[tied[0]].promise_tied(to_be, tensor) if tied else tensor.detach()
-
-
-def _parents_of(name: str) -> list[str]:
-    """The modules that a tensor is in, from the outermost on."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+        if not tied:
+            return tensor.detach()
+        group = self._group_of[tied[0]]
+        return group.promise(to_be, tensor, lambda: group.merge([tensor])[1][0].detach())
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -207,18 +202,9 @@ class _Group:
         self._adapters = adapters
 
     def promise(
-        self, to_be: torch.Tensor, tensor: torch.Tensor | None, key: str, name: str
-    ) -> LazyTensor:
-        """A tensor of one of the layers, as it will be when its turn comes."""
-        return self._promise(to_be, tensor, lambda: self._merge([])[0][key].state_dict()[name])
-
-    def promise_tied(self, to_be: torch.Tensor, tensor: torch.Tensor) -> LazyTensor:
-        """A tensor from elsewhere in the model that is tied to one of the layers."""
-        return self._promise(to_be, tensor, lambda: self._merge([tensor])[1][0].detach())
-
-    def _promise(
         self, to_be: torch.Tensor, tensor: torch.Tensor | None, make: Callable[[], torch.Tensor]
     ) -> LazyTensor:
+        """Return a tensor of the layers, or tied to them, that is made when its turn comes."""
         state = self._state()
 
         def fetch() -> torch.Tensor:
@@ -233,8 +219,8 @@ class _Group:
         identity = 0 if tensor is None else -id(tensor)
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
 
-    def _merge(self, tied: list[torch.Tensor]) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
-        """The layers, merged, and what is tied to them; copies all of it."""
+    def merge(self, tied: list[torch.Tensor]) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
+        """Return copies of the layers, merged, and of tensors that are tied to them."""
         layers, tied = copy.deepcopy((self._layers, tied))
         return {key: self._merge_layer(layer) for key, layer in layers.items()}, tied
 
@@ -250,7 +236,7 @@ class _Group:
         return merged
 
     def _state(self) -> list[tuple[Any, ...]]:
-        """All that determines the result of merging, except for values."""
+        """Return all that determines the result of merging, except for values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
             for layer in self._layers.values()

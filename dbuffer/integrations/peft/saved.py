@@ -72,7 +72,7 @@ def save_adapter(
     Args:
         receiver: of a store that `send_adapter` publishes into.
         directory: made, if it is not there. For this store alone.
-        newer_than: wait for a version above this one. None: any version will do.
+        newer_than: wait for a version above this one. Default: save any version.
         timeout_s: how long to wait for it.
 
     Raises:
@@ -103,7 +103,7 @@ def save_adapter(
 
 
 def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter's configuration, as peft saves it."""
+    """Return the adapter's configuration, as peft saves it."""
     config = metadata.get(ADAPTER_KEY)
     if not isinstance(config, dict):
         raise WeightsMismatchError(
@@ -131,17 +131,17 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 
 def hold(path: Path) -> filesystem.Descriptor | None:
-    """Keep a saved version's files while the result is in use; None if they are gone."""
-    held = _holds.get(path)
-    if held is None or not held.is_open:
+    """Keep a saved version's files while the result is in use; return None if they are gone."""
+    file = _holds.get(path)
+    if file is None or not file.is_open:
         try:
-            held = filesystem.open_regular(path / _CONFIG, os.O_RDONLY, owner_only=False)
+            file = filesystem.open_regular(path / _CONFIG, os.O_RDONLY, owner_only=False)
         except FileNotFoundError:
             return None
-        if not _lock(held, exclusive=False):  # just being removed
+        if not _lock(file, exclusive=False):  # just being removed
             return None
-        _holds[path] = held
-    return held
+        _holds[path] = file
+    return file
 
 
 def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
@@ -155,10 +155,7 @@ def _lock(file: filesystem.Descriptor, *, exclusive: bool) -> bool:
 
 
 def _remove_old(newest: Path) -> None:
-    """Remove old versions: all but the newest two and any that a request holds.
-
-    Remove also the unfinished files of killed processes.
-    """
+    """Remove versions but the newest two and those in use, and files of killed processes."""
     saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
     others = sorted((path for path in saved if path != newest), key=_made_at)
     for path in others[:-1]:
