@@ -7,7 +7,6 @@ them. Two exports of four bytes per element need less memory than one of eight.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,15 +15,12 @@ from torch import distributed, nn
 
 from dbuffer.errors import RankFailedError, UnsupportedError
 from dbuffer.integrations.megatron.parts import OWNERS_PER_RANK, Cut, Part, Strided
-from dbuffer.runtime.messages import described
 
 Numbers: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns numbers in place of a parameter's elements."""
 
 Exported: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 """Names and values that a bridge exports, one after the other."""
-
-_MESSAGE_BYTES = 1024
 
 
 def held_by(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -68,11 +64,7 @@ class Tracer:
 
     @torch.no_grad()
     def find_parts(self) -> dict[str, Part]:
-        """Return this rank's parts by exported name.
-
-        Raises:
-            RankFailedError: a rank could not find its own; on all ranks.
-        """
+        """Return this rank's parts by exported name; raise if any rank could not find its own."""
         at_place = self._find_parts(self._find_cuts())
         parts = {part.name: part for part in at_place.values()}
         names: dict[str, None] = {}
@@ -89,13 +81,15 @@ class Tracer:
 
         self._for_each(noted(), compare)
         # What a bridge computes may seem to be held by another rank, on every rank.
-        num_ranks = torch.tensor(
-            [name in parts for name in names], dtype=torch.int32, device=self._device
-        )
-        distributed.all_reduce(num_ranks)
-        self._raise_together()
-        held_nowhere = (num_ranks == 0).tolist()
-        self.refused |= dict.fromkeys(itertools.compress(names, held_nowhere))
+        flags = [*(name in parts for name in names), self._error is not None]
+        counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        distributed.all_reduce(counts)
+        *num_ranks, num_failed = counts.tolist()
+        if self._error is not None:
+            raise self._error
+        if num_failed:  # or this rank would not trace again with the failed ones
+            raise RankFailedError("another rank could not trace the export")
+        self.refused |= {name: None for name, n in zip(names, num_ranks, strict=True) if not n}
         return parts
 
     def _for_each(self, export: Exported, work: Callable[[int, str, torch.Tensor], None]) -> None:
@@ -109,20 +103,6 @@ class Tracer:
                     work(place, name, tensor)
                 except Exception as error:  # noqa: BLE001 - raised when all are through
                     self._error = error
-
-    def _raise_together(self) -> None:
-        """Raise the first rank's error on all: those that succeeded would not trace again."""
-        text = "" if self._error is None else described(self._error)
-        # No object: those are pickled.
-        padded = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
-        mine = torch.tensor(list(padded), dtype=torch.uint8, device=self._device)
-        messages = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(messages, mine)
-        for rank, message in enumerate(messages):
-            if problem := bytes(message.tolist()).decode(errors="replace").rstrip():
-                raise RankFailedError(
-                    f"rank {rank} could not trace the export: {problem}"
-                ) from self._error
 
     def _find_cuts(self) -> dict[int, tuple[Cut, int]]:
         """Return the cuts of tensors, each with this rank's owner, by their places in an export.
