@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.weights.names import NameMap, Rename, renamed
 from dbuffer.weights.rules import Rule
-
-if TYPE_CHECKING:
-    from dbuffer.weights.conversion import Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +50,11 @@ def compare(
     """Compare a version with a model's tensors.
 
     A tied tensor was published once, under several names: any of them will do.
-
-    Raises:
-        InvalidWeightsError: ``rename`` gives two tensors one name.
     """
     index_of = {spec.name: index for index, spec in enumerate(published.specs)}
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
-    offered, renamed_from = _renamed_specs(published, index_of, rename)
+    specs = {name: published.specs[index] for name, index in index_of.items()}
+    offered, renamed_from, unused_rules = _renamed_specs(specs, rename)
     # Of names of one tensor, those of a part of it are told apart by the number of the part.
     origins: dict[str, tuple[int, int]] = {}
     num_parts: Counter[str] = Counter()
@@ -81,7 +75,7 @@ def compare(
         if have.dtype != need.dtype:
             recast.append((have, need))
     # Of a tied tensor no name is left over if another is needed.
-    used = {index for name, index in origins.items() if name in of_model}
+    used = {origins[name] for name in offered if name in of_model}
     return Comparison(
         matching=matching,
         missing=[spec for name, spec in of_model.items() if name not in offered],
@@ -94,65 +88,44 @@ def compare(
         recast=recast,
         renamed=renamed_from,
         sources={name: index for name, (index, _) in origins.items() if name in of_model},
-        unused_rules=_unused_rules(published, index_of, rename),
+        unused_rules=unused_rules,
     )
 
 
 def _renamed_specs(
-    published: Layout, index_of: dict[str, int], rename: Rename | None
-) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]]]:
-    """Return specs by new name, and of those that were changed the old names."""
+    specs: dict[str, TensorSpec], rename: Rename | None
+) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]], list[Rule]]:
+    """Return specs by new name, old names of changed tensors, and unused rules."""
     if isinstance(rename, NameMap) and rename.changes_tensors:
-        return _converted_specs(published, index_of, rename)
+        return _converted_specs(specs, rename)
     offered: dict[str, TensorSpec] = {}
     renamed_from: dict[str, tuple[str, ...]] = {}
-    for name, index in index_of.items():
+    for name, spec in specs.items():
         new = renamed(name, rename)
         if new in offered:
             raise InvalidWeightsError(
                 f"rename gives two tensors the name {new!r:.200}; one of them is {name!r}"
             )
-        spec = published.specs[index]
         offered[new] = spec if spec.name == new else spec._replace(name=new)
         if new != name:
             renamed_from[new] = (name,)
-    return offered, renamed_from
+    return offered, renamed_from, rename.unused_rules(specs) if isinstance(rename, NameMap) else []
 
 
 def _converted_specs(
-    published: Layout, index_of: dict[str, int], rename: NameMap
-) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]]]:
-    from dbuffer.io.tensors import DTYPE_NAMES
+    specs: dict[str, TensorSpec], rename: NameMap
+) -> tuple[dict[str, TensorSpec], dict[str, tuple[str, ...]], list[Rule]]:
+    from dbuffer.io.tensors import DTYPE_NAMES, DTYPES
     from dbuffer.weights.conversion import Conversion
 
-    conversion = Conversion.trace(rename.convert, _shapes_of(published, index_of))
-    offered: dict[str, TensorSpec] = {}
-    renamed_from: dict[str, tuple[str, ...]] = {}
-    for name, output in conversion.outputs.items():
-        offered[name] = TensorSpec(name, DTYPE_NAMES[output.dtype], output.shape)
-        if not output.is_unchanged(name):
-            renamed_from[name] = output.sources
-    return offered, renamed_from
-
-
-def _unused_rules(published: Layout, index_of: dict[str, int], rename: Rename | None) -> list[Rule]:
-    if not isinstance(rename, NameMap):
-        return []
-    if not rename.changes_tensors:
-        return rename.unused_rules(index_of)
-    import torch
-
-    shapes = _shapes_of(published, index_of)
-    return rename.unused_rules(
-        {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (dtype, shape) in shapes.items()
-        }
+    unused: list[Rule] = []
+    conversion = Conversion.trace(
+        lambda tensors: rename.convert(tensors, unused),
+        {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()},
     )
-
-
-def _shapes_of(published: Layout, index_of: dict[str, int]) -> Shapes:
-    from dbuffer.io.tensors import DTYPES
-
-    specs = {name: published.specs[index] for name, index in index_of.items()}
-    return {name: (DTYPES[spec.dtype], spec.shape) for name, spec in specs.items()}
+    outputs = conversion.outputs
+    return (
+        {name: TensorSpec(name, DTYPE_NAMES[it.dtype], it.shape) for name, it in outputs.items()},
+        {name: it.sources for name, it in outputs.items() if not it.is_unchanged(name)},
+        unused,
+    )

@@ -11,18 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from msgspec import ValidationError, convert
-
 from dbuffer.errors import InvalidWeightsError, OptionError, UnsupportedError
 from dbuffer.runtime import options
 from dbuffer.runtime.lazy import cached_property
 from dbuffer.weights.rules import (
-    NAME_KINDS,
     TENSOR_KINDS,
     Change,
     Rule,
     change_of,
     change_tensors,
+    parse_rule,
     preset_rules,
 )
 
@@ -42,12 +40,10 @@ WRAPPER_PREFIX = "module."
 """The prefix that DDP, DataParallel and DeepSpeed add to every name."""
 
 
-_Names: Any = str | tuple[str, ...]
-
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
-_Indices: TypeAlias = int | dict[str, int]
-"""Index of one rule, or of each rule of a table by the name that it fits."""
+_Step: TypeAlias = tuple[list[Rule], Change | None]
+"""Rules that apply at once, and how they change names, or None if a rule changes tensors."""
 
 
 class NameMap:
@@ -69,21 +65,17 @@ class NameMap:
         return type(self), (self.rules,)  # without functions, which do not pickle
 
     @cached_property
-    def _steps(self) -> list[tuple[Change | Rule, _Indices]]:
-        """Functions that rename, or rules that change tensors, and the indices of their rules."""
-        steps: list[tuple[Change | Rule, _Indices]] = []
-        rules = enumerate(self.rules)
-        for is_name, group in itertools.groupby(rules, lambda pair: pair[1].kind == "name"):
-            if is_name:  # there may be 100,000: they are looked up
-                indices: dict[str, int] = {}
-                for index, rule in group:
-                    indices.setdefault(str(rule.text), index)
-                table = {name: str(self.rules[index].to) for name, index in indices.items()}
-                steps.append((table.get, indices))
+    def _steps(self) -> list[_Step]:
+        """Rules in their order; those for whole names that follow each other are a table."""
+        steps: list[_Step] = []
+        for is_table, group in itertools.groupby(self.rules, lambda rule: rule.kind == "name"):
+            rules = list(group)
+            if is_table:  # there may be 100,000; of two for one name, the first applies
+                table = {str(rule.text): str(rule.to) for rule in reversed(rules)}
+                steps.append((rules, table.get))
             else:
-                for index, rule in group:
-                    change = rule if rule.kind in TENSOR_KINDS else change_of(rule)
-                    steps.append((change, index))
+                changes = (None if rule.kind in TENSOR_KINDS else change_of(rule) for rule in rules)
+                steps += [([rule], change) for rule, change in zip(rules, changes, strict=True)]
         return steps
 
     def exact(self, name: str, to: str) -> Self:
@@ -107,9 +99,7 @@ class NameMap:
     def pattern(self, pattern: str, to: str) -> Self:
         r"""Return a map with one more rule: names that match as a whole become ``to``.
 
-        Args:
-            pattern: a regular expression.
-            to: the new name; ``\1`` stands for the first group of the match.
+        ``pattern`` is a regular expression; in ``to``, ``\1`` stands for its first group.
 
         Raises:
             OptionError: (a ``ValueError``) not a regular expression, or ``to`` names a group that
@@ -138,9 +128,6 @@ class NameMap:
         """Return a map with one more rule, the reverse of :meth:`split`: tensors are joined.
 
         The result is computed when it is published.
-
-        Raises:
-            OptionError: (a ``ValueError``) the names do not fit each other.
         """
         text = names if isinstance(names, str) else tuple(names)
         return self._with(Rule("stack", text, to, (dim,)))
@@ -150,11 +137,7 @@ class NameMap:
         return self._with(Rule("transpose", name, dims=tuple(dims)))
 
     def preset(self, name: str) -> Self:
-        """Return a map with the rules of a preset, one of `PRESETS`.
-
-        Raises:
-            OptionError: (a ``ValueError``) there is no such preset.
-        """
+        """Return a map with the rules of a preset, one of `PRESETS`."""
         return self._with(*preset_rules(name))
 
     def _with(self, *rules: Rule) -> Self:
@@ -176,14 +159,11 @@ class NameMap:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        r"""Read a mapping file: TOML, if its name ends so, or JSON.
+        """Read a mapping file: TOML, if its name ends so, or JSON.
 
-        ``{"rules": [...]}`` has rules in their order, each ``{"name": "a", "to": "b"}``,
-        ``{"prefix": "model.", "to": ""}``, ``{"part": "_orig_mod", "to": ""}``,
-        ``{"pattern": "(.*)\\.gamma", "to": "\\1.weight"}``,
-        ``{"split": "*.qkv", "to": ["*.q", "*.k", "*.v"], "dim": 0}``,
-        ``{"stack": ["*.q", "*.k", "*.v"], "to": "*.qkv", "dim": 0}``,
-        ``{"transpose": "*.weight", "dims": [0, 1]}`` or ``{"preset": "actor."}``.
+        ``{"rules": [...]}`` has rules in their order, each with its method's name (``"name"`` for
+        :meth:`exact`): ``{"prefix": "model.", "to": ""}``, ``{"stack": ["*.q", "*.k"], "to":
+        "*.qk", "dim": 0}``, ``{"transpose": "*.weight", "dims": [0, 1]}``.
         ``{"param_mappings": {"a": {"vllm_name": "b"}}}`` is Atropos' form; other fields of a tensor
         are ignored.
 
@@ -201,7 +181,7 @@ class NameMap:
         """
         match content:
             case {"rules": list(rules), **rest} if not rest:
-                return cls(rule for fields in rules for rule in _parse_rule(fields, source))
+                return cls(rule for fields in rules for rule in parse_rule(fields, source))
             case {"param_mappings": dict(mappings)}:
                 pairs = mappings.items()
                 return cls(_parse_mapping(name, entry, source) for name, entry in pairs)
@@ -220,57 +200,36 @@ class NameMap:
         Raises:
             UnsupportedError: (a ``NotImplementedError``) rules change tensors, not names alone.
         """
-        for change, _ in self._steps:
-            if isinstance(change, Rule):
+        for rules, change in self._steps:
+            if change is None:
                 raise UnsupportedError(
-                    f"the rule {change} changes tensors, and names alone are mapped here: use it "
+                    f"the rule {rules[0]} changes tensors, and names alone are mapped here: use it "
                     "as rename= of a sender, for weights that are no iterator"
                 )
             new = change(name)
             name = name if new is None else new
         return name
 
-    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(
+        self, tensors: Mapping[str, torch.Tensor], unused: list[Rule] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return tensors under their new names, cut, joined and transposed by the rules.
+
+        Args:
+            tensors: the tensors by their names.
+            unused: list to which rules are added that fit no tensor.
 
         Raises:
             InvalidWeightsError: two tensors get one name, or a rule does not fit a shape.
         """
-        return self._convert(tensors, set())
-
-    def unused_rules(self, tensors: Mapping[str, torch.Tensor] | Iterable[str]) -> list[Rule]:
-        """Return the rules that fit none of these tensors or names, and are probably misspelled."""
-        used: set[int] = set()
-        if isinstance(tensors, Mapping):
-            self._convert(tensors, used)
-        else:
-            for name in tensors:
-                self._use(name, used)
-        return [rule for index, rule in enumerate(self.rules) if index not in used]
-
-    def _use(self, name: str, used: set[int]) -> None:
-        for change, indices in self._steps:
-            new = None if isinstance(change, Rule) else change(name)
-            if new is not None:
-                used.add(_index_in(indices, name))
-                name = new
-
-    def _convert(
-        self, tensors: Mapping[str, torch.Tensor], used: set[int]
-    ) -> dict[str, torch.Tensor]:
-        converted = dict(tensors)
-        for change, indices in self._steps:
-            if isinstance(change, Rule):
-                pairs, does_fit = change_tensors(change, converted)
-                if does_fit:
-                    used.add(_index_in(indices, ""))
+        converted, unused = dict(tensors), [] if unused is None else unused
+        for rules, change in self._steps:
+            if change is None:
+                pairs, does_fit = change_tensors(rules[0], converted)
+                unused += [] if does_fit else rules
             else:
-                pairs = []
-                for name, tensor in converted.items():
-                    new = change(name)
-                    if new is not None:
-                        used.add(_index_in(indices, name))
-                    pairs.append((name if new is None else new, tensor))
+                names = _renamed(list(converted), rules, change, unused)
+                pairs = list(zip(names, converted.values(), strict=True))
             converted = dict(pairs)
             if len(converted) < len(pairs):
                 counts = Counter(name for name, _ in pairs)
@@ -278,12 +237,33 @@ class NameMap:
                 raise InvalidWeightsError(f"rename gives several tensors one name: {twice[:5]}")
         return converted
 
+    def unused_rules(self, tensors: Mapping[str, torch.Tensor] | Iterable[str]) -> list[Rule]:
+        """Return the rules that fit none of these tensors or names, and are probably misspelled."""
+        unused: list[Rule] = []
+        if isinstance(tensors, Mapping):
+            self.convert(tensors, unused)
+            return unused
+        names = list(tensors)
+        for rules, change in self._steps:
+            if change is None:
+                unused += rules
+            else:
+                names = _renamed(names, rules, change, unused)
+        return unused
+
     def __repr__(self) -> str:
         return f"NameMap(){''.join(rule.call for rule in self.rules)}"
 
 
-def _index_in(indices: _Indices, name: str) -> int:
-    return indices if isinstance(indices, int) else indices[name]
+def _renamed(names: list[str], rules: list[Rule], change: Change, unused: list[Rule]) -> list[str]:
+    """Return names after a rule, or a table of rules; those that fit none go into ``unused``."""
+    changed = list(map(change, names))
+    fitting = {name for name, new in zip(names, changed, strict=True) if new is not None}
+    if rules[0].kind == "name":
+        unused += [rule for rule in rules if rule.text not in fitting]
+    elif not fitting:
+        unused += rules
+    return [old if new is None else new for old, new in zip(names, changed, strict=True)]
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
@@ -313,11 +293,7 @@ def clean_names(names: Iterable[str]) -> list[str]:
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """Return a tensor's new name.
-
-    Raises:
-        InvalidWeightsError: ``rename`` returned something else than a string.
-    """
+    """Return a tensor's new name."""
     if rename is None:
         return name
     new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
@@ -326,33 +302,6 @@ def renamed(name: str, rename: Rename | None) -> str:
             f"rename returned {new!r:.80} for {name!r}, which is not a string"
         )
     return new
-
-
-def _parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
-    problem = "unknown fields"
-    try:
-        match fields:
-            case {"preset": str(name), **rest} if not rest:
-                return preset_rules(name, source)
-            case {"to": str(to), **rest} if len(rest) == 1 and rest.keys() <= NAME_KINDS:
-                kind: Any = next(iter(rest))
-                return (Rule(kind, convert(rest[kind], str), to),)
-            case {"split": text, "to": to, **rest} if rest.keys() <= {"dim"}:
-                dims = (convert(rest.get("dim", 0), int),)
-                return (Rule("split", convert(text, str), convert(to, _Names), dims),)
-            case {"stack": text, "to": to, **rest} if rest.keys() <= {"dim"}:
-                dims = (convert(rest.get("dim", 0), int),)
-                return (Rule("stack", convert(text, _Names), convert(to, str), dims),)
-            case {"transpose": text, **rest} if rest.keys() <= {"dims"}:
-                pair = convert(rest.get("dims", [0, 1]), tuple[int, ...])
-                return (Rule("transpose", convert(text, str), dims=pair),)
-    except (ValidationError, UnicodeEncodeError) as error:
-        problem = str(error)
-    raise OptionError(
-        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): use 'to' and one of name, "
-        "prefix, part, pattern (strings), or split, stack ('to' or they are lists, and 'dim' a "
-        "number), or transpose (and 'dims'), or preset"
-    )
 
 
 def _parse_mapping(name: str, entry: Any, source: str) -> Rule:

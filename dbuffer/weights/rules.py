@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from msgspec import ValidationError, convert
+
 from dbuffer.errors import InvalidWeightsError, OptionError
 
 if TYPE_CHECKING:
@@ -20,23 +22,16 @@ NAME_KINDS = frozenset({"name", "prefix", "part", "pattern"})
 TENSOR_KINDS = frozenset({"split", "stack", "transpose"})
 """Kinds of rules that change tensors, and not names alone."""
 
+Names: TypeAlias = str | tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    r"""Rule that gives some tensors a new name, or cuts, joins or transposes them.
-
-    In the texts of the last three kinds, ``*`` stands for any part of a name between dots, and for
-    the same part in ``to``. ``#`` stands for a number: the index of a part of a tensor.
+    """Rule that gives some tensors a new name, or cuts, joins or transposes them.
 
     Args:
-        kind: ``"name"``: the tensor of this whole name becomes ``to``. ``"prefix"``: names that
-            begin with ``text`` begin with ``to``. ``"part"``: parts between dots that are ``text``
-            become ``to``, or are left out. ``"pattern"``: names that match a regular expression as
-            a whole become ``to``, where ``\1`` is the first group. ``"split"``: a tensor is cut
-            along a dimension into equal parts, one for each of several names in ``to``; or, with
-            ``#`` in the name, into one tensor for each index, without that dimension. ``"stack"``:
-            the reverse: several tensors are joined along a dimension, or with ``#`` stacked into a
-            new one. ``"transpose"``: two dimensions are exchanged, and the name stays.
+        kind: as the method of `NameMap` that adds such rules, which documents them; ``"name"``:
+            `NameMap.exact`.
         text: one text; for tensors that are joined, all of their names.
         to: the new name; for a tensor that is cut, all names. Nothing for ``"transpose"``.
         dims: the dimension of a split or stack; the two of a transpose.
@@ -47,54 +42,43 @@ class Rule:
     """
 
     kind: Kind
-    text: str | tuple[str, ...]
-    to: str | tuple[str, ...] = ""
+    text: Names
+    to: Names = ""
     dims: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check a rule now, rather than in the middle of a publish."""
+        problem = ""
         if self.kind == "pattern":
-            self._check_pattern()
-        elif self.kind == "transpose":
-            if len(self.dims) != 2 or self.to:
-                raise OptionError(f"invalid rule {self}: a transpose has two dims, and no new name")
-        elif self.kind in TENSOR_KINDS:
-            self._check_cut()
-
-    def _check_pattern(self) -> None:
-        try:
-            # With an empty alternative there is a match to expand, without a name that fits.
-            empty = re.compile(f"{self.text}|").fullmatch("")
-            if empty is not None:
-                empty.expand(str(self.to))
-        except (re.error, IndexError, TypeError) as error:
-            raise OptionError(f"invalid rule {self.text!r} to {self.to!r}: {error}") from None
-
-    def _check_cut(self) -> None:
-        whole, parts = (self.text, self.to) if self.kind == "split" else (self.to, self.text)
-        texts = (parts,) if isinstance(parts, str) else parts
-        num_indices = 1 if isinstance(parts, str) else 0
-        if (
-            len(self.dims) != 1
-            or not isinstance(whole, str)
-            or "#" in whole
-            or not texts
-            or any(text.count("#") != num_indices for text in texts)
-            or any(text.count("*") != whole.count("*") for text in texts)
-        ):
-            raise OptionError(
-                f"invalid rule {self}: it has one dimension, a whole tensor, and either a list of "
-                "names of its parts or one name with '#' for their index; all names have as many "
-                "'*' as the whole"
+            try:
+                re.sub(str(self.text), str(self.to), "")
+            except (re.error, IndexError) as error:
+                problem = str(error)
+        elif self.kind == "transpose" and (len(self.dims) != 2 or self.to):
+            problem = "a transpose has two dims, and no new name"
+        elif self.kind in ("split", "stack") and not self._is_cut():
+            problem = (
+                "it has one dimension, a whole tensor, and either a list of names of its parts or "
+                "one name with '#' for their index; all names have as many '*' as the whole"
             )
+        if problem:
+            raise OptionError(f"invalid rule {self}: {problem}")
+
+    def _is_cut(self) -> bool:
+        whole, parts = (self.text, self.to) if self.kind == "split" else (self.to, self.text)
+        texts, num_indices = ((parts,), 1) if isinstance(parts, str) else (parts, 0)
+        return (
+            len(self.dims) == 1
+            and isinstance(whole, str)
+            and "#" not in whole
+            and bool(texts)
+            and all(text.count("#") == num_indices for text in texts)
+            and all(text.count("*") == whole.count("*") for text in texts)
+        )
 
     @property
     def inverse(self) -> Rule:
-        """Rule that undoes this one.
-
-        Raises:
-            OptionError: (a ``ValueError``) there is none: the old name is not known from the new.
-        """
+        """Rule that undoes this one."""
         if self.kind == "transpose":
             return self
         if self.kind in ("split", "stack"):
@@ -132,10 +116,6 @@ class Rule:
         return json.dumps(self.as_json())
 
 
-Change: TypeAlias = Callable[[str], str | None]
-"""Function that returns a new name; None: the rule does not fit."""
-
-
 PRESETS: dict[str, tuple[Rule, ...]] = {
     "_orig_mod.": (Rule("part", "_orig_mod"),),
     "_fsdp_wrapped_module.": (Rule("part", "_fsdp_wrapped_module"),),
@@ -155,20 +135,47 @@ def preset_rules(name: str, source: str = "preset") -> tuple[Rule, ...]:
     return PRESETS[name]
 
 
+def parse_rule(fields: Any, source: str) -> tuple[Rule, ...]:
+    """Return the rules of an entry of a mapping file; ``source`` names the file in errors."""
+    problem = "unknown fields"
+    try:
+        match fields:
+            case {"preset": str(name), **rest} if not rest:
+                return preset_rules(name, source)
+            case {"to": str(to), **rest} if len(rest) == 1 and rest.keys() <= NAME_KINDS:
+                kind: Any = next(iter(rest))
+                return (Rule(kind, convert(rest[kind], str), to),)
+            case {"split": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("split", convert(text, str), convert(to, Names), dims),)
+            case {"stack": text, "to": to, **rest} if rest.keys() <= {"dim"}:
+                dims = (convert(rest.get("dim", 0), int),)
+                return (Rule("stack", convert(text, Names), convert(to, str), dims),)
+            case {"transpose": text, **rest} if rest.keys() <= {"dims"}:
+                pair = convert(rest.get("dims", [0, 1]), tuple[int, ...])
+                return (Rule("transpose", convert(text, str), dims=pair),)
+    except (ValidationError, UnicodeEncodeError) as error:
+        problem = str(error)
+    raise OptionError(
+        f"{source}: invalid rule {fields!r:.200} ({problem:.100}): use 'to' and one of name, "
+        "prefix, part, pattern (strings), or split, stack ('to' or they are lists, and 'dim' a "
+        "number), or transpose (and 'dims'), or preset"
+    )
+
+
+Change: TypeAlias = Callable[[str], str | None]
+"""Function that returns a new name, or None if its rule does not fit."""
+
+
 def change_of(rule: Rule) -> Change:
     """Return the function by which a rule changes names."""
     text, to = str(rule.text), str(rule.to)
+    if rule.kind == "prefix":
+        return lambda name: to + name[len(text) :] if name.startswith(text) else None
     if rule.kind == "part":
         end = r"(?=\.|$)" if to else r"\."
         part = re.compile(rf"(?:(?<=\.)|^){re.escape(text)}{end}")
-
-        def without(name: str) -> str | None:
-            new, count = part.subn(lambda _: to, name)
-            return new if count else None
-
-        return without
-    if rule.kind == "prefix":
-        return lambda name: to + name[len(text) :] if name.startswith(text) else None
+        return lambda name: part.sub(lambda _: to, name) if part.search(name) else None
     pattern = re.compile(text)
 
     def expand(name: str) -> str | None:
@@ -178,34 +185,16 @@ def change_of(rule: Rule) -> Change:
     return expand
 
 
-def _glob(text: str) -> re.Pattern[str]:
-    """Return the expression of a text with ``*`` and ``#``; the latter is the group ``index``."""
-    escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(?P<index>\d+)")
-    return re.compile(escaped)
-
-
-def _stars(match: re.Match[str]) -> tuple[str, ...]:
-    """Return what the ``*`` of a text matched."""
-    number = match.re.groupindex.get("index")
-    return tuple(group for position, group in enumerate(match.groups(), 1) if position != number)
-
-
-def _fill(text: str, stars: Iterable[str], index: int | None = None) -> str:
-    parts = text.split("*")
-    filled = parts[0] + "".join(star + part for star, part in zip(stars, parts[1:], strict=True))
-    return filled if index is None else filled.replace("#", str(index))
-
-
 Pairs: TypeAlias = list[tuple[str, "torch.Tensor"]]
 
 
 def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bool]:
-    """Return tensors with one rule applied, and whether it fits any."""
+    """Return tensors with a rule for tensors applied, and whether it fits any."""
     if rule.kind == "stack":
         return _stacked(rule, tensors)
-    pattern, pairs, does_fit = _glob(str(rule.text)), Pairs(), False
+    match_of, pairs, does_fit = _matcher(str(rule.text)), Pairs(), False
     for name, tensor in tensors.items():
-        if (match := pattern.fullmatch(name)) is None:
+        if (match := match_of(name)) is None:
             pairs.append((name, tensor))
             continue
         does_fit = True
@@ -216,64 +205,84 @@ def change_tensors(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pai
         if rule.kind == "transpose":
             pairs.append((name, tensor.transpose(*rule.dims)))
         else:
-            pairs += _split(rule, name, tensor, _stars(match))
+            pairs += _split(rule, name, tensor, match[0])
     return pairs, does_fit
 
 
-def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: tuple[str, ...]) -> Pairs:
+def _matcher(text: str) -> Callable[[str], tuple[list[str], int] | None]:
+    """Return a function that returns the parts of a name for a text's ``*``, and its ``#``."""
+    escaped = re.escape(text).replace(r"\*", r"([^.]+)").replace(r"\#", r"(\d+)")
+    pattern, place = re.compile(escaped), text.partition("#")[0].count("*")
+
+    def match(name: str) -> tuple[list[str], int] | None:
+        if (found := pattern.fullmatch(name)) is None:
+            return None
+        parts = list(found.groups())
+        return parts, int(parts.pop(place)) if "#" in text else 0
+
+    return match
+
+
+def _fill(text: str, stars: Iterable[str], index: int = 0) -> str:
+    """Return a text with parts of a name for its ``*``, and an index for its ``#``."""
+    parts = iter(stars)
+    return re.sub(r"[*#]", lambda sign: next(parts) if sign[0] == "*" else str(index), text)
+
+
+def _split(rule: Rule, name: str, tensor: torch.Tensor, stars: list[str]) -> Pairs:
     [dim] = rule.dims
     if isinstance(rule.to, str):
         parts = tensor.unbind(dim)
         return [(_fill(rule.to, stars, index), part) for index, part in enumerate(parts)]
-    extent, rest = divmod(tensor.shape[dim], len(rule.to))
-    if rest:
+    extent, remainder = divmod(tensor.shape[dim], len(rule.to))
+    if remainder:
         raise InvalidWeightsError(
             f"the rule {rule} does not fit {name!r}: {tensor.shape[dim]} in dimension {dim} do not "
             f"divide into {len(rule.to)}"
         )
-    parts = tuple(tensor.narrow(dim, index * extent, extent) for index in range(len(rule.to)))
-    return [(_fill(to, stars), part) for to, part in zip(rule.to, parts, strict=True)]
+    return [
+        (_fill(to, stars), tensor.narrow(dim, index * extent, extent))
+        for index, to in enumerate(rule.to)
+    ]
 
 
 def _stacked(rule: Rule, tensors: Mapping[str, torch.Tensor]) -> tuple[Pairs, bool]:
     """Return tensors with those that are joined at the place of their first one."""
     texts = (rule.text,) if isinstance(rule.text, str) else rule.text
-    patterns = [_glob(text) for text in texts]
-    groups: dict[str, dict[int, torch.Tensor]] = {}
+    matchers = list(map(_matcher, texts))
+    parts_of: dict[str, dict[int, torch.Tensor]] = {}
     pairs: list[tuple[str, torch.Tensor | None]] = []
     for name, tensor in tensors.items():
-        for number, pattern in enumerate(patterns):
-            if (match := pattern.fullmatch(name)) is not None:
-                key = _fill(str(rule.to), _stars(match))
-                if key not in groups:
-                    pairs.append((key, None))
-                index = int(match["index"]) if isinstance(rule.text, str) else number
-                if index in groups.setdefault(key, {}):
-                    raise InvalidWeightsError(
-                        f"the rule {rule} makes {key!r} of several tensors, and {name!r} is part "
-                        f"{index} as another one is"
-                    )
-                groups[key][index] = tensor
-                break
-        else:
+        matches = ((place, match_of(name)) for place, match_of in enumerate(matchers))
+        place, match = next((pair for pair in matches if pair[1] is not None), (0, None))
+        if match is None:
             pairs.append((name, tensor))
-    joined = {key: _join(rule, key, parts) for key, parts in groups.items()}
-    return [(name, joined[name] if t is None else t) for name, t in pairs], bool(groups)
+            continue
+        joined = _fill(str(rule.to), match[0])
+        if joined not in parts_of:
+            pairs.append((joined, None))
+        index = match[1] if isinstance(rule.text, str) else place
+        if index in parts_of.setdefault(joined, {}):
+            raise InvalidWeightsError(
+                f"the rule {rule} makes {joined!r} of several tensors, and {name!r} is part "
+                f"{index} as another one is"
+            )
+        parts_of[joined][index] = tensor
+    whole = {name: _join(rule, name, parts) for name, parts in parts_of.items()}
+    return [(name, whole[name] if t is None else t) for name, t in pairs], bool(whole)
 
 
 def _join(rule: Rule, name: str, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    num_parts = max(parts) + 1 if isinstance(rule.text, str) else len(rule.text)
-    if missing := [index for index in range(num_parts) if index not in parts]:
-        raise InvalidWeightsError(
-            f"the rule {rule} makes {name!r} of {num_parts} tensors, and part {missing[0]} is not "
-            "among the weights"
-        )
-    in_order = [parts[index] for index in range(num_parts)]
-    [dim] = rule.dims
     import torch  # rules are also read where nothing is converted
 
-    join = torch.stack if isinstance(rule.text, str) else torch.cat
+    is_stack, [dim] = isinstance(rule.text, str), rule.dims
+    indices = range(max(parts) + 1 if is_stack else len(rule.text))
+    if missing := [index for index in indices if index not in parts]:
+        raise InvalidWeightsError(
+            f"the rule {rule} makes {name!r} of {len(indices)} tensors, and part {missing[0]} is "
+            "not among the weights"
+        )
     try:
-        return join(in_order, dim)
+        return (torch.stack if is_stack else torch.cat)([parts[index] for index in indices], dim)
     except (RuntimeError, IndexError) as error:
         raise InvalidWeightsError(f"the rule {rule} cannot make {name!r}: {error}") from None

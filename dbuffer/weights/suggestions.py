@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +14,6 @@ from dbuffer.weights.names import NameMap
 from dbuffer.weights.rules import PRESETS
 
 _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
-
-_MAX_PREFIXES = 3
-"""Parts at the beginning of all names that are left out at most."""
 
 
 def suggest(
@@ -33,10 +31,8 @@ def suggest(
         found = compare(published, needed, names)
         return found.fits or (partial and not (found.left_over or found.differing))
 
-    changed = _changed_prefix(comparison)
     unknown = [spec.name for spec in comparison.left_over]
-    names = sorted(published.all_names)
-    text = advice(names, fits, [] if changed is None else [changed], unknown=unknown)
+    text = advice(sorted(published.all_names), fits, _changed_prefixes(comparison), unknown=unknown)
     if not text and any(_FUSED.fullmatch(spec.name) for spec in comparison.missing):
         return (
             "; the target's experts are fused, as in a module of transformers 5: load into the "
@@ -61,12 +57,10 @@ def advice(
         unknown: names that have no place. Default: all of them.
     """
     for candidate in (*more, *_candidates(names)):
-        try:
-            does_fit = fits(candidate)
-        except DBufferError:  # several tensors would get one name, for instance
-            does_fit = False
-        if does_fit:
-            return f"; with rename=dbuffer.{candidate!r} of the sender, they would fit"
+        # An error: several tensors would get one name, for instance.
+        with contextlib.suppress(DBufferError):
+            if fits(candidate):
+                return f"; with rename=dbuffer.{candidate!r} of the sender, they would fit"
     if any(map(_FUSED.fullmatch, names if unknown is None else unknown)):
         return (
             "; the published experts are fused, as in a module of transformers 5: send the module "
@@ -76,53 +70,35 @@ def advice(
 
 
 def _candidates(names: Sequence[str]) -> Iterator[NameMap]:
-    """Yield maps for what wrappers and trainers put into names."""
-    for rules in PRESETS.values():
-        if (preset := NameMap(rules)).unused_rules(names) != list(rules):
-            yield preset
-    yield from _composed(names)
-    shorter = NameMap()
-    for _ in range(_MAX_PREFIXES):
-        firsts = {shorter(name).partition(".")[::2] for name in names}
-        heads = {head for head, rest in firsts if rest}
-        if len(heads) != 1 or any(not rest for _, rest in firsts):
+    """Yield maps for what wrappers and trainers put into names, and one for ``model.``."""
+    composed, current = NameMap(), list(names)
+    for _ in PRESETS:
+        presets = (
+            [rule for rule in rules if not NameMap([rule]).unused_rules(current)]
+            for rules in PRESETS.values()
+        )
+        if not (used := next(filter(None, presets), [])):
             break
-        shorter = shorter.prefix(f"{heads.pop()}.", "")
-        yield shorter
+        composed = NameMap((*composed.rules, *used))
+        current = list(map(NameMap(used), current))
+        yield composed
+    head = ""
+    for parts in itertools.islice(zip(*(n.split(".")[:-1] for n in names), strict=False), 3):
+        if len(set(parts)) > 1:
+            break
+        head += f"{parts[0]}."
+        yield NameMap().prefix(head, "")
     yield NameMap().prefix("", "model.")
 
 
-def _composed(names: Sequence[str]) -> Iterator[NameMap]:
-    """Yield a map of all presets that change something, each as often as it does."""
-    composed, current = NameMap(), list(names)
-    num_presets = 0
-    while num_presets < len(PRESETS):
-        for rules in PRESETS.values():
-            used = [rule for rule in rules if rule not in NameMap([rule]).unused_rules(current)]
-            if used:
-                composed = NameMap((*composed.rules, *used))
-                current = list(map(NameMap(used), current))
-                num_presets += 1
-                break
-        else:
-            break
-        if num_presets > 1:
-            yield composed
-
-
-def _changed_prefix(comparison: Comparison) -> NameMap | None:
-    """Return the map by which a name that is left over becomes one that is missing."""
-    if not (comparison.left_over and comparison.missing):
-        return None
-    have = comparison.left_over[0].name
-    need = max(
-        (spec.name for spec in comparison.missing),
-        key=lambda name: (_common_end(have, name), -len(name)),
-    )
-    end = _common_end(have, need)
-    if not end:
-        return None
-    return NameMap().prefix(have[: len(have) - end], need[: len(need) - end])
+def _changed_prefixes(comparison: Comparison) -> Iterator[NameMap]:
+    """Yield a map that makes a missing name of a name that is left over, if there is one."""
+    if comparison.left_over and comparison.missing:
+        have = comparison.left_over[0].name
+        missing = (spec.name for spec in comparison.missing)
+        need = max(missing, key=lambda name: (_common_end(have, name), -len(name)))
+        if end := _common_end(have, need):
+            yield NameMap().prefix(have[:-end], need[:-end])
 
 
 def _common_end(one: str, other: str) -> int:
