@@ -16,7 +16,7 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.words import Integers
 from dbuffer.io.changes import Patch, Words, words_in
 from dbuffer.io.tensors import DTYPES, refuse_overflow
-from dbuffer.weights.sources import is_made_of_others, lies_in_memory
+from dbuffer.weights.sources import problem_of_memory
 
 _INTEGERS = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -92,13 +92,7 @@ def _check_form(patch: Any) -> None:
 
 def is_dense(tensor: Any) -> bool:
     """Whether it is a tensor with data of its own: no shard, not on meta, nothing sparse."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_meta
-        and tensor.layout is torch.strided
-        and not is_made_of_others(tensor)
-        and lies_in_memory(tensor)
-    )
+    return isinstance(tensor, torch.Tensor) and not problem_of_memory(tensor)
 
 
 def _cast(patch: SparsePatch, spec: TensorSpec) -> SparsePatch:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
@@ -133,17 +133,13 @@ class HeldRows:
         return self.local
 
 
-class Checkpoint(NamedTuple):
-    """Names and tensors of a checkpoint, and whether its files are still what was opened."""
+def read_checkpoint(path: Path) -> tuple[dict[str, LazyTensor], Callable[[], None]]:
+    """Open a HuggingFace checkpoint directory, or one safetensors file.
 
-    names: list[str]
-    tensors: list[torch.Tensor | LazyTensor]
-    require_unchanged: Callable[[], None]
-    """Raises an `InvalidWeightsError` if a file was written or replaced since it was opened."""
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Open a HuggingFace checkpoint directory, or one safetensors file."""
+    Returns:
+        The tensors, and a function that raises an `InvalidWeightsError` if a file was written or
+        replaced since it was opened.
+    """
     tensors: dict[str, LazyTensor] = {}
     file_of: dict[str, str] = {}
     twice: dict[tuple[str, str], list[str]] = {}
@@ -168,7 +164,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             if _state_of(file) != state:
                 raise _changed(file)
 
-    return Checkpoint(list(tensors), list(tensors.values()), require_unchanged)
+    return tensors, require_unchanged
 
 
 def _changed(file: Path) -> InvalidWeightsError:

@@ -97,11 +97,7 @@ class Conversion:
         )
 
     def apply(self, convert: Convert, tensors: Tensors) -> dict[str, torch.Tensor | LazyTensor]:
-        """Return the tensors that the function makes of these.
-
-        Raises:
-            UnsupportedError: what must be computed is sharded.
-        """
+        """Return the tensors that the function makes of these."""
         cut: dict[str, Callable[[Output], torch.Tensor | LazyTensor]] = {}
         converted: dict[str, torch.Tensor | LazyTensor] = {}
         for name, output in self.outputs.items():

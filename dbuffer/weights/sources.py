@@ -14,8 +14,8 @@ import operator
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
@@ -29,7 +29,7 @@ from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to, refuse_overflow
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
-from dbuffer.weights.conversion import Conversion, shapes_of
+from dbuffer.weights.conversion import Conversion, Tensors, shapes_of
 from dbuffer.weights.names import NameMap, Rename, clean_names, renamed
 from dbuffer.weights.transformers_modules import as_checkpoint, has_model
 from dbuffer.weights.weight_source import (
@@ -80,18 +80,25 @@ class WeightsSpec:
             [tensor.dtype for tensor in named.values()],
         )
 
-    def fits(self, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are plain tensors of just this outline, in this order."""
+    def addresses_of(self, named: Mapping[str, torch.Tensor]) -> list[int] | None:
+        """Return the addresses of plain tensors of just this outline, in this order, or None."""
         tensors = named.values()
-        # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
-        # collector going, which takes longer than all the rest.
-        return (
-            list(named) == self.names
-            and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
-            and {tensor.layout for tensor in tensors} == {torch.strided}
-            and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
-            and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
-        )
+        with contextlib.suppress(RuntimeError):  # of a tensor without shape or address
+            # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
+            # collector going, which takes longer than all the rest.
+            if (
+                list(named) == self.names
+                and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
+                and {tensor.layout for tensor in tensors} == {torch.strided}
+                and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
+                and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
+            ):
+                return list(map(torch.Tensor.data_ptr, tensors))
+        return None
+
+
+def _check_nothing() -> None:
+    """Check nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ class Source:
     """Function that returns the names to publish, for the given names of all of a stream."""
     reader: SourceReader | None = None
     """Reader that the lazy tensors come from, each in its turn."""
-    check: Callable[[], None] = lambda: None
+    check: Callable[[], None] = _check_nothing
     """Called when all tensors were copied, and before the commit, which an error prevents."""
 
     def fetched(self) -> Iterator[torch.Tensor]:
@@ -137,70 +144,77 @@ class Source:
         return [] if self.is_lazy else cast("list[torch.Tensor]", self.tensors)
 
 
+@dataclass(kw_only=True)
 class Describer:
-    """Brings weights of a known layout into one form.
+    """Brings weights of a known layout into one form."""
 
-    Args:
-        dtype: floating-point tensors are published in this dtype.
-        rename: a mapping of whole names, or a function of a name; wrappers' prefixes are stripped
-            before.
-        sharded: accept tensors of which each rank of a trainer holds a part. To gather them, all
-            ranks must take part: a sender of one rank would wait forever.
-        as_checkpoint: take a transformers module for what its checkpoint would be.
-    """
+    dtype: torch.dtype | None = None
+    """Floating-point tensors are published in this dtype."""
+    rename: Rename | None = None
+    """Mapping of whole names, or function of a name; wrappers' prefixes are stripped before."""
+    sharded: bool = False
+    """Accept tensors of which each rank of a trainer holds a part. To gather them, all ranks must
+    take part: a sender of one rank would wait forever."""
+    as_checkpoint: bool = True
+    """Take a transformers module for what its checkpoint would be."""
+    _renaming: Conversion | None = field(default=None, init=False)
+    """Conversion of the last weights by a map that changes tensors."""
+    _known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = field(default=None, init=False)
+    """Spec of one version's weights, to check the next version's faster."""
 
-    def __init__(
-        self,
-        *,
-        dtype: torch.dtype | None = None,
-        rename: Rename | None = None,
-        sharded: bool = False,
-        as_checkpoint: bool = True,
-    ) -> None:
-        self.dtype = dtype
-        self.rename = rename
-        self.sharded = sharded
-        self.as_checkpoint = as_checkpoint
-        self._renaming: Conversion | None = None
-        """Conversion of the last weights by a map that changes tensors."""
-        self._known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = None
-        """Spec of one version's weights, to check the next version's faster."""
+    def __post_init__(self) -> None:
+        is_map = isinstance(self.rename, NameMap) and self.rename.changes_tensors
+        self._map = cast("NameMap", self.rename) if is_map else None
+        """``rename``, if it changes tensors and not names alone."""
 
     def describe(self, weights: Weights) -> Source:
         """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
         if is_stream(weights):
             self._require_whole_tensors("an iterator")
             return Source((), [], {}, stream=self._stream(weights), new_names=self._new_names)
-        if isinstance(weights, str | os.PathLike):
-            opened = read_checkpoint(options.path("weights", weights))
-            source = self._describe_pairs(opened.names, opened.tensors)
-            return replace(source, check=opened.require_unchanged)
-        named: Mapping[str, Any] | None = _as_mapping(weights)
+        checked: Tensors
+        named, reader, check = _as_mapping(weights), None, _check_nothing
         if named is None and self.sharded:
             named = parameters_of(weights)
-        if named is None and is_weight_source(weights):
+        if named is not None:
+            if self.as_checkpoint and is_module(weights) and has_model(weights):
+                named = as_checkpoint(weights, self._checked(named.items()))
+            if (source := self._like_before(named)) is not None:
+                return source
+            checked = self._checked(named.items())
+        elif isinstance(weights, str | os.PathLike):
+            checked, check = read_checkpoint(options.path("weights", weights))
+        elif is_weight_source(weights):
             self._require_whole_tensors("a weight source")
             reader = SourceReader(weights)
             if not self.sharded:
                 reader.require_all()
-            source = self._describe_pairs(*self._checked_pairs(reader.tensors.items()))
-            return replace(source, reader=reader)
-        if named is None:
-            return self._describe_pairs(*self._collect(weights))
-        if self.as_checkpoint and is_module(weights) and has_model(weights):
-            checked = dict(zip(*self._checked_pairs(named.items()), strict=True))
-            named = as_checkpoint(weights, checked)
-        with contextlib.suppress(RuntimeError):  # of a tensor without shape or address: see below
-            if self._known is not None and self._known[0].fits(named):
-                tensors = list(named.values())
-                addresses = set(map(torch.Tensor.data_ptr, tensors))
-                if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                    return Source(self._known[1], tensors, {})
-        source = self._describe_pairs(*self._checked_pairs(named.items()))
-        self._known = None
-        if not source.aliases and not source.is_lazy and not self._changes_tensors:
-            self._known = WeightsSpec.of(named), source.specs
-        return source
+            checked = reader.tensors
+        elif isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
+            checked = self._checked(weights)
+        else:
+            raise InvalidWeightsError(
+                f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+                "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of "
+                "vLLM's weight sources"
+            )
+        tensors, aliases = _without_ties(self._published(checked))
+        if not tensors and not self.sharded:  # other ranks may hold some
+            raise InvalidWeightsError("the weights hold no tensor to publish")
+        specs = tuple(spec_of(name, tensor, self.dtype) for name, tensor in tensors.items())
+        is_lazy = any(isinstance(tensor, LazyTensor) for tensor in tensors.values())
+        if named is not None:
+            is_plain = not (aliases or is_lazy or self._map)
+            self._known = (WeightsSpec.of(named), specs) if is_plain else None
+        return Source(specs, list(tensors.values()), aliases, is_lazy, reader=reader, check=check)
+
+    def _like_before(self, named: Mapping[str, Any]) -> Source | None:
+        """Return plain tensors with the last version's specs, or None if they differ from these."""
+        if self._known is None or not (addresses := self._known[0].addresses_of(named)):
+            return None
+        if 0 in addresses or len(set(addresses)) < len(named):  # some are empty, or tied
+            return None
+        return Source(self._known[1], list(named.values()), {})
 
     def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
@@ -220,22 +234,25 @@ class Describer:
             refuse_overflow([spec], [fetched])
             yield spec, fetched
 
-    def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
-        if self._changes_tensors:
-            names, tensors = self._convert(clean_names(names), tensors)
-            _check_names(names)
-        else:
-            names = self._new_names(names)
-        names, tensors, aliases = _without_ties(names, tensors)
-        if not names and not self.sharded:  # other ranks may hold some
-            raise InvalidWeightsError("the weights hold no tensor to publish")
-        pairs = zip(names, tensors, strict=True)
-        return Source(
-            specs=tuple(spec_of(*pair, self.dtype) for pair in pairs),
-            tensors=tensors,
-            aliases=aliases,
-            is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
-        )
+    def _checked(self, pairs: Iterable[Any]) -> Tensors:
+        names: list[str] = []
+        tensors: list[torch.Tensor | LazyTensor] = []
+        for position, pair in enumerate(pairs):
+            name, tensor = _checked_pair(pair, position)
+            names.append(name)
+            tensors.append(_gatherable(name, tensor, sharded=self.sharded))
+        return _by_name(names, tensors)
+
+    def _published(self, tensors: Tensors) -> Tensors:
+        """Return tensors under the names to publish, and cut and joined by ``rename``."""
+        if self._map is None:
+            return dict(zip(self._new_names(list(tensors)), tensors.values(), strict=True))
+        named = _by_name(clean_names(tensors), tensors.values())
+        shapes = shapes_of(named)
+        if self._renaming is None or self._renaming.shapes != shapes:
+            self._renaming = Conversion.trace(self._map.convert, shapes)
+        converted = self._renaming.apply(self._map.convert, named)
+        return _by_name(converted, converted.values())
 
     def _new_names(self, names: list[str]) -> list[str]:
         """Return the names to publish: without wrappers' prefixes, and renamed."""
@@ -244,48 +261,11 @@ class Describer:
         return names
 
     def _require_whole_tensors(self, weights: str) -> None:
-        if self._changes_tensors:
+        if self._map is not None:
             raise UnsupportedError(
                 f"the tensors of {weights} come one by one, and this rename cuts, joins or "
                 "transposes tensors: do that before, and rename whole tensors"
             )
-
-    @property
-    def _changes_tensors(self) -> bool:
-        return isinstance(self.rename, NameMap) and self.rename.changes_tensors
-
-    def _convert(
-        self, names: list[str], tensors: list[torch.Tensor | LazyTensor]
-    ) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-        """Apply a map that changes tensors."""
-        assert isinstance(self.rename, NameMap)  # noqa: S101 - else there is nothing to apply
-        _check_names(names)
-        named = dict(zip(names, tensors, strict=True))
-        shapes = shapes_of(named)
-        if self._renaming is None or self._renaming.shapes != shapes:
-            self._renaming = Conversion.trace(self.rename.convert, shapes)
-        converted = self._renaming.apply(self.rename.convert, named)
-        return list(converted), list(converted.values())
-
-    def _collect(self, weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-        if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
-            return self._checked_pairs(weights)
-        raise InvalidWeightsError(
-            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
-            "TensorDict, (name, tensor) pairs, the path of a checkpoint directory or one of vLLM's "
-            "weight sources"
-        )
-
-    def _checked_pairs(
-        self, pairs: Iterable[Any]
-    ) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-        names: list[str] = []
-        tensors: list[torch.Tensor | LazyTensor] = []
-        for position, pair in enumerate(pairs):
-            name, tensor = _checked_pair(pair, position)
-            names.append(name)
-            tensors.append(_gatherable(name, tensor, sharded=self.sharded))
-        return names, tensors
 
 
 def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | LazyTensor]]]:
@@ -372,14 +352,6 @@ def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     return _by_name(names, tensors)
 
 
-def _is_tensor_collection(value: object) -> bool:
-    if "tensordict" not in sys.modules:
-        return False
-    from tensordict import is_tensor_collection
-
-    return bool(is_tensor_collection(value))
-
-
 def _check_stack(weights: Any, where: str) -> None:
     """Refuse a lazy stack that hides tensors: those that differ between its members."""
     from tensordict import LazyStackedTensorDict
@@ -412,22 +384,18 @@ def spec_of(
         raise InvalidWeightsError(f"unsupported dtype {kept} of tensor {name!r}") from None
 
 
-def _by_name(names: list[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
+def _by_name(names: Collection[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
     _check_names(names)
     return dict(zip(names, tensors, strict=True))
 
 
-def _check_names(names: list[str]) -> None:
+def _check_names(names: Collection[str]) -> None:
     if len(set(names)) != len(names):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)[:5]
         raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
     for name in names:
-        _check_name(name)
-
-
-def _check_name(name: str) -> None:
-    if not name.isascii() and json.loads(json.dumps(name)) != name:
-        raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
+        if not name.isascii() and json.loads(json.dumps(name)) != name:
+            raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
 
 
 def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
@@ -441,10 +409,8 @@ def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
 
 def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTensor]:
     match pair:
-        case (str(name), torch.Tensor() as tensor) if not _is_tensor_collection(tensor):
+        case (str(name), torch.Tensor() | LazyTensor() as tensor):
             return name, tensor
-        case (str(name), LazyTensor() as lazy):
-            return name, lazy
         case (str(name), value):
             raise InvalidWeightsError(f"{name!r} is a {type(value).__name__}, not a tensor")
     raise InvalidWeightsError(f"item {position} is {pair!r:.80}, not a (name, tensor) pair")
@@ -462,17 +428,10 @@ def _gatherable(
             "fully_shard (FSDP2), give FSDP a device_mesh, which makes DTensors of them, or set "
             "StateDictType.FULL_STATE_DICT"
         )
-    if has_no_shape(tensor):
-        raise InvalidWeightsError(
-            f"tensor {name!r} has no shape yet: it is in a lazy module; run the module once first"
-        )
-    if tensor.is_meta:
-        raise InvalidWeightsError(
-            f"tensor {name!r} is on the meta device and has no values; load the weights first"
-        )
     whole: Any = tensor
     is_zero3 = hasattr(tensor, "ds_shape")  # what DeepSpeed puts on what it partitions
-    if is_zero3 or hasattr(tensor, "full_tensor"):
+    is_bare = has_no_shape(tensor) or tensor.is_meta
+    if not is_bare and (is_zero3 or hasattr(tensor, "full_tensor")):
         if not sharded and (is_zero3 or not _is_whole(whole)):
             raise InvalidWeightsError(
                 f"each rank holds only a part of tensor {name!r}: let all of them publish "
@@ -483,18 +442,26 @@ def _gatherable(
         # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
         # negative number is no address.
         return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
+    if problem := problem_of_memory(tensor):
+        raise InvalidWeightsError(f"tensor {name!r} {problem}")
+    return tensor
+
+
+def problem_of_memory(tensor: torch.Tensor) -> str:
+    """Return why a tensor has no plain memory, for a message; empty if it has."""
+    if has_no_shape(tensor):
+        return "is in a lazy module and has no shape yet: run the module once first"
+    if tensor.is_meta:
+        return "is on the meta device and has no values: load the weights first"
     is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
     if is_odd or is_made_of_others(tensor):
-        raise InvalidWeightsError(
-            f"tensor {name!r} is sparse, nested, quantized or composed of other tensors; "
-            "publish its parts as plain tensors"
-        )
+        return "is sparse, nested, quantized or composed of other tensors: use plain ones"
     if not lies_in_memory(tensor):
-        raise InvalidWeightsError(
-            f"tensor {name!r} has no values in memory: it is a fake or functional tensor, is "
-            "inside a transform of torch.func, or its memory was freed, as FSDP1 does"
+        return (
+            "has no memory: it is a fake or functional tensor, is inside a transform of "
+            "torch.func, or its memory was freed, as FSDP1 does"
         )
-    return tensor
+    return ""
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
@@ -523,29 +490,22 @@ def _is_whole(tensor: Any) -> bool:
     return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 
 
-def _without_ties(
-    names: list[str], tensors: list[torch.Tensor | LazyTensor]
-) -> tuple[list[str], list[torch.Tensor | LazyTensor], dict[str, str]]:
+def _without_ties(named: Tensors) -> tuple[Tensors, dict[str, str]]:
     """Keep the first of several names of one tensor; the others become aliases of it."""
-    seen_at: dict[int, list[int]] = {}
-    tied: dict[int, int] = {}
-    for index, tensor in enumerate(tensors):
+    names_at: dict[int, list[str]] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in named.items():
         is_lazy = isinstance(tensor, LazyTensor)
         address = tensor.identity if isinstance(tensor, LazyTensor) else tensor.data_ptr()
         if not address:  # empty, or read from a file: nothing to share
             continue
-        others = seen_at.setdefault(address, [])
-        for other in others:
-            if is_lazy or is_same_memory(tensors[other], tensor):
-                tied[index] = other
-                break
+        names = names_at.setdefault(address, [])
+        ties = (first for first in names if is_lazy or is_same_memory(named[first], tensor))
+        if (first := next(ties, None)) is None:
+            names.append(name)
         else:
-            others.append(index)
-    if not tied:
-        return names, tensors, {}
-    kept = [index for index in range(len(names)) if index not in tied]
-    aliases = {names[index]: names[first] for index, first in tied.items()}
-    return [names[index] for index in kept], [tensors[index] for index in kept], aliases
+            aliases[name] = first
+    return {name: tensor for name, tensor in named.items() if name not in aliases}, aliases
 
 
 def is_same_memory(one: Any, other: Any) -> bool:

@@ -109,8 +109,7 @@ class Matcher:
         match, order = _match_each(target, named, layout, partial=partial)
         self._known = None
         is_all = len(named) == len(order)
-        is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in named.values())
-        if is_plain and not match.aliases and not match.ties and (is_all or partial):
+        if not match.aliases and not match.ties and (is_all or partial):
             addresses = list(map(torch.Tensor.data_ptr, named.values()))
             self._known = _Known(layout, sources.WeightsSpec.of(named), addresses, order, is_all)
         return match
@@ -124,11 +123,7 @@ class Matcher:
         if known.layout.specs is not layout.specs and known.layout != layout:
             return None
         tensors = list(named.values())
-        try:
-            if not known.outline.fits(named):
-                return None
-            addresses = list(map(torch.Tensor.data_ptr, tensors))
-        except RuntimeError:  # of a tensor without shape or address, which is refused by name
+        if (addresses := known.outline.addresses_of(named)) is None:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
@@ -411,16 +406,10 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
         )
     if not isinstance(tensor, torch.Tensor):
         return f"{name!r} of the target is a {type(tensor).__name__}"
-    if has_no_shape(tensor):
-        return f"{name!r} of the target is in a lazy module, and has no shape yet"
-    if tensor.is_meta:
-        return f"{name!r} of the target is on the meta device"
-    if hasattr(tensor, "full_tensor"):
+    if hasattr(tensor, "full_tensor") and not tensor.is_meta:
         return f"{name!r} of the target is sharded"
-    if tensor.layout is not torch.strided or tensor.is_nested or sources.is_made_of_others(tensor):
-        return f"{name!r} of the target is sparse, nested or composed of other tensors"
-    if not sources.lies_in_memory(tensor):
-        return f"{name!r} of the target has no memory to fill: it is fake, functional or freed"
+    if problem := sources.problem_of_memory(tensor):
+        return f"{name!r} of the target {problem}"
     try:
         sources.spec_of(name, tensor)
     except InvalidWeightsError as error:

@@ -53,8 +53,8 @@ class SglangModel:
         path = Path(get_model().model_path)
         if not path.is_dir():
             raise UnsupportedError(f"the weights of {path} cannot be read again from here")
-        names, tensors, _ = read_checkpoint(path)
-        self._load(zip(names, map(fetch, tensors), strict=True))
+        tensors, _ = read_checkpoint(path)
+        self._load((name, fetch(tensor)) for name, tensor in tensors.items())
 
     def refuse_to_serve(self, reason: str) -> None:
         def refuse(*_: Any, **__: Any) -> NoReturn:

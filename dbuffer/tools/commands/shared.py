@@ -24,6 +24,7 @@ from dbuffer.tools.terminal import print_error, print_json, print_line
 if TYPE_CHECKING:
     from types import FrameType
 
+    from dbuffer.mirror.bucket import Bucket
     from dbuffer.publish.publication import Publication
 
 EXIT_FAILED = 1
@@ -50,6 +51,8 @@ def _parser(parse_url: Callable[[str, str], Any] = options.path) -> Callable[[st
 
 parse_path = _parser()
 """Parser of a path."""
+
+
 parse_place = _parser(options.directory_or_bucket)
 """Parser of a directory's path, or a bucket's URL."""
 
@@ -127,16 +130,26 @@ ForkedOption = Annotated[
 
 
 def view_of(store: Path, *, allow_shared_store: bool) -> DoubleBuffer:
-    """Return a store as readers see it, for a command that does not wait for one.
-
-    Raises:
-        StoreNotFoundError: the directory has nothing of a store.
-    """
+    """Return a store as readers see it, for a command that does not wait for one."""
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     if view.exists() and not is_store(store):
         there = view.state_without_version() or ": the directory has nothing of one"
         raise StoreNotFoundError(f"there is no store at {store}{there}")
     return view
+
+
+@contextlib.contextmanager
+def opened(text: str, *, allow_shared_store: bool) -> Iterator[DoubleBuffer | Bucket]:
+    """Open a store, as :func:`view_of` does, or a bucket, for a command that only reads it."""
+    place = parse_place(text)
+    if isinstance(place, Path):
+        yield view_of(place, allow_shared_store=allow_shared_store)
+        return
+    refuse_for_bucket(allow_shared_store=allow_shared_store)
+    from dbuffer.mirror.bucket import Bucket
+
+    with Bucket(place) as bucket:
+        yield bucket
 
 
 def refuse_for_bucket(**given: object) -> None:
@@ -175,30 +188,18 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
     When the block ends, the command exits with the signal's code.
     """
-    stop, received = threading.Event(), list[int]()
-
-    def handle(number: int, _: object) -> None:
-        received.append(number)
-        # In another thread: the code that the signal interrupts may have the event's lock.
-        _thread.start_new_thread(stop.set, ())
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in numbers]
-    try:
+    with noting_signals(raises=False) as (stop, received):
         yield stop
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
     if received:
         raise SystemExit(EXIT_SIGNAL + received[0])
 
 
 @contextlib.contextmanager
-def noting_signals() -> Iterator[tuple[threading.Event, list[int]]]:
+def noting_signals(*, raises: bool) -> Iterator[tuple[threading.Event, list[int]]]:
     """Yield an event that SIGINT and SIGTERM set, and a list of their numbers.
 
-    The signals raise their exceptions as before. Python drops an exception in the callback of a
-    weak reference, so a command that waits for long looks at the event, too.
+    With ``raises``, the signals also raise their exceptions as before. Python drops an exception in
+    the callback of a weak reference, so a command that waits for long looks at the event, too.
     """
     noted, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -208,7 +209,7 @@ def noting_signals() -> Iterator[tuple[threading.Event, list[int]]]:
         # In another thread: the code that the signal interrupts may have the event's lock.
         _thread.start_new_thread(noted.set, ())
         handler = before[signal.Signals(number)]
-        if callable(handler):
+        if raises and callable(handler):
             handler(number, frame)
 
     for number, handler in before.items():

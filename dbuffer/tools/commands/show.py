@@ -7,14 +7,15 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.format.layout import KeptLayouts, TensorSpec
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import HeldVersion, hold_newest
 from dbuffer.tools import tables
 from dbuffer.tools.commands import shared
@@ -22,6 +23,9 @@ from dbuffer.tools.status import read_log, read_status
 from dbuffer.tools.terminal import print_json, print_parts, progress
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.names import NameMap
+
+if TYPE_CHECKING:
+    from dbuffer.mirror.bucket import Bucket
 
 _REFRESH_S = 0.5
 _BUCKET_REFRESH_S = 15.0
@@ -48,22 +52,15 @@ def status(
         raise OptionError("--watch and --json exclude each other")
     if watch and not sys.stdout.isatty():
         raise OptionError("--watch needs a terminal; in a pipe, call `dbuffer status` repeatedly")
-    place = shared.parse_place(store)
-    if isinstance(place, Path):
-        view = shared.view_of(place, allow_shared_store=allow_shared_store)
-        read = functools.partial(read_status, view)
-        _show(read, _REFRESH_S, watch=watch, as_json=as_json)
-        return
-    shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
-    from dbuffer.mirror.bucket import Bucket
-    from dbuffer.tools.bucket_status import read_bucket_status
+    with shared.opened(store, allow_shared_store=allow_shared_store) as view:
+        if isinstance(view, DoubleBuffer):
+            _show(functools.partial(read_status, view), _REFRESH_S, watch=watch, as_json=as_json)
+            return
+        from dbuffer.tools.bucket_status import read_bucket_status
 
-    def read_slowly() -> dict[str, Any]:
-        with contextlib.nullcontext() if watch else progress(f"reading {place}"):
-            return read_bucket_status(bucket)
-
-    with Bucket(place) as bucket:
-        _show(read_slowly, _BUCKET_REFRESH_S, watch=watch, as_json=as_json)
+        with contextlib.nullcontext() if watch else progress(f"reading {store}"):
+            read = functools.partial(read_bucket_status, view)
+            _show(read, _BUCKET_REFRESH_S, watch=watch, as_json=as_json)
 
 
 def _show(
@@ -115,20 +112,15 @@ def verify(
 
     Exit code 1 if something is damaged; damaged tensors and parts are named.
     """
-    place = shared.parse_place(store)
-    if isinstance(place, Path):
-        view = shared.view_of(place, allow_shared_store=allow_shared_store)
-        from dbuffer.tools.verification import verify_store
+    with shared.opened(store, allow_shared_store=allow_shared_store) as view:
+        from dbuffer.tools.verification import verify_bucket, verify_store
 
-        with progress(f"verifying {store}"):
-            checks = verify_store(view)
-    else:
-        shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
-        from dbuffer.mirror.bucket import Bucket
-        from dbuffer.tools.verification import verify_bucket
-
-        with Bucket(place) as bucket, progress(f"verifying {store}", in_bytes=True) as on_bytes:
-            checks = [verify_bucket(bucket, on_bytes)]
+        in_bytes = not isinstance(view, DoubleBuffer)
+        with progress(f"verifying {store}", in_bytes=in_bytes) as on_bytes:
+            if isinstance(view, DoubleBuffer):
+                checks = verify_store(view)
+            else:
+                checks = [verify_bucket(view, on_bytes)]
     results = [dataclasses.asdict(check) for check in checks]
     if as_json:
         print_json(results)
@@ -164,7 +156,8 @@ def ls(
         raise OptionError("--rename has no effect without --against")
     with (
         progress(f"reading {store}"),
-        _hold(shared.parse_place(store), allow_shared_store=allow_shared_store) as held,
+        shared.opened(store, allow_shared_store=allow_shared_store) as view,
+        _hold(view) as held,
     ):
         version, layout = held.manifest.version, held.read_layout()
     if against is None:
@@ -176,8 +169,8 @@ def ls(
         from dbuffer.weights.sources import spec_of
         from dbuffer.weights.suggestions import suggest
 
-        names, tensors_of_model, _ = read_checkpoint(against)
-        needed = list(map(spec_of, names, tensors_of_model))
+        of_model, _ = read_checkpoint(against)
+        needed = [spec_of(name, tensor) for name, tensor in of_model.items()]
         comparison = compare(layout, needed, None if rename is None else NameMap.read(rename))
         suggestion = "" if comparison.fits else suggest(layout, needed, comparison)
         result = {"version": version, **_fields_of(comparison)}
@@ -192,27 +185,15 @@ def ls(
         raise typer.Exit(shared.EXIT_FAILED)
 
 
-@contextlib.contextmanager
-def _hold(place: Path | str, *, allow_shared_store: bool) -> Iterator[HeldVersion]:
+def _hold(view: DoubleBuffer | Bucket) -> HeldVersion:
     """Hold the newest version of a store, or of a bucket."""
-    if isinstance(place, Path):
-        held = hold_newest(
-            shared.view_of(place, allow_shared_store=allow_shared_store), newer_than=None
-        )
-        if held is None:
-            raise WaitTimeoutError(f"nothing was published in {place} yet")
-        with held:
-            yield held
-        return
-    shared.refuse_for_bucket(allow_shared_store=allow_shared_store)
-    from dbuffer.mirror.bucket import Bucket
+    if isinstance(view, DoubleBuffer):
+        if (held := hold_newest(view, newer_than=None)) is None:
+            raise WaitTimeoutError(f"nothing was published in {view.root} yet")
+        return held
     from dbuffer.mirror.download import hold_version, require_newest
 
-    with (
-        Bucket(place) as bucket,
-        hold_version(bucket, require_newest(bucket), KeptLayouts()) as objects,
-    ):
-        yield objects
+    return hold_version(view, require_newest(view), KeptLayouts())
 
 
 def _fields_of(comparison: Comparison) -> dict[str, Any]:

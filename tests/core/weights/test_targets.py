@@ -141,17 +141,6 @@ class TestKinds:
             assert_equal(target, weights)
         assert around.count_nonzero() == 4
 
-    def test_conjugate_views_are_filled_or_refused(self, load):
-        weights = {"a": torch.randn(3), "c": torch.randn(4, dtype=torch.complex64)}
-        target = {"a": torch.zeros(3), "c": torch.zeros(4, dtype=torch.complex64).conj()}
-        try:
-            load(weights, target)
-        except WeightsMismatchError:
-            assert not target["a"].any()
-            assert not target["c"].any()
-        else:
-            assert torch.equal(target["c"], weights["c"])
-
     def test_a_conjugate_view_of_what_was_filled_is_refused(self, sender, receiver):
         """With others whose copies come first."""
         others = {f"x{index}": torch.zeros(1000) for index in range(8)}
@@ -454,7 +443,7 @@ class TestStrictness:
         sender.send({"w": torch.ones(3)})
         with WeightReceiver(store) as receiver:
             for _ in range(2):
-                with pytest.raises(WeightsMismatchError, match="no memory to fill"):
+                with pytest.raises(WeightsMismatchError, match="target has no memory"):
                     receiver.load_into({"w": make()})
                 receiver.load_into({"w": torch.zeros(3)})
                 sender.send({"w": torch.ones(3)})
