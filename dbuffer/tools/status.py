@@ -25,12 +25,7 @@ from dbuffer.store.kept import is_pinned
 
 
 def read_status(store: DoubleBuffer) -> dict[str, Any]:
-    """Return a store's status, as `dbuffer status --json` prints it; nothing is written.
-
-    Raises:
-        StoreNotFoundError, StoreAccessError: it does not exist, or others can write to it.
-        StoreCorruptError: its pointer or one of its records is damaged.
-    """
+    """Return a store's status, as `dbuffer status --json` prints it; nothing is written."""
     store.check()
     pointer = store.newest_pointer()
     newest = manifest = before = None
@@ -241,11 +236,7 @@ def _state_of(
 
 
 def read_log(store: DoubleBuffer) -> dict[str, Any]:
-    """Return a store's runs and versions, newest first, as `dbuffer log --json` prints them.
-
-    Raises:
-        As :func:`read_status`.
-    """
+    """Return a store's runs and versions, newest first, as `dbuffer log --json` prints them."""
     store.check()
     pointer, receivers, contents = store.newest_pointer(), store.receivers(), Contents(store)
     newest = None if pointer is None else pointer.buffer

@@ -21,7 +21,7 @@ from dbuffer.publish.draft import Progress, counter
 from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.contents import Contents
-from dbuffer.store.hold import Held, OvertakenError, Patience, hold_buffer, hold_newest
+from dbuffer.store.hold import Held, HeldVersion, OvertakenError, Patience, hold_buffer, hold_newest
 
 
 @dataclass(slots=True)
@@ -41,11 +41,6 @@ def verify_bucket(bucket: Bucket, progress: Progress | None = None) -> BufferChe
     """Fetch the newest version of a bucket, and check its parts and its tensors.
 
     All weights are in memory then. ``progress`` is called with the bytes fetched, and in all.
-
-    Raises:
-        StoreAccessError: the bucket does not exist, or cannot be read.
-        StoreCorruptError: the pointer is damaged.
-        WaitTimeoutError: nothing was published yet.
     """
     while True:
         pointer = require_newest(bucket)
@@ -68,31 +63,15 @@ def _find_damage_in_bucket(
 ) -> list[str]:
     problems: list[str] = []
     for _ in range(2):  # a range has no digest, and the network may have damaged it
-        problems = _find_damage_in_tensors(held, progress)
+        try:
+            problems = _find_damage(held, progress)
+        except StoreNotFoundError as error:
+            problems = [str(error)]
         if not problems:
             return []
         if damaged := _damaged_parts(bucket, held.record):
             return damaged
     return problems
-
-
-def _find_damage_in_tensors(held: HeldObjects, progress: Progress | None) -> list[str]:
-    """Fetch a version and compare its tensors with their checksums; each part has a digest."""
-    copier, manifest = Copier(), held.manifest
-    try:
-        layout = held.read_layout()
-        for first in manifest.chain[1:2]:  # the later ones are fetched with it
-            held.open_delta(first)[1].close()
-        deltas = map(held.record.delta_parts, manifest.since_anchor)
-        delta_bytes = sum(delta.num_bytes for delta in deltas)
-        on_bytes = counter(progress, layout.checksums_offset + delta_bytes)
-        hashed = manifest.checksums_xxh3 is not None
-        _, checksums = read_whole(held, copier, hashed=hashed, on_bytes=on_bytes)
-        return [] if checksums is None else wrong_tensors(held, layout, checksums)
-    except (*UNDECODABLE, StoreNotFoundError) as error:
-        return [str(error)]
-    finally:
-        copier.close()
 
 
 def _damaged_parts(bucket: Bucket, version: BucketVersion) -> list[str]:
@@ -115,11 +94,6 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
     """Read and check the newest version, and the one before it if the store still has it.
 
     Both are held while they are read: a publish may wait for that.
-
-    Raises:
-        StoreNotFoundError, StoreAccessError: the store does not exist, or others can write to it.
-        StoreCorruptError: the pointer is damaged.
-        WaitTimeoutError: nothing was published yet.
     """
     store.check()
     pointer = store.newest_pointer()
@@ -162,19 +136,30 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> Buff
         return check
 
 
-def _find_damage(held: Held) -> list[str]:
-    copier = Copier()
+def _find_damage(held: HeldVersion, progress: Progress | None = None) -> list[str]:
+    """Read a version and compare its tensors with their checksums, if it has any."""
+    copier, hashed = Copier(), held.manifest.checksums_xxh3 is not None
     try:
-        layout = held.read_layout()
-        if held.manifest.checksums_xxh3 is None:
+        layout, on_bytes = held.read_layout(), None
+        if isinstance(
+            held, HeldObjects
+        ):  # which is also read without checksums: parts have digests
+            on_bytes = counter(progress, layout.checksums_offset + _delta_bytes(held))
+        elif not hashed:
             return []
-        if layout.is_in_parts or not held.store.medium.maps_files:
-            _, checksums = read_whole(held, copier, hashed=True)
-            assert checksums is not None  # noqa: S101 - hashed=True
+        if isinstance(held, Held) and not layout.is_in_parts and held.store.medium.maps_files:
+            checksums: list[int] | None = copier.checksums(map_privately(held))
         else:
-            checksums = copier.checksums(map_privately(held))
-        return wrong_tensors(held, layout, checksums)
+            _, checksums = read_whole(held, copier, hashed=hashed, on_bytes=on_bytes)
+        return [] if checksums is None else wrong_tensors(held, layout, checksums)
     except UNDECODABLE as error:
         return [str(error)]
     finally:
         copier.close()
+
+
+def _delta_bytes(held: HeldObjects) -> int:
+    for first in held.manifest.chain[1:2]:  # the later ones are fetched with it
+        held.open_delta(first)[1].close()
+    deltas = map(held.record.delta_parts, held.manifest.since_anchor)
+    return sum(delta.num_bytes for delta in deltas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
@@ -32,18 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NewerThanOption = Annotated[
-    int | None,
-    typer.Option(help="Start above this version.", show_default="with the newest one in the store"),
-]
-
 _MAX_VARIABLE_BYTES = 128 << 10
 """Linux's limit for one variable of an environment, with its name and the zero at its end."""
 
 
 def follow(
     store: shared.StoreArgument,
-    newer_than: NewerThanOption = None,
     count: shared.CountOption = None,
     timeout_s: shared.TimeoutOption = None,
     receiver_id: shared.ReceiverOption = None,
@@ -56,16 +51,14 @@ def follow(
 
     With --receiver-id, also acknowledge it: a sender that waits for receivers counts this one.
     """
-    report = functools.partial(_report, as_json=as_json)
+    use = functools.partial(_report, as_json=as_json)
     receiver = _receiver(store, receiver_id, verify, allow_shared_store)
-    acknowledge = receiver_id is not None
-    _follow(receiver, newer_than, count, timeout_s, forked, report, acknowledge=acknowledge)
+    _follow(receiver, count, timeout_s, forked, use, acknowledge=receiver_id is not None)
 
 
 def run_for_each(
     store: shared.StoreArgument,
     command: Annotated[str, typer.Argument(help="The shell command.", metavar="COMMAND")],
-    newer_than: NewerThanOption = None,
     count: shared.CountOption = None,
     timeout_s: shared.TimeoutOption = None,
     receiver_id: shared.ReceiverOption = None,
@@ -89,7 +82,7 @@ def run_for_each(
         _run(command, store, snapshot)
 
     receiver = _receiver(store, receiver_id, verify, allow_shared_store)
-    _follow(receiver, newer_than, count, timeout_s, forked, use, acknowledge=True)
+    _follow(receiver, count, timeout_s, forked, use, acknowledge=True)
 
 
 def _receiver(
@@ -105,7 +98,6 @@ def _receiver(
 
 def _follow(
     receiver: dbuffer.WeightReceiver,
-    newer_than: int | None,
     count: int | None,
     timeout_s: float | None,
     forked: Forked,
@@ -113,25 +105,21 @@ def _follow(
     *,
     acknowledge: bool,
 ) -> None:
-    """Use each new version, at most ``count``; acknowledge it, or leave no record.
-
-    Raises:
-        WaitTimeoutError: no version came for ``timeout_s``.
-    """
+    """Use each new version, at most ``count``; acknowledge it, or leave no record."""
     policy: Literal["follow", "raise"] = "follow" if forked == "follow" else "raise"
-    final = (errors.WaitTimeoutError,)
+    final, version = (errors.WaitTimeoutError,), None
     with receiver, contextlib.ExitStack() as at_end:
-        noted, received = at_end.enter_context(shared.noting_signals())
+        noted, received = at_end.enter_context(shared.noting_signals(raises=True))
         loop = FollowLoop(receiver, "following", logger, forked=policy, final=final, stop=noted)
         if not acknowledge:
             at_end.callback(receiver.record.remove)
-        receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
+        receiver.wait_for_version(None, 0.0)  # raise errors that exist from the start
         shared.explain_wait(receiver.store)
-        while count is None or count > 0:
+        for _ in itertools.count() if count is None else range(count):
             held = contextlib.ExitStack()
-            with progress(shared.describe_wait(receiver.store, newer_than)):
+            with progress(shared.describe_wait(receiver.store, version)):
                 snapshot = _hold_next(
-                    receiver, loop, held, newer_than, timeout_s, received, acknowledge
+                    receiver, loop, held, version, timeout_s, received, acknowledge
                 )
             try:
                 # If another run comes meanwhile, the next wait applies `forked`.
@@ -141,8 +129,7 @@ def _follow(
                 logger.warning("version %d is not acknowledged: %s", snapshot.version, str(error))
             if not acknowledge:
                 receiver.record.remove()
-            newer_than = snapshot.version
-            count = None if count is None else count - 1
+            version = snapshot.version
 
 
 def _hold_next(

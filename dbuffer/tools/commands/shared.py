@@ -213,7 +213,7 @@ def noting_signals(*, raises: bool) -> Iterator[tuple[threading.Event, list[int]
             handler(number, frame)
 
     for number, handler in before.items():
-        if callable(handler):  # else it is ignored
+        if handler is not signal.SIG_IGN:
             signal.signal(number, handle)
     try:
         yield noted, received

@@ -2,8 +2,8 @@
 
 The peer makes a directory and waits in it, as a `WeightReceiver` of a store that does not exist
 yet. The first host sees the directory, makes the store with a `WeightSender`, and publishes
-versions. The metadata of the last version marks it. The peer ends after it has seen this version;
-when its record says so, the first host removes the directory.
+versions. The metadata of the last version marks it. When the peer has acknowledged this version,
+the first host removes the directory.
 
 A delay is measured on the first host's clock, from the end of a publish until the peer's
 acknowledgement is visible: an upper bound of the time that a worker waits.
@@ -12,12 +12,11 @@ acknowledgement is visible: an upper bound of the time that a worker waits.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dbuffer import errors
 from dbuffer.runtime import options
@@ -37,7 +36,6 @@ _NUM_VALUES = 1 << 16
 _RECEIVER = "peer"
 
 
-# ---------------------------------------------------------------------------------------------
 # The second host
 _LOOK_S = 0.1
 """Interval at which a doctor looks for those of other hosts."""
@@ -54,29 +52,28 @@ def wait_for_host(path: Path, *, timeout_s: float) -> int | None:
     options.seconds("timeout_s", timeout_s)
     from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
 
-    base, problem, num_seen = existing(path), None, 0
-    with scratch(base, "peer") as place:
-        filesystem.show_new_names(base)
-        with WeightReceiver(
+    base = existing(path)
+    with (
+        scratch(base, "peer") as place,
+        WeightReceiver(
             place / "store",
             receiver_id=_RECEIVER,
             poll_interval_s=TIMING.look_s,
             verify=True,
             # The directory is private; its owner may have another user id on the other host.
             allow_shared_store=True,
-        ) as receiver:
-            if receiver.wait_for_version(None, timeout_s) is None:
-                return None
-            try:
-                num_seen = _receive(receiver)
-            except errors.DBufferError as error:
-                problem = error
-        _wait_until_removed(place)
-    if isinstance(problem, errors.StoreNotFoundError | errors.WaitTimeoutError):
-        raise errors.StoreAccessError(f"the first host fell silent: {problem}") from problem
-    if problem is not None:
-        raise problem
-    return num_seen
+        ) as receiver,
+    ):
+        filesystem.show_new_names(base)
+        if receiver.wait_for_version(None, timeout_s) is None:
+            return None
+        try:
+            return _receive(receiver)
+        except (errors.StoreNotFoundError, errors.WaitTimeoutError) as error:
+            raise errors.StoreAccessError(f"the first host fell silent: {error}") from error
+        finally:
+            receiver.close()
+            _wait_until_removed(place)
 
 
 def _receive(receiver: WeightReceiver) -> int:
@@ -97,7 +94,6 @@ def _wait_until_removed(place: Path) -> None:
         filesystem.refresh(place.parent)
 
 
-# ---------------------------------------------------------------------------------------------
 # The first host
 
 
@@ -139,82 +135,76 @@ def _waiting_peers(base: Path, *, allow_shared_store: bool) -> list[Path]:
 
 
 def _measure(place: Path) -> list[Finding]:
+    """Publish versions to a peer; return whether they come whole and in time, and clocks agree."""
     from dbuffer.publish.sender import WeightSender
 
-    meeting = _Meeting()
+    problem, answers, last = None, list[_Answer](), _NUM_VERSIONS + 1
+    view = DoubleBuffer(place / "store", allow_shared_store=True)
     try:
         with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
-            meeting.run(sender)
+            for number in range(last + 1):
+                if problem is None or number == last:  # which ends the peer in any case
+                    try:
+                        answers.append(_publish(sender, view, is_last=number == last))
+                    except errors.DBufferError as error:
+                        problem = problem or _described(error)
     except errors.DBufferError as error:
-        meeting.problem = meeting.problem or str(error)
+        problem = problem or _described(error)
     finally:
         remove_tree(place)  # tells the peer that the measurements are over
-    return meeting.findings()
+    host = answers[-1].host if answers else "another host"
+    delays_s = [answer.delay_s for answer in answers[1:last]]
+    findings = [Finding(f"{host}: versions", *_describe_versions(problem, delays_s))]
+    if answers:
+        low_s, high_s = max(it.low_s for it in answers), min(it.high_s for it in answers)
+        findings.append(Finding(f"{host}: clocks", *_describe_clocks(low_s, high_s)))
+    return findings
 
 
-class _Meeting:
-    """Measurements with one peer."""
+class _Answer(NamedTuple):
+    """Acknowledgement of a version by a peer."""
 
-    def __init__(self) -> None:
-        self.problem: str | None = None
-        self._host = "another host"
-        self._delays_s: list[float] = []
-        self._ahead_s = -math.inf, math.inf
-        """Bounds of how far the peer's clock is ahead of this host's."""
-        self._is_heard_last = False
+    host: str
+    delay_s: float
+    low_s: float
+    """Lower bound of how far the peer's clock is ahead of this host's."""
+    high_s: float
+    """Upper bound of that."""
 
-    def run(self, sender: WeightSender) -> None:
-        """Publish versions; wait until the peer has seen the last, whatever became of others."""
-        view = DoubleBuffer(sender.store, allow_shared_store=True)
-        try:
-            for _ in range(_NUM_VERSIONS + 1):
-                self._publish(sender, view)
-        except errors.WaitTimeoutError:
-            self.problem = f"a version was not seen within {TIMING.peer_answer_s:g} s"
-        except errors.DBufferError as error:
-            self.problem = str(error)
-        _send(sender, is_last=True)
-        deadline = time.monotonic() + TIMING.peer_answer_s
-        while not self._is_heard_last and time.monotonic() < deadline:
-            time.sleep(TIMING.look_s)
-            record = view.receiver(_RECEIVER)
-            self._is_heard_last = record is not None and record.has_ended
 
-    def _publish(self, sender: WeightSender, view: DoubleBuffer) -> None:
-        began_at = time.time()
-        version = _send(sender)
-        published_s = time.monotonic()
-        sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
-        self._delays_s.append(time.monotonic() - published_s)
-        record = view.receiver(_RECEIVER)
-        assert record is not None  # noqa: S101 - it has just acknowledged
-        self._host = record.host
-        # The peer wrote the record between then and now.
-        low_s, high_s = record.updated_at - time.time(), record.updated_at - began_at
-        self._ahead_s = max(low_s, self._ahead_s[0]), min(high_s, self._ahead_s[1])
+def _publish(sender: WeightSender, view: DoubleBuffer, *, is_last: bool) -> _Answer:
+    """Publish a version, and wait until the peer has seen it."""
+    import torch
 
-    def findings(self) -> list[Finding]:
-        """Return findings: whether versions come whole and in time, and clocks agree."""
-        found = [Finding(f"{self._host}: versions", *self._describe_versions())]
-        if self._delays_s:
-            found.append(Finding(f"{self._host}: clocks", *_describe_clocks(*self._ahead_s)))
-        if not self._is_heard_last:
-            result = f"not heard of for {TIMING.peer_answer_s:g} s after the last version"
-            found.append(Finding(f"{self._host}: end", "unknown", result, "run both again"))
-        return found
+    time.sleep(TICK_S)
+    began_at, weights = time.time(), {"weight": torch.rand(_NUM_VALUES)}
+    version = sender.send(weights, metadata={"is_last": is_last}).version
+    published_s = time.monotonic()
+    sender.wait_applied(version, receivers=_RECEIVER, timeout_s=TIMING.peer_answer_s)
+    delay_s, record = time.monotonic() - published_s, view.receiver(_RECEIVER)
+    assert record is not None  # noqa: S101 - it has just acknowledged
+    # The peer wrote the record between then and now.
+    low_s, high_s = record.updated_at - time.time(), record.updated_at - began_at
+    return _Answer(record.host, delay_s, low_s, high_s)
 
-    def _describe_versions(self) -> Outcome:
-        if self.problem is not None:
-            return "broken", self.problem, "workers there would not get versions published here"
-        delays_s = self._delays_s[1:]
-        median_s, max_s = statistics.median(delays_s), max(delays_s)
-        result = (
-            f"seen after {_format(median_s)} (median), {_format(max_s)} (max) of {len(delays_s)}, "
-            "each whole by its checksums"
-        )
-        if max_s > 1:
-            return "adapted", result, f"versions arrive that late; {POLLING}"
-        return "good", result, POLLING
+
+def _described(error: errors.DBufferError) -> str:
+    if isinstance(error, errors.WaitTimeoutError):
+        return f"a version was not seen within {TIMING.peer_answer_s:g} s"
+    return str(error)
+
+
+def _describe_versions(problem: str | None, delays_s: list[float]) -> Outcome:
+    if problem is not None:
+        return "broken", problem, "workers there would not get versions published here"
+    median_s, max_s = statistics.median(delays_s), max(delays_s)
+    result = (
+        f"seen after {_format(median_s)} (median), {_format(max_s)} (max) of {len(delays_s)}, "
+        "each whole by its checksums"
+    )
+    if max_s > 1:
+        return "adapted", result, f"versions arrive that late; {POLLING}"
+    return "good", result, POLLING
 
 
 def _describe_clocks(low_s: float, high_s: float) -> Outcome:
@@ -229,11 +219,3 @@ def _describe_clocks(low_s: float, high_s: float) -> Outcome:
 
 def _format(duration_s: float) -> str:
     return f"{1e3 * duration_s:.1f} ms" if duration_s < 1 else f"{duration_s:.1f} s"
-
-
-def _send(sender: WeightSender, *, is_last: bool = False) -> int:
-    import torch
-
-    time.sleep(TICK_S)
-    weights = {"weight": torch.rand(_NUM_VALUES)}
-    return sender.send(weights, metadata={"is_last": is_last}).version

@@ -46,10 +46,6 @@ def examine(path: Path, *, allow_shared_store: bool = False) -> list[Finding]:
             is probed.
         allow_shared_store: accept a directory that belongs to another user, or that others can
             write to.
-
-    Raises:
-        OptionError: nothing of the path exists.
-        StoreAccessError: the path is not a directory, or cannot be examined.
     """
     base = existing(path)
     medium = medium_of(base)

@@ -40,19 +40,6 @@ def test_a_fork_that_a_receiver_came_upon_pickles_too():
     assert (str(again), again.is_forked) == ("forked", True)
 
 
-def test_a_raised_error_pickles_too(tmp_path):
-    with (
-        dbuffer.WeightReceiver(tmp_path / "none") as receiver,
-        pytest.raises(TimeoutError) as caught,
-        receiver.open(timeout_s=0),
-    ):
-        pass
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is dbuffer.WaitTimeoutError
-    assert str(again) == str(caught.value)
-    assert str(tmp_path) in str(again)
-
-
 def test_all_is_complete_and_sorted():
     assert sorted(set(dbuffer.__all__)) == list(dbuffer.__all__)
     public = {name: getattr(dbuffer, name) for name in dir(dbuffer) if not name.startswith("_")}

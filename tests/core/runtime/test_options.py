@@ -193,17 +193,6 @@ def test_keywords_of_senders_are_their_options(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"receiver_id": name} for name in ("", "a/b", b"a")] + [{"dtype": torch.int8}],
-    ids=repr,
-)
-def test_names_and_dtypes_are_checked_too(tmp_path, options):
-    made = dbuffer.WeightSender if "dtype" in options else dbuffer.WeightReceiver
-    with pytest.raises(OptionError, match=r"^invalid "):
-        made(tmp_path / "store", **options)
-
-
 @pytest.mark.parametrize("place", ["", "a\0b", b"store", None], ids=repr)
 def test_no_store_is_made_at_no_path(tmp_path, monkeypatch, place):
     """An empty path is that of a variable that is not set; not the working directory."""
@@ -265,19 +254,3 @@ def test_times_of_methods_are_checked_as_they_are_called(tmp_path):
         for (name, call), value in itertools.product(versioned, ("1", 1.0, True, -2)):
             with pytest.raises(OptionError, match=f"invalid {name} "):
                 call(value)
-
-
-def test_one_receiver_is_waited_for_by_its_name(tmp_path):
-    store = tmp_path / "store"
-    with (
-        dbuffer.WeightSender(store) as sender,
-        dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver,
-    ):
-        version = sender.send({"a": torch.ones(2)}).version
-        receiver.load_into({"a": torch.zeros(2)})
-        sender.wait_applied(version, receivers="engine-0", timeout_s=10)
-        with pytest.raises(dbuffer.WaitTimeoutError, match="0 of 1 receivers"):
-            sender.wait_applied(version, receivers="engine-1", timeout_s=0)
-        for wrong in (-1, True, 1.5, None, ["engine-0", 1], "engine/0", ["engine 0"]):
-            with pytest.raises(OptionError, match="invalid receivers "):
-                sender.wait_applied(version, receivers=wrong, timeout_s=0)

@@ -88,13 +88,6 @@ def test_publish_then_read(capsys, tmp_path, checkpoint, name, dtype):
         assert {each.dtype for each in snapshot.tensors.values()} == {dtype}
 
 
-def test_debug_shows_a_traceback(capsys, tmp_path):
-    code, _, err = call(capsys, "publish", tmp_path / "none", tmp_path / "store", "--debug")
-    assert code == 1
-    assert "Traceback" in err
-    assert "InvalidWeightsError" in err
-
-
 @pytest.fixture(scope="module")
 def places(directory: Path) -> Path:
     """Directories that commands are to leave as they are."""
@@ -275,17 +268,6 @@ def test_a_signal_may_come_while_the_event_that_it_sets_is_looked_at():
     assert caught.value.code == 143
 
 
-def test_pin_and_unpin_print_json(capsys, store):
-    for command, is_pinned in (("pin", True), ("unpin", False)):
-        code, out, _ = call(capsys, command, store, 2, "--json")
-        assert (code, json.loads(out)) == (0, {"version": 2, "is_pinned": is_pinned})
-
-
-def test_version_option(capsys):
-    code, out, _ = call(capsys, "--version")
-    assert (code, out.strip()) == (0, dbuffer.__version__)
-
-
 def test_status_tells_versions_receivers_and_lag(capsys, store):
     target = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
@@ -401,12 +383,6 @@ def test_closed_streams_hinder_nothing(tmp_path, store, checkpoint, closed):
             code, out, err = command.communicate()
         assert (code, "Traceback" in err) == (0, False)
     assert bool(out) is (1 not in closed)
-
-
-def test_an_interpreter_without_streams_publishes(store, checkpoint):
-    command = shlex.join([sys.executable, "-m", "dbuffer", "publish", str(checkpoint), str(store)])
-    subprocess.run(["sh", "-c", f"{command} 0>&- 1>&- 2>&-"], check=True)
-    assert verify_store(DoubleBuffer(store))[0].version == 3
 
 
 def test_a_publish_says_for_which_receiver_it_waits(tmp_path, store, checkpoint):
@@ -613,17 +589,6 @@ def test_exec_goes_on_after_a_command_for_which_the_sender_did_not_wait(tmp_path
         sender.wait_applied(4, receivers="me", timeout_s=0)
 
 
-def test_a_checkpoint_that_is_saved_anew_meanwhile_is_not_published(capsys, monkeypatch, tmp_path):
-    path, later, store = (tmp_path / name for name in ("a.safetensors", "later", "store"))
-    save_file({name: torch.zeros(1 << 16) for name in "abcd"}, path)
-    save_file({name: torch.ones(1 << 16) for name in "abcd"}, later)
-    saved = contextlib.nullcontext(lambda *_: shutil.copyfile(later, path))
-    monkeypatch.setattr("dbuffer.tools.commands.publish.progress", lambda *_, **__: saved)
-    code, _, err = call(capsys, "publish", path, store)
-    assert code != 0
-    assert "was written while it was being published" in err
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_whose_exec_was_ended_keeps_the_version_that_it_reads(tmp_path, number):
     """The command ignores the signal and goes on; its version is not overwritten meanwhile."""
@@ -735,17 +700,6 @@ def test_nothing_raw_reaches_the_terminal(monkeypatch, tmp_path, odd_store, enco
         assert not [c for c in told if not c.isprintable() and c not in "\t\n"], told
         assert ("Traceback" in told) == ("--debug" in arguments), told
         assert shown in squeezed(told), told
-
-
-def test_json_is_as_it_was(capsys, odd_store):
-    commands = [("ls", odd_store), ("status", odd_store), ("follow", odd_store, "--count=1")]
-    outcomes = [call(capsys, *arguments, "--json") for arguments in commands]
-    assert [(code, err) for code, _, err in outcomes] == [(0, "")] * 3
-    assert all(out.isascii() for _, out, _ in outcomes), "any terminal and any pipe takes it"
-    listed, status, followed = (json.loads(out) for _, out, _ in outcomes)
-    assert listed["tensors"][0]["name"] == ODD
-    assert status["receivers"][0]["host"] == ODD[:30]
-    assert followed["metadata"] == {"run": ODD}
 
 
 def test_what_is_logged_is_made_printable(monkeypatch, tmp_path, odd_store):

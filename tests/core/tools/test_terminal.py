@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import signal
 from pathlib import Path
 
@@ -123,29 +122,3 @@ def test_a_command_says_for_which_version_it_waits(store, local, command):
     assert code == -signal.SIGINT
     assert waiting[:11] not in "".join(lines)
     assert "Traceback" not in "".join(lines)
-
-
-def test_what_takes_long_says_what_it_does(store):
-    with Terminal("verify", store) as terminal:
-        assert terminal.wait_for_end()[0] == 0
-        assert f"verifying {store}" in terminal.written()
-        assert not any("verifying" in line for line in terminal.lines())
-
-
-def test_nothing_raw_reaches_a_terminal(store):
-    odd = store.with_name("[bold]a\x1b[31m[-]")
-    store.rename(odd)
-    with dbuffer.WeightReceiver(odd, receiver_id="engine-0") as receiver:
-        receiver.load_into(lambda _: None)
-        record = receiver.record.path
-        told = json.loads(record.read_text()) | {"host": "\x1b]0;h\x07", "problem": "\x9b2J\nx"}
-        record.write_text(json.dumps(told | {"problem_version": told["applied"]}))
-        for arguments in (("status", odd), ("ls", odd), ("verify", odd), ("ls", f"{odd}/none")):
-            with Terminal(*arguments) as terminal:
-                terminal.wait_for_end()
-                # The terminal of a test knows no other sequences than those of dbuffer.
-                assert "\x1b[31m" not in terminal.written()
-                assert "\x07" not in terminal.written()
-        shown = "".join(shown_by("status", odd))
-    assert r"[bold]a\x1b[31m[-]" in shown
-    assert r"engine-0 reports: \x9b2J\nx" in shown
