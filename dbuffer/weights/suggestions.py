@@ -82,12 +82,12 @@ def _candidates(names: Sequence[str]) -> Iterator[NameMap]:
         composed = NameMap((*composed.rules, *used))
         current = list(map(NameMap(used), current))
         yield composed
-    head = ""
+    shorter = NameMap()
     for parts in itertools.islice(zip(*(n.split(".")[:-1] for n in names), strict=False), 3):
         if len(set(parts)) > 1:
             break
-        head += f"{parts[0]}."
-        yield NameMap().prefix(head, "")
+        shorter = shorter.prefix(f"{parts[0]}.", "")
+        yield shorter
     yield NameMap().prefix("", "model.")
 
 
