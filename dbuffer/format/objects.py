@@ -42,7 +42,7 @@ _RECORD = re.compile(rf"{VERSIONS_PREFIX}/([0-9]{{19}})-([0-9a-f]{{16}})-[0-9a-f
 _PART = re.compile(
     rf"{VERSIONS_PREFIX}/{VERSION_ID.pattern}\.(weights|delta)/[0-9]{{6}}-[0-9a-f]{{16}}"
 )
-_RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}}\.json")
+_RECEIVERS = re.compile(rf"{RECEIVERS_PREFIX}/mirror-[A-Za-z0-9-]{{0,64}}-[0-9a-f]{{16}}\.json")
 
 
 class Parts(NamedTuple):
@@ -183,10 +183,15 @@ def version_object(version: VersionId, xxh3: str) -> str:
     return f"{VERSIONS_PREFIX}/{version.number:019}-{version.run}-{xxh3}.json"
 
 
-def version_in(name: str) -> VersionId | None:
-    """Return the version whose record has this name, or None if it is another object's name."""
-    match = _RECORD.fullmatch(name)
-    return match and VersionId(match[2], int(match[1]))
+def version_of(name: str) -> VersionId | None:
+    """Return the version whose record or part a mirror gives this name, or None if it gives none.
+
+    A part of a weights file belongs to its anchor, a part of a delta to the version it leads to.
+    """
+    if match := _RECORD.fullmatch(name):
+        return VersionId(match[2], int(match[1]))
+    match = _PART.fullmatch(name)
+    return match and VersionId(match[1], int(match[2]))
 
 
 def weights_object(version: VersionId) -> str:
@@ -212,11 +217,6 @@ def part_object(directory: str, index: int, xxh3: str) -> str:
 def receivers_object(mirror: str) -> str:
     """Name of the object with the records of a mirror's store."""
     return f"{RECEIVERS_PREFIX}/{mirror}.json"
-
-
-def is_of_version(name: str) -> bool:
-    """Whether an object's name is one that a mirror gives to a version's record or part."""
-    return _RECORD.fullmatch(name) is not None or _PART.fullmatch(name) is not None
 
 
 def is_of_receivers(name: str) -> bool:

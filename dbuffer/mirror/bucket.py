@@ -10,6 +10,7 @@ import collections
 import contextlib
 import importlib
 import logging
+import math
 import random
 import re
 import threading
@@ -35,6 +36,7 @@ from dbuffer.runtime.cores import leave_core
 from dbuffer.runtime.extras import needed_for
 from dbuffer.runtime.messages import first_line
 from dbuffer.runtime.timing import TIMING
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ _PIECE_BYTES = 1 << 18
 """Bytes of an object that are handled together, at least."""
 
 _ATTEMPTS = 6
+_MAX_PAUSE_S = 10.0
+"""Longest pause between two attempts."""
 
 _LIST_PAGE = 1000
 """Objects that a service names in the answer to one request, at most."""
@@ -77,7 +81,12 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _CONNECT_S = 10.0
 """Time to connect to an object storage."""
 REQUEST_S = 120.0
-"""Time for one request to it: a part of 32 MiB at 0.3 MB/s."""
+"""Time without a byte of an answer after which a request has failed. An upload has no answer before
+its end: a part of 32 MiB needs 0.3 MB/s."""
+_OUTAGE_S = 600.0
+"""Time without a byte after which a download is given up, with the parts that came. After a
+time-out, also the time for an upload: a part of 32 MiB needs 0.06 MB/s."""
+_NO_LIMIT = timedelta(days=1)
 
 
 class Listed(NamedTuple):
@@ -108,22 +117,28 @@ class Bucket(Closing):
         self._stop = threading.Event()
         self._has_credentials = False
         self._copier = Copier(NUM_REQUESTS)
+        self._width = _Width()
         self._background = ThreadPoolExecutor(1, "dbuffer-bucket", leave_core)
         self.requests: collections.Counter[str] = collections.Counter()
         """Number of requests made, by kind: get, put, list, delete."""
         try:
-            self._objects = self._obstore.store.from_url(
-                self.url,
-                # http is used only if the environment names an endpoint with it.
-                client_options={
-                    "allow_http": True,
-                    "connect_timeout": timedelta(seconds=_CONNECT_S),
-                    "timeout": timedelta(seconds=REQUEST_S),
-                },
-                retry_config={"max_retries": 0},
-            )
+            self._objects = self._open(REQUEST_S)
+            self._objects_of_slow_link = self._open(_OUTAGE_S)
         except (self._errors.BaseError, ValueError) as error:
             raise OptionError(f"cannot use {self.url}: {first_line(error)}") from error
+
+    def _open(self, timeout_s: float) -> Any:
+        return self._obstore.store.from_url(
+            self.url,
+            # http is used only if the environment names an endpoint with it.
+            client_options={
+                "allow_http": True,
+                "connect_timeout": timedelta(seconds=_CONNECT_S),
+                "read_timeout": timedelta(seconds=timeout_s),
+                "timeout": _NO_LIMIT,
+            },
+            retry_config={"max_retries": 0},
+        )
 
     def end_retries(self) -> None:
         """Let requests that fail from now on be given up at once."""
@@ -149,32 +164,41 @@ class Bucket(Closing):
     ) -> str:
         """Get the content of an object of a known size piece by piece, and return its digest.
 
+        A request that breaks off is followed by one for the bytes that did not come.
+
         Args:
             name: the object's.
             num_bytes: its size.
-            place: called with pieces of the content, each with its offset, in this order; from the
-                first one on again, if the request is repeated.
+            place: called with pieces of the content, each with its offset, in this order.
         """
+        hasher, end, came_at = xxhash.xxh3_64(), 0, time.monotonic()
 
-        def request() -> str | None:
-            result = self._obstore.get(self._objects, name)
-            if result.meta["size"] != num_bytes:
-                return None
-            # A piece is copied and hashed while it is in a core's cache.
-            hasher, end = xxhash.xxh3_64(), 0
-            for piece in result.stream(min_chunk_size=_PIECE_BYTES):
-                data = memoryview(piece)
-                start, end = end, end + data.nbytes
-                if end > num_bytes:
-                    return None
-                place(start, data)
-                hasher.update(data)
-            return hasher.hexdigest() if end == num_bytes else None
+        def request() -> None:
+            nonlocal end, came_at
+            if end == num_bytes:  # it broke off behind the last one
+                return
+            options: Any = {"range": (end, num_bytes)} if end else None
+            with self._width.request():
+                result = self._obstore.get(self._objects, name, options=options)
+                if result.meta["size"] != num_bytes:
+                    raise self._wrong_size(name)
+                # A piece is copied and hashed while it is in a core's cache.
+                for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+                    data = memoryview(piece)
+                    if end + data.nbytes > num_bytes:
+                        raise self._wrong_size(name)
+                    place(end, data)
+                    hasher.update(data)
+                    end += data.nbytes
+                    came_at = time.monotonic()
 
-        content_xxh3 = self._request("get", name, request)
-        if content_xxh3 is None:
-            raise StoreCorruptError(f"{self.name_of(name)} has not the size that was published")
-        return content_xxh3
+        self._request("get", name, request, lambda: came_at)
+        if end < num_bytes:
+            raise self._wrong_size(name)
+        return hasher.hexdigest()
+
+    def _wrong_size(self, name: str) -> StoreCorruptError:
+        return StoreCorruptError(f"{self.name_of(name)} has not the size that was published")
 
     def get_range(self, name: str, start: int, end: int) -> memoryview:
         """Return some bytes of an object."""
@@ -218,9 +242,14 @@ class Bucket(Closing):
         except UNDECODABLE as error:
             raise type(error)(f"{self.name_of(name)}: {error}") from None
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> Tag:
         """Put an object, whatever was there."""
-        self._request("put", name, lambda: self._put(name, data, "overwrite"))
+
+        def request() -> Tag:
+            with self._width.request():
+                return self._put(name, data, "overwrite")
+
+        return self._request("put", name, request)
 
     def put_if(self, name: str, data: bytes, tag: Tag | None) -> Tag | None:
         """Put an object if it still has the content of ``tag``, or with None is not there.
@@ -279,12 +308,24 @@ class Bucket(Closing):
         return f"{self.url}/{name}"
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Tag:
-        result = self._obstore.put(self._objects, name, data, mode=mode, use_multipart=False)
-        return _tag_of(result)
+        objects = self._objects_of_slow_link if self._width.is_narrow else self._objects
+        return _tag_of(self._obstore.put(objects, name, data, mode=mode, use_multipart=False))
 
-    def _request(self, kind: str, name: str, action: Callable[[], T]) -> T:
-        started = time.monotonic()
-        for pause_s in _pauses():
+    def _request(
+        self,
+        kind: str,
+        name: str,
+        action: Callable[[], T],
+        came_at: Callable[[], float] | None = None,
+    ) -> T:
+        """Make a request, again and again if it fails.
+
+        ``came_at``: returns the time of the last byte, of a request that goes on where it broke
+        off. It is given up only when none has come for long.
+        """
+        started, pause_s, attempts = time.monotonic(), TIMING.request_retry_s, 0
+        while True:
+            attempts += 1
             self.requests[kind] += 1
             try:
                 result = action()
@@ -306,9 +347,18 @@ class Bucket(Closing):
                 return result
             logger.debug("%s of %s failed: %s", kind, name, first_line(failure))
             # The caller logs what lasts, and tries again.
-            has_lasted = pause_s is None or time.monotonic() - started > REQUEST_S
-            if has_lasted or self._stop.wait(pause_s):
+            now = time.monotonic()
+            if came_at is None:
+                has_lasted = attempts == _ATTEMPTS or now - started > REQUEST_S
+            else:
+                has_lasted = now - came_at() > _OUTAGE_S
+                if attempts == _ATTEMPTS:
+                    problem = first_line(failure)
+                    log_once(logger, "trying again to get parts of %s: %s", self.url, problem)
+            # At random: many clients must not retry at once.
+            if has_lasted or self._stop.wait(pause_s * random.uniform(0.5, 1)):  # noqa: S311
                 break
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         raise self._refused(kind, name, failure) from failure
 
     def _describe_credentials(self, error: Exception) -> str:
@@ -322,13 +372,43 @@ class Bucket(Closing):
         return StoreAccessError(f"cannot {kind} {self.name_of(name)}: {_described(error)}")
 
 
-def _pauses() -> Iterator[float | None]:
-    """Pauses after each attempt of a request; None: there is no further one."""
-    pause_s = TIMING.request_retry_s
-    for _ in range(_ATTEMPTS - 1):
-        yield pause_s * random.uniform(0.5, 1)  # noqa: S311 - many clients must not retry at once
-        pause_s *= 2
-    yield None
+class _Width:
+    """Requests side by side: half as many after a time-out, and more again as requests succeed.
+
+    Many at once may take longer on a slow link than each may alone.
+    """
+
+    def __init__(self) -> None:
+        self._has_changed = threading.Condition()
+        self._limit = float(NUM_REQUESTS)
+        self._running = 0
+        self._narrowed_at = -math.inf
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a request has timed out, and few have succeeded since."""
+        return self._limit < NUM_REQUESTS
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Wait for a place, and keep it for the length of a request."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._running < int(self._limit))
+            self._running += 1
+        started, has_failed = time.monotonic(), True
+        try:
+            yield
+            has_failed = False
+        finally:
+            now = time.monotonic()
+            with self._has_changed:
+                self._running -= 1
+                if not has_failed:
+                    self._limit = min(NUM_REQUESTS, self._limit + 1 / self._limit)
+                # Requests that ran at that time have met the same time-out.
+                elif now - started >= REQUEST_S and started > self._narrowed_at:
+                    self._limit, self._narrowed_at = max(1.0, self._limit / 2), now
+                self._has_changed.notify_all()
 
 
 def _tag_of(described: Mapping[str, Any]) -> Tag:

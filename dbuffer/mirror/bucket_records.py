@@ -7,13 +7,14 @@ reads it goes by its own time since the object has changed.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from dbuffer.errors import StoreNotFoundError
+from dbuffer.errors import StoreAccessError, StoreNotFoundError
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord, encode
 from dbuffer.format.objects import (
     RECEIVERS_PREFIX,
@@ -70,11 +71,10 @@ class BucketRecords:
         return _without_times(self._current) != _without_times(self._put)
 
     def _put_object(self) -> None:
-        self._put_at = time.monotonic()  # also of one that fails
         current = self._current
         record = BucketReceivers(records=current, updated_at=time.time())
         self._bucket.put(self._object, encode(record))
-        self._put = current
+        self._put, self._put_at = current, time.monotonic()
 
 
 def _without_times(records: list[ReceiverRecord]) -> list[ReceiverRecord]:
@@ -88,8 +88,7 @@ def read_records(bucket: Bucket, name: str) -> list[ReceiverRecord]:
     return read[0].records
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """An object with records, as it was seen last."""
 
     e_tag: str | None
@@ -104,47 +103,53 @@ class ReceiversOfBucket:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._seen: dict[str, _Seen] = {}
-        self._changed_at: dict[tuple[str, str], float] = {}
+        self._records: dict[tuple[str, str], tuple[float, float, ReceiverRecord]] = {}
+        """Latest record of each receiver: its time, when its object was seen changed, and it."""
 
     def receivers(self) -> list[ReceiverRecord]:
-        """Return all records; only objects that have changed are read again."""
+        """Return all records; only objects that have changed are read again.
+
+        Objects of mirrors that have ended are deleted; a running mirror puts its object again.
+        """
         listed = self._bucket.list(RECEIVERS_PREFIX)
+        listed = {name: each for name, each in listed.items() if is_of_receivers(name)}
+        limit = time.time() - TIMING.forget_receivers_after_s
+        gone = [name for name, each in listed.items() if each.put_at < limit]
+        for name in gone:
+            del listed[name]
+        try:
+            self._bucket.delete(gone)
+        except StoreAccessError as error:
+            log_once(logger, "records of mirrors that have gone stay: %s", str(error))
         changed = [
             name
             for name, each in listed.items()
-            if is_of_receivers(name)
-            and (name not in self._seen or self._seen[name].e_tag != each.e_tag)
+            if name not in self._seen or self._seen[name].e_tag != each.e_tag
         ]
         self._seen = {name: seen for name, seen in self._seen.items() if name in listed}
         self._bucket.in_parallel(lambda name: self._read(name, listed[name].e_tag), changed)
-        self._forget()
-        self._changed_at = {
-            (record.receiver, record.token): seen.changed_at
-            for seen in self._seen.values()
-            for record in seen.records
+        # A receiver whose mirror has changed its id has a record in two objects.
+        self._records = {
+            (record.receiver, record.token): (at, changed_at, record)
+            for at, changed_at, record in sorted(
+                (
+                    (record.updated_at, seen.changed_at, record)
+                    for seen in self._seen.values()
+                    for record in seen.records
+                ),
+                key=lambda each: each[:2],
+            )
         }
         return self.known()
 
-    def _forget(self) -> None:
-        """Delete objects of mirrors that have gone: one that lives puts its object again."""
-        now, limit_s = time.monotonic(), TIMING.forget_receivers_after_s
-        gone = [
-            name
-            for name, seen in self._seen.items()
-            if seen.records and now - seen.changed_at > limit_s
-        ]
-        self._bucket.delete(gone)
-        for name in gone:
-            del self._seen[name]
-
     def known(self) -> list[ReceiverRecord]:
         """Return the records that were read last."""
-        return [record for seen in list(self._seen.values()) for record in seen.records]
+        return [record for _, _, record in self._records.values()]
 
     def may_live(self, record: ReceiverRecord) -> bool:
         """Whether a record's receiver may be alive: its mirror is, and does not say otherwise."""
-        changed_at = self._changed_at.get((record.receiver, record.token))
-        if record.has_ended or changed_at is None:
+        _, changed_at, _ = self._records.get((record.receiver, record.token), (0, -math.inf, None))
+        if record.has_ended:
             return False
         return time.monotonic() - changed_at < TIMING.bucket_presumed_dead_after_s
 

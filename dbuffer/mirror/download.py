@@ -33,9 +33,10 @@ from dbuffer.format.objects import (
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import BucketRecords
-from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
+from dbuffer.mirror.options import MirrorOptions
 from dbuffer.receive.follow_loop import wait_until_newer
 from dbuffer.receive.reader import VersionVerifier
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import require_successor
 from dbuffer.store.filesystem import Descriptor
@@ -316,17 +317,11 @@ class BucketSource:
     def name(self) -> str:
         return self._bucket.url
 
-    def exists(self) -> bool:
-        return self.newest() is not None
-
     def newest(self) -> BucketPointer | None:
         return newest_pointer(self._bucket)
-
-    def is_copy(self) -> bool:
-        return True
 
     def open_receiver(self, name: str) -> BucketReceiver:
         return BucketReceiver(self._bucket, name, self._options)
 
-    def records(self, receiver: SourceReceiver) -> BucketRecords:
+    def records(self, receiver: WeightReceiver | BucketReceiver) -> BucketRecords:
         return BucketRecords(self._bucket, receiver.record)

@@ -16,8 +16,9 @@ from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.footer import KeptFooter
 from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
-from dbuffer.mirror.ends import MirrorOptions, SourceReceiver
+from dbuffer.mirror.options import MirrorOptions
 from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
+from dbuffer.mirror.sources import SourceReceiver
 from dbuffer.publish.draft import Draft, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing
@@ -53,6 +54,9 @@ class LocalCopy(Closing):
         finally:
             self._mappings.clear()
             self._writer.close()
+
+    def check(self) -> None:
+        """Do nothing: no other process writes while this one has the lock."""
 
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version once more; raise `OvertakenError` if it was overwritten."""

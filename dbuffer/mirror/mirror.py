@@ -34,16 +34,10 @@ from dbuffer.format.objects import BucketPointer
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.bucket import Bucket
 from dbuffer.mirror.download import BucketSource
-from dbuffer.mirror.ends import (
-    Copy,
-    MirrorOptions,
-    Source,
-    SourceReceiver,
-    Target,
-    mirror_id,
-)
-from dbuffer.mirror.refusals import state_of_senders
-from dbuffer.mirror.stores import OneStoreError, StoreSource, StoreTarget
+from dbuffer.mirror.local_copy import LocalCopy
+from dbuffer.mirror.options import MirrorOptions, mirror_id
+from dbuffer.mirror.sources import Source, SourceReceiver, StoreSource
+from dbuffer.mirror.stores import OneStoreError, StoreTarget, state_of_senders
 from dbuffer.mirror.upload import BucketTarget
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
@@ -64,8 +58,8 @@ _FINAL = (ClosedError, OptionError, WriterSupersededError)
 version, a store that is being emptied, a mode that is corrected."""
 
 _NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
-_PREPARED_S = 10.0
-"""Upper bound for how long another mirror takes to copy the first version of another run."""
+_FIT_S = 10.0
+"""Time for a target to become fit to be read, before :meth:`Mirror.start` raises an error."""
 
 
 class Mirror(Closing, ProcessBound):
@@ -129,7 +123,7 @@ class Mirror(Closing, ProcessBound):
             if isinstance(source, Bucket)
             else StoreSource(source, chosen)
         )
-        self._target: Target = (
+        self._target = (
             BucketTarget(target, chosen)
             if isinstance(target, Bucket)
             else StoreTarget(target, chosen)
@@ -138,10 +132,14 @@ class Mirror(Closing, ProcessBound):
         self._running = threading.Lock()
         """Held while it runs, in whichever thread."""
         self._thread: threading.Thread | None = None
+        self._is_fit = threading.Event()
+        """Set once readers of the target find nothing of an earlier run."""
+        self._problem: Exception | None = None
+        """Why this mirror neither copies nor stands by; None if it does."""
         self._runs_in: int | None = None
         """Identifier of the thread in which it runs."""
         self._receiver: SourceReceiver | None = None
-        self._copy: Copy | None = None
+        self._copy: LocalCopy | BucketTarget | None = None
         """Open from the first version on."""
         self._published: int | None = None
         """Number of the newest version of the source that need not be copied."""
@@ -178,16 +176,18 @@ class Mirror(Closing, ProcessBound):
     def start(self) -> Self:
         """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
 
+        A mirror that raises is closed.
+
         Raises:
-            OptionError: the local store is a sender's; or it holds versions of an earlier run, and
-                the remote store holds none.
-            ClosedError: it was closed.
+            OptionError: the local store is a sender's.
+            WaitTimeoutError: after 10 s the local store still holds versions of another run, and no
+                mirror is copying a version of the source.
             NotReadyError: it runs already.
+            StoreAccessError: after 10 s it still cannot compare its two ends.
+            ClosedError: it was closed.
         """
         self._begin()
         try:
-            if not self._target.elect(self._source):
-                self._wait_until_fit()
             thread = threading.Thread(
                 target=self._run_in_thread, name="dbuffer-mirror", daemon=True
             )
@@ -196,6 +196,11 @@ class Mirror(Closing, ProcessBound):
             self._end()
             raise
         self._thread = thread  # one that could not begin cannot be joined
+        try:
+            self._wait_until_fit(thread)
+        except BaseException:
+            self._stop.set()
+            raise
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
@@ -205,7 +210,7 @@ class Mirror(Closing, ProcessBound):
         store) are logged, noted in the remote store, and retried with backoff.
 
         Raises:
-            OptionError: as for :meth:`start`.
+            OptionError: the local store is a sender's, or both ends are one store.
             WriterSupersededError: another writer took the local store over.
             ClosedError: it was closed before.
             NotReadyError: it runs already.
@@ -232,25 +237,43 @@ class Mirror(Closing, ProcessBound):
         self._running.release()
 
     def _run(self, stop: threading.Event) -> None:
+        """Stand by or follow the source, with backoff after errors, until it is to stop."""
         self._runs_in = threading.get_ident()
+        loop = RetryLoop(logger, final=_FINAL, stop=stop)
         while not stop.is_set():
-            self._wait_until_elected(stop)
-            if self.is_elected:
-                self._follow(stop)
-
-    def _wait_until_elected(self, stop: threading.Event) -> None:
-        """Stand by while another mirror is at work, or the source cannot be looked at."""
-        loop, stands_by = RetryLoop(logger, final=_FINAL, stop=stop), False
-        while not self.is_elected and not stop.is_set():
+            receiver = None
             with loop.attempt():
-                is_elected = self._target.elect(self._source)
-                if not is_elected and not stands_by:
-                    self._wait_until_fit()
-                    logger.info("another mirror of %s is at work: standing by", self._target.name)
-                    stands_by = True
+                receiver = self._elect()
                 loop.succeeded(f"mirroring {self._source.name}")
-            if not self.is_elected:
+            self._problem = loop.error
+            if receiver is not None:
+                self._follow(receiver, stop)
+            else:
                 stop.wait(TIMING.retry_min_s if loop.error is None else loop.retry_s)
+
+    def _elect(self) -> SourceReceiver | None:
+        """Become the mirror of the target and follow the source, or return None to stand by.
+
+        Raises:
+            WaitTimeoutError: it is to stand by, and readers still find another run's version.
+        """
+        if self._target.elect(self._source):
+            self._receiver = self._source.open_receiver(mirror_id(self._target.name))
+            self._receiver.record.count(**_NO_STATS)
+            self._is_fit.set()
+            return self._receiver
+        is_prepared = self._target.is_prepared(self._source)  # asked first: it may end then
+        if self._target.is_fit(self._source):
+            if not self._is_fit.is_set():
+                logger.info("another mirror of %s is at work: standing by", self._target.name)
+            self._is_fit.set()
+        elif not is_prepared:
+            raise WaitTimeoutError(
+                f"{self._target.name} holds a version that does not lead to what "
+                f"{self._source.name} holds, and its mirror has not replaced that: does it follow "
+                "another store? If so, stop it, or name another directory"
+            )
+        return None
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -316,45 +339,45 @@ class Mirror(Closing, ProcessBound):
             self._run(self._stop)
         except OneStoreError as error:
             logger.info("%s", str(error))
-        # No caller is there to raise it to: `wait_until_current` raises it, and the log has it.
+        # `start` or `wait_until_current` raises it; the log has it for whom neither is called.
         except BaseException as error:
             self._error = error
-            logger.exception("the mirror of %s has ended", self._source.name)
+            if self._is_fit.is_set():
+                logger.exception("the mirror of %s has ended", self._source.name)
         finally:
             self._target.resign()
             self._end()
 
-    def _wait_until_fit(self) -> None:
-        """Wait until the elected mirror has copied a version of the source, or has ended."""
-        deadline = time.monotonic() + _PREPARED_S
-        while not self._target.is_fit(self._source) and not self._target.elect(self._source):
-            if time.monotonic() > deadline:
-                raise OptionError(
-                    f"{self._target.name} holds a version that does not lead to what "
-                    f"{self._source.name} holds, and its mirror has not replaced that within "
-                    f"{_PREPARED_S:g} s: it follows another store, or copies still; stop "
-                    "it, try again, or name another directory"
-                )
-            if self._stop.wait(TIMING.stop_check_s):
-                return
+    def _wait_until_fit(self, thread: threading.Thread) -> None:
+        deadline = time.monotonic() + _FIT_S
+        while not self._is_fit.wait(TIMING.look_s) and not self._stop.is_set():
+            if not thread.is_alive():
+                if self._error is not None:
+                    raise self._error
+                return  # there is nothing to mirror
+            if self._problem is not None and time.monotonic() > deadline:
+                raise self._problem
 
     # Following
 
-    def _follow(self, stop: threading.Event) -> None:
+    def _follow(self, receiver: SourceReceiver, stop: threading.Event) -> None:
         """Follow the source, until it is to stop, or the target is removed."""
         # The receiver is closed first: the last records that are relayed say that it has ended.
         with contextlib.ExitStack() as opened:
             opened.callback(self._close_copy)
-            receiver = opened.enter_context(contextlib.closing(self._open_receiver()))
+            opened.enter_context(contextlib.closing(receiver))
             loop = FollowLoop(
                 receiver, "mirroring", logger, forked="follow", final=_FINAL, stop=stop
             )
             while not stop.is_set():
                 copied = None
                 with loop.attempt():
-                    if loop.wait(self._published) is not None:
+                    check_s = TIMING.bucket_heartbeat_s
+                    if loop.wait(self._published, timeout_s=check_s) is not None:
                         copied = self._copy_newest(receiver)
                         loop.used()
+                    elif self._copy is not None and not stop.is_set():
+                        self._check(self._copy)
                 if copied is not None:
                     if self._on_copied is not None:
                         self._on_copied(copied)
@@ -368,19 +391,23 @@ class Mirror(Closing, ProcessBound):
                     self._published = self._announced = None
                     return
 
-    def _open_receiver(self) -> SourceReceiver:
-        receiver = self._source.open_receiver(mirror_id(self._target.name))
-        receiver.record.count(**_NO_STATS)
-        self._receiver = receiver
-        return receiver
+    def _check(self, copy: LocalCopy | BucketTarget) -> None:
+        """Compare the target with the copied version; if they differ, it is copied again.
+
+        Raises:
+            StoreCorruptError: they differ.
+        """
+        try:
+            copy.check()
+        except StoreCorruptError:
+            self._published = None
+            raise
 
     def _copy_newest(self, receiver: SourceReceiver) -> Publication | None:
         """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
-        if self._copy is not None and self._has_published_more(receiver):
-            self._close_copy()
         if self._copy is None:
             self._copy = self._target.begin(self._source, receiver)
-            self._note_published(receiver)
+        self._note_published(receiver)
         with receiver.hold_seen(self._published) as held:
             if held is None:
                 return None
@@ -394,9 +421,11 @@ class Mirror(Closing, ProcessBound):
         return copied
 
     def _note_published(self, receiver: SourceReceiver) -> None:
-        """Note which of the source's versions the target has already."""
-        there, seen = self._target.newest(), receiver.seen
-        if there is None or seen is None:
+        """Note which of the source's versions the target has: of a commit that failed, too."""
+        there, seen = None, receiver.seen
+        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
+            there = self._target.newest()
+        if there is None or seen is None or there.version == self._published:
             return
         match relation(there.lineage, seen):
             case Relation.SAME | Relation.BEHIND:
@@ -410,14 +439,6 @@ class Mirror(Closing, ProcessBound):
                     *(self._source.name, seen.id.number, self._target.name, there.version),
                 )
                 self._published = self._announced = seen.id.number
-
-    def _has_published_more(self, receiver: SourceReceiver) -> bool:
-        """Whether the target has a newer version: a commit may fail after it moved the pointer."""
-        with contextlib.suppress(StoreCorruptError):  # the next commit replaces a damaged pointer
-            newest = self._target.newest()
-            if newest is not None and receiver.seen is not None:
-                return newest.version > (self._published or 0) and receiver.seen.reaches(newest.id)
-        return False
 
     def _close_copy(self) -> None:
         copy, self._copy = self._copy, None
@@ -479,7 +500,8 @@ def start_mirror(
     options of `Mirror`.
 
     Raises:
-        OptionError: an option is invalid, or the local store holds another store's versions.
+        OptionError: an option is invalid.
+        DBufferError: as `Mirror.start`.
     """
     if local is None:
         return None

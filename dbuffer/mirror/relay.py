@@ -16,15 +16,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Collection
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from dbuffer.errors import DBufferError, StoreNotFoundError
+from dbuffer.errors import StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.mirror.bucket_records import BucketRecords, ReceiversOfBucket
 from dbuffer.runtime.timing import TIMING, doubling
+from dbuffer.runtime.trouble import RetryLoop, message_of
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import PublishedRecord
 from dbuffer.store.watcher import wait_and_clear
@@ -38,28 +40,6 @@ RELAY_S = 0.05
 """Interval at which local records are read; only changed ones go over the network."""
 
 
-class RecordReader(Protocol):
-    """Records of receivers, as `DoubleBuffer` reads those of a store."""
-
-    def receivers(self) -> list[ReceiverRecord]: ...
-
-    def may_live(self, record: ReceiverRecord) -> bool: ...
-
-
-class RecordWriter(Protocol):
-    """Place that records are relayed to."""
-
-    @property
-    def name(self) -> str:
-        """Name for the log."""
-
-    def write(self, records: Collection[ReceiverRecord]) -> None:
-        """Let these relayed records be there, and no others of this writer."""
-
-    def close(self) -> None:
-        """Write what is left to be written, and stop showing life; the records stay."""
-
-
 class AcknowledgementRelay:
     """Relays in a thread of its own, from construction to :meth:`close`.
 
@@ -70,13 +50,16 @@ class AcknowledgementRelay:
     """
 
     def __init__(
-        self, reader: RecordReader, writer: RecordWriter, *, interval_s: float | None = None
+        self,
+        reader: DoubleBuffer | ReceiversOfBucket,
+        writer: RecordWriter,
+        *,
+        interval_s: float | None = None,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._interval_s = RELAY_S if interval_s is None else interval_s
         self._records: list[ReceiverRecord] = []
-        self._problem: str | None = None
         self._is_closed = False
         self._is_woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dbuffer-relay", daemon=True)
@@ -93,35 +76,42 @@ class AcknowledgementRelay:
         self._thread.join()
 
     def _run(self) -> None:
+        loop = _RelayLoop(self._writer.name)
         pauses = doubling(self._interval_s, self._interval_s)
         due = time.monotonic() + next(pauses)
         while not self._is_closed:
             if wait_and_clear(self._is_woken, max(0.0, due - time.monotonic())):
                 first_s = min(TIMING.bucket_expect_s, self._interval_s)
                 pauses = doubling(first_s, self._interval_s)
-                due = min(due, time.monotonic() + next(pauses))  # versions may come fast
+                if loop.error is None:
+                    due = min(due, time.monotonic() + next(pauses))  # versions may come fast
             else:
-                self._try(self._relay)
-                due = time.monotonic() + next(pauses)
-        self._try(self._relay)
-        self._try(self._writer.close)
-
-    def _try(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-            self._problem = None
-        # The last two: no memory, or no more threads, for now.
-        except (DBufferError, OSError, MemoryError, RuntimeError) as error:
-            if str(error) != self._problem:  # logged once; it is tried again
-                message = "cannot relay acknowledgements to %s: %s"
-                logger.warning(message, self._writer.name, str(error))
-            self._problem = str(error)
+                with loop.attempt():
+                    self._relay()
+                    loop.succeeded(f"relaying acknowledgements to {self._writer.name}")
+                pause_s = next(pauses)
+                due = time.monotonic() + (pause_s if loop.error is None else loop.retry_s)
+        for last in (self._relay, self._writer.close):
+            with loop.attempt():
+                last()
 
     def _relay(self) -> None:
         # Before records are read: a record that is read after its receiver's end is the last one.
         ended = {_key(record) for record in self._records if not self._reader.may_live(record)}
         self._records = self._reader.receivers()
         self._writer.write([_relayed(record, ended) for record in self._records])
+
+
+class _RelayLoop(RetryLoop):
+    """Attempts at relaying records to a place of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logger)
+        self._name = name
+
+    def _fail(self, error: Exception) -> None:
+        to = f"cannot relay acknowledgements to {self._name}"
+        self._back_off(error, f"{to}: {message_of(error)}")
 
 
 class StoreRecords:
@@ -137,6 +127,7 @@ class StoreRecords:
         return str(self._store.root)
 
     def write(self, records: Collection[ReceiverRecord]) -> None:
+        """Let these relayed records be there, and no others of this writer."""
         by_key = {_key(record): record for record in records}
         for key in self._files.keys() - by_key.keys():
             self._files.pop(key).remove()
@@ -152,6 +143,7 @@ class StoreRecords:
                     file.show_life()
 
     def close(self) -> None:
+        """Stop showing life; the records stay."""
         for file in self._files.values():
             file.close()
 
@@ -164,6 +156,10 @@ class StoreRecords:
             file.put(record)
             if record.has_ended:
                 file.close()
+
+
+RecordWriter: TypeAlias = StoreRecords | BucketRecords
+"""Place that records are relayed to."""
 
 
 def _key(record: ReceiverRecord) -> _Key:

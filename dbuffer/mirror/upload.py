@@ -1,4 +1,4 @@
-"""A bucket as a mirror's target: `BucketTarget`, and `Upload`, which copies into it.
+"""`BucketTarget`: a bucket as a mirror's target.
 
 Objects of a version are put first, under names that no other content has, then the version's
 record, and last the pointer, on condition that no other mirror has put it meanwhile.
@@ -9,34 +9,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 from msgspec.structs import replace
 
 from dbuffer.errors import (
     OptionError,
     StoreAccessError,
+    StoreCorruptError,
     StoreNotFoundError,
     WriterSupersededError,
 )
 from dbuffer.format.chain import chain_of, is_long, trimmed
 from dbuffer.format.layout import Layout, digest
-from dbuffer.format.lineage import VersionId
+from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import UNDECODABLE, Manifest, encode
 from dbuffer.format.objects import (
     PART_BYTES,
     POINTER_OBJECT,
-    RECEIVERS_PREFIX,
+    VERSIONS_PREFIX,
     BucketPointer,
     BucketVersion,
     Parts,
     delta_object,
     part_object,
-    receivers_object,
+    version_of,
     weights_object,
 )
 from dbuffer.io.footer import Footer, KeptFooter
@@ -44,9 +46,10 @@ from dbuffer.io.tensors import as_bytes, new_memory, pack_checksums
 from dbuffer.io.transfer import OnBytes
 from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.bucket_records import ReceiversOfBucket
-from dbuffer.mirror.ends import MirrorOptions, Source, SourceReceiver, mirror_id
-from dbuffer.mirror.relay import AcknowledgementRelay, RecordWriter
-from dbuffer.mirror.retention import Retention
+from dbuffer.mirror.options import SWAPPED, MirrorOptions
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.mirror.retention import unneeded_objects
+from dbuffer.mirror.sources import Source, SourceReceiver, StoreSource
 from dbuffer.publish.draft import counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.reader import read_whole
@@ -59,24 +62,38 @@ from dbuffer.store.hold import HeldVersion
 logger = logging.getLogger(__name__)
 
 
+_SWEEPS = 60
+"""Lists of the versions' objects during `Timing.bucket_grace_s`, at most, besides checks."""
+
 _MAX_PUTS = 10
 """Puts of the pointer whose condition fails, in a row. Each but one was another mirror's."""
 
 
-class BucketTarget:
-    """A bucket in which a mirror publishes.
+class BucketTarget(Closing):
+    """A bucket as target: a mirror publishes versions there, and relays acknowledgements back.
 
     The mirror that was started last is the writer: it puts its own name into the pointer, and the
-    one before finds out with its next put. Before the first version, the first put decides.
+    one before finds out with its next look. Before the first version, the first put decides.
+
+    A version's deltas are put if they lead from the version that was put last; its weights, if none
+    do, or if late readers are better off with a new anchor.
     """
 
     def __init__(self, bucket: Bucket, options: MirrorOptions) -> None:
         self._bucket = bucket
-        self._options = options
+        self._copier = options.copier
+        self._progress = options.progress
         self._writer = secrets.token_hex(8)
         self._pointer: BucketPointer | None = None
         self._tag: Tag | None = None
-        self._retention = Retention(bucket)
+        self._last: BucketVersion | None = None
+        """Record of the pointer's version, or None if it lacks an object."""
+        self._has_taken_over = False
+        """False also if the bucket turned out to be not as this mirror had left it."""
+        self._swept_at = -math.inf
+        self._footer = KeptFooter()
+        self._receivers = ReceiversOfBucket(bucket)
+        self._relay: AcknowledgementRelay | None = None
         self.is_elected = False
 
     @property
@@ -91,130 +108,39 @@ class BucketTarget:
         self.is_elected = False
 
     def is_removed(self) -> bool:
-        return False  # the next put of the pointer finds out
+        return False  # a check finds out
 
     def is_fit(self, source: Source) -> bool:  # noqa: ARG002
         return True  # its readers are mirrors, which compare versions themselves
 
+    def is_prepared(self, source: Source) -> bool:  # noqa: ARG002
+        return False
+
     def newest(self) -> BucketPointer | None:
         """Return the pointer as this mirror has read or put it last: a look costs a request."""
-        return self._pointer
+        return self._pointer if self._has_taken_over and self._last is not None else None
 
-    def begin(self, source: Source, receiver: SourceReceiver) -> Upload:
-        self._refuse_own_copy(source)
-        last = self._retention.begin(self._take_over())
-        records = source.records(receiver)
-        return Upload(self._bucket, last, self._publish, records, self._options)
-
-    def _refuse_own_copy(self, source: Source) -> None:
-        """Refuse to feed the bucket from a store that a mirror of this host copies out of it.
-
-        This mirror would take the bucket over from the trainer's, and nothing new would come.
-        """
-        of_source = receivers_object(mirror_id(source.name))
-        if source.is_copy() and of_source in self._bucket.list(RECEIVERS_PREFIX):
+    def begin(self, source: Source, receiver: SourceReceiver) -> Self:
+        # It would take the bucket over from the trainer's mirror, and nothing new would come.
+        if isinstance(source, StoreSource) and source.copied_from() == self.name:
             raise OptionError(
-                f"{source.name} is copied from {self.name}, and was to be copied into it: did you "
-                f"swap source and target? If not, remove {self._bucket.name_of(of_source)}"
+                f"{source.name} is copied from {self.name}, and was to be copied into it: {SWAPPED}"
             )
-
-    def _take_over(self) -> BucketPointer | None:
-        """Put this mirror's name into the pointer and return it, or None if there is no pointer."""
-        for _ in range(_MAX_PUTS):
-            self._read_pointer()
-            if self._pointer is None:
-                return None
-            pointer = self._pointer.by(self._writer)
-            if self._put_pointer(pointer):
-                return pointer
-        raise self._no_conditions()
-
-    def _publish(self, version: BucketVersion) -> None:
-        """Put a version's record, let the pointer name it, and delete what is old.
-
-        Raises:
-            WriterSupersededError: another mirror has put the pointer.
-        """
-        self._retention.add(version)
-        self._bucket.put(version.name, encode(version))
-        pointer = BucketPointer.to(version, self._writer)
-        for _ in range(_MAX_PUTS):
-            if self._put_pointer(pointer):
-                break
-            # It is another mirror's; or ours, and the answer to a put was lost.
-            self._read_pointer()
-            if self._pointer is None or self._pointer.writer != self._writer:
-                raise WriterSupersededError(
-                    f"another mirror took {self.name} over, or it was emptied; this one must stop"
-                )
-            if self._pointer == pointer:
-                break
-        else:
-            raise self._no_conditions()
-        try:
-            self._retention.sweep()
-        except StoreAccessError as error:
-            log_once(logger, "old objects stay: %s", str(error))
-
-    def _put_pointer(self, pointer: BucketPointer) -> bool:
-        """Put the pointer, if nobody else has since it was read."""
-        tag = self._bucket.put_if(POINTER_OBJECT, encode(pointer), self._tag)
-        if tag is not None:
-            self._pointer, self._tag = pointer, tag
-        return tag is not None
-
-    def _read_pointer(self) -> None:
-        try:
-            read = self._bucket.read(BucketPointer, POINTER_OBJECT)
-        except StoreNotFoundError:
-            read = None
-        self._pointer, self._tag = read or (None, None)
-
-    def _no_conditions(self) -> StoreAccessError:
-        return StoreAccessError(
-            f"{self.name}/{POINTER_OBJECT} could not be put on condition of its ETag, {_MAX_PUTS} "
-            "times: does the service support conditional puts?"
-        )
-
-
-class Upload(Closing):
-    """Puts versions of a store into a bucket, and relays acknowledgements from there.
-
-    A version's deltas are put if they lead from the version that was put last; its weights, if none
-    do, or if late readers are better off with a new anchor.
-
-    Args:
-        bucket: where to.
-        last: record of the version that was put there last; None: there is none.
-        publish: publishes a version whose parts are there.
-        records: place to relay acknowledgements to.
-        options: the mirror's.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        last: BucketVersion | None,
-        publish: Callable[[BucketVersion], None],
-        records: RecordWriter,
-        options: MirrorOptions,
-    ) -> None:
-        self._bucket = bucket
-        self._last = last
-        self._publish = publish
-        self._copier = options.copier
-        self._progress = options.progress
-        self._footer = KeptFooter()
-        self._receivers = ReceiversOfBucket(bucket)
+        self._take_over()
         self._relay = AcknowledgementRelay(
-            self._receivers, records, interval_s=TIMING.bucket_list_s
+            self._receivers, source.records(receiver), interval_s=TIMING.bucket_list_s
         )
+        return self
 
     def close(self) -> None:
-        self._relay.close()
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
 
     def copy(self, held: HeldVersion, receiver: SourceReceiver) -> Publication:
         """Publish a held version in the bucket; raise `OvertakenError` if it was overwritten."""
+        if not self._has_taken_over:
+            self._take_over()
         started, manifest = time.monotonic(), held.manifest
         with receiver.reader.reporting_unreadable(held), contextlib.ExitStack() as opened:
             try:
@@ -230,10 +156,157 @@ class Upload(Closing):
             receiver.record.write(held=None)
             version = self._put(manifest, deltas or {}, weights, footer)
         self._publish(version)
-        self._relay.expect()
-        self._last = version
+        if self._relay is not None:
+            self._relay.expect()
         delta_bytes = sum(delta.num_bytes for delta in (deltas or {}).values())
         return Publication.of(manifest.id, footer.layout, started, delta_bytes or None)
+
+    def check(self) -> None:
+        """Compare the pointer and the newest version's objects with the last publish.
+
+        Raises:
+            WriterSupersededError: another mirror has put the pointer.
+            StoreCorruptError: an object is missing, or an earlier pointer is there again.
+        """
+        if self.newest() is None:
+            return
+        try:
+            read = self._bucket.read(BucketPointer, POINTER_OBJECT, self._tag)
+        except (StoreNotFoundError, StoreCorruptError):
+            self._begin_anew(None)
+        if read is not None:
+            if read[0] != self._pointer:
+                self._begin_anew(read[0])
+            self._tag = read[1]
+        self._require_objects()
+
+    def _take_over(self) -> None:
+        """Put this mirror's name into the pointer, and read the version that it names."""
+        for _ in range(_MAX_PUTS):
+            pointer = self._read_pointer()
+            if pointer is None or self._put_pointer(pointer.by(self._writer)):
+                break
+        else:
+            raise self._no_conditions()
+        self._last = None if self._pointer is None else self._read_version(self._pointer)
+        if self._last is not None and self._sweep():
+            self._last = None
+        self._has_taken_over = True
+
+    def _read_version(self, pointer: BucketPointer) -> BucketVersion | None:
+        """Read the record of a pointer's version, or return None if it is missing or damaged."""
+        with contextlib.suppress(*UNDECODABLE, StoreNotFoundError):
+            read = self._bucket.read(BucketVersion, pointer.version_name)
+            if read is not None and read[0].name == pointer.version_name:
+                return read[0]
+        return None
+
+    def _publish(self, version: BucketVersion) -> None:
+        """Put a version's record, let the pointer name it, and delete what is old.
+
+        Raises:
+            WriterSupersededError: another mirror has put the pointer.
+            StoreCorruptError: the pointer was deleted, or an earlier one is there again.
+        """
+        self._bucket.put(version.name, encode(version))
+        pointer = BucketPointer.to(version, self._writer)
+        for _ in range(_MAX_PUTS):
+            before = self._pointer
+            if self._put_pointer(pointer):
+                break
+            # It is another mirror's; or ours, and the answer to a put was lost.
+            now = self._read_pointer()
+            if now == pointer:
+                break
+            if now is None or now.writer != self._writer:
+                self._pointer = before
+                self._begin_anew(now)
+        else:
+            raise self._no_conditions()
+        self._last = version
+        if time.monotonic() - self._swept_at >= TIMING.bucket_grace_s / _SWEEPS:
+            try:
+                self._require_objects()
+            except StoreAccessError as error:  # the version is published all the same
+                log_once(logger, "old objects stay: %s", str(error))
+
+    def _begin_anew(self, now: BucketPointer | None) -> NoReturn:
+        """Tell of a pointer that this mirror has not put: it takes the bucket over again."""
+        before = self._pointer
+        is_restored = before is not None and (
+            now is None
+            or now.writer == self._writer
+            or relation(now.lineage, before.lineage) is Relation.BEHIND
+        )
+        if now is not None and not is_restored:
+            raise WriterSupersededError(f"another mirror took {self.name} over; this one must stop")
+        self._has_taken_over = False
+        became = "is missing or damaged" if now is None else f"went back to version {now.version}"
+        raise StoreCorruptError(
+            f"{self._bucket.name_of(POINTER_OBJECT)} {became}: it gets the newest version anew"
+        )
+
+    def _require_objects(self) -> None:
+        """Delete objects that are not needed, and require all of the newest version.
+
+        Raises:
+            StoreCorruptError: one is missing.
+        """
+        if missing := self._sweep():
+            self._has_taken_over = False
+            raise StoreCorruptError(
+                f"{self._bucket.name_of(missing[0])} is missing, or has another size: {self.name} "
+                "gets its newest version anew"
+            )
+
+    def _sweep(self) -> list[str]:
+        """Delete objects that are not needed; return the newest version's missing objects.
+
+        Raises:
+            StoreAccessError: the objects cannot be listed.
+        """
+        assert self._pointer is not None and self._last is not None  # noqa: S101, PT018
+        listed = self._bucket.list(VERSIONS_PREFIX)
+        self._swept_at = time.monotonic()
+        sizes = {self._last.name: len(encode(self._last)), **self._last.part_sizes}
+        missing = [
+            name
+            for name, size in sizes.items()
+            if name not in listed or listed[name].num_bytes != size
+        ]
+        if not missing:
+            try:
+                self._bucket.delete(unneeded_objects(listed, self._pointer, self._last))
+            except StoreAccessError as error:
+                log_once(logger, "old objects stay: %s", str(error))
+        return missing
+
+    def _put_pointer(self, pointer: BucketPointer) -> bool:
+        """Put the pointer, if nobody else has since it was read."""
+        tag = self._bucket.put_if(POINTER_OBJECT, encode(pointer), self._tag)
+        if tag is not None:
+            self._pointer, self._tag = pointer, tag
+        return tag is not None
+
+    def _read_pointer(self) -> BucketPointer | None:
+        try:
+            read = self._bucket.read(BucketPointer, POINTER_OBJECT)
+        except StoreNotFoundError:
+            read = None
+        except StoreCorruptError as error:
+            if not any(map(version_of, self._bucket.list(VERSIONS_PREFIX))):
+                raise  # it is another program's
+            logger.warning("deleting a damaged pointer: %s", str(error))
+            self._bucket.delete([POINTER_OBJECT])
+            read = None
+        self._pointer, self._tag = read or (None, None)
+        return self._pointer
+
+    def _no_conditions(self) -> StoreAccessError:
+        return StoreAccessError(
+            f"{self.name}/{POINTER_OBJECT} could not be put on condition of its ETag, {_MAX_PUTS} "
+            "times: does the service support conditional puts?"
+        )
 
     def _open_deltas(
         self, held: HeldVersion, opened: contextlib.ExitStack
@@ -357,7 +430,7 @@ class Upload(Closing):
             data = content.read(offset, min(PART_BYTES, content.num_bytes - offset))
             digests[index] = digest(data)
             name = part_object(directory, index, digests[index])
-            if name not in there:
+            if name not in there or there[name].num_bytes != len(data):
                 self._bucket.put(name, data)
             if on_bytes is not None:
                 on_bytes(len(data))

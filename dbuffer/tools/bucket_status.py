@@ -15,7 +15,14 @@ from msgspec.structs import replace
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.layout import KeptLayouts
 from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
-from dbuffer.format.objects import RECEIVERS_PREFIX, BucketVersion, is_of_receivers
+from dbuffer.format.objects import (
+    POINTER_OBJECT,
+    RECEIVERS_PREFIX,
+    VERSIONS_PREFIX,
+    BucketVersion,
+    is_of_receivers,
+    version_of,
+)
 from dbuffer.mirror.bucket import Bucket, Listed
 from dbuffer.mirror.bucket_records import read_records
 from dbuffer.mirror.download import hold_version, newest_pointer
@@ -52,8 +59,14 @@ def read_bucket_status(bucket: Bucket) -> dict[str, Any]:
     names = {
         name: it for name, it in bucket.list(RECEIVERS_PREFIX).items() if is_of_receivers(name)
     }
-    if pointer is None and not names:
-        raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
+    if pointer is None:
+        if any(map(version_of, bucket.list(VERSIONS_PREFIX))):
+            name = bucket.name_of(POINTER_OBJECT)
+            problems.append(
+                f"{name} is missing: the mirror into the bucket puts it within a minute"
+            )
+        elif not names:
+            raise StoreNotFoundError(f"nothing was published in {bucket.url} yet")
     metadata = {} if version is None else version.manifest.metadata
     receivers = in_order(_receivers(bucket, names, problems))
     return make_status(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.objects import RECEIVERS_PREFIX, VERSIONS_PREFIX, is_of_receivers
-from dbuffer.mirror.bucket import Bucket
+from dbuffer.mirror.bucket import Bucket, Tag
 from dbuffer.mirror.download import newest_pointer
 from dbuffer.tools.doctor.finding import Finding, Outcome, find
 
@@ -32,22 +32,39 @@ def examine_bucket(url: str) -> list[Finding]:
         num_mirrors = sum(map(is_of_receivers, bucket.list(RECEIVERS_PREFIX)))
         return "good", f"mirrors that have put records: {num_mirrors}", "needed at both ends"
 
-    def put_record() -> Outcome:
-        bucket.put(record, b"1")
-        return "good", "an object was put", "needed at both ends"
-
-    def at_the_trainer(action: Callable[[], None]) -> Outcome:
+    def granted(action: Callable[[], object], use: str, use_without: str) -> Outcome:
         try:
             action()
         except StoreAccessError as error:
-            return "adapted", str(error), "needed at the trainer's end, not at an engine's"
-        return "good", "granted", "needed at the trainer's end"
+            return "adapted", str(error), use_without
+        return "good", "granted", use
+
+    def at_the_trainer(action: Callable[[], object]) -> Outcome:
+        use = "needed at the trainer's end"
+        return granted(action, use, f"{use}, not at an engine's")
+
+    def put_record() -> Outcome:
+        use_without = "weights arrive, and the sender gets no acknowledgements from here"
+        return granted(lambda: bucket.put(record, b"1"), "needed at both ends", use_without)
+
+    def put_on_condition() -> Outcome:
+        tags: list[Tag | None] = []
+
+        def put() -> None:
+            tag = bucket.put(version, b"1")
+            tags.extend(bucket.put_if(version, b"2", condition) for condition in (None, tag, tag))
+
+        outcome = at_the_trainer(put)
+        if [tag is not None for tag in tags] in ([], [False, True, False]):
+            return outcome
+        return "broken", "the condition was ignored, or refused", "two mirrors could write by turns"
 
     with Bucket(url) as bucket:
         return [
             find("get", get, "no mirror can read"),
             find("list", list_, "no mirror can begin: a pointer that is not there looks refused"),
-            find("put records", put_record, "acknowledgements do not come back"),
+            find("put records", put_record, ""),
             find("put versions", lambda: at_the_trainer(lambda: bucket.put(version, b"1")), ""),
+            find("conditional put", put_on_condition, ""),
             find("delete", lambda: at_the_trainer(lambda: bucket.delete([record, version])), ""),
         ]

@@ -17,11 +17,10 @@ from dbuffer.format.objects import (
     BucketVersion,
     Parts,
     is_of_receivers,
-    is_of_version,
     part_object,
     receivers_object,
-    version_in,
     version_object,
+    version_of,
     weights_object,
 )
 
@@ -77,12 +76,11 @@ def test_records_are_read_as_they_were_written():
 def test_names_of_all_objects_are_known():
     names = VERSION.objects
     assert len(names) == 5
-    assert all(map(is_of_version, names))
-    assert VERSION.name in names
-    assert version_in(VERSION.name) == ID
-    assert version_in(version_object(VersionId(RUN, 10), XXH3)) == VersionId(RUN, 10)
+    assert {version_of(name) for name in names} == {BASE, ID}
+    assert version_of(VERSION.name) == ID
+    assert version_of(version_object(VersionId(RUN, 10), XXH3)) == VersionId(RUN, 10)
     assert VERSION.name < version_object(VersionId("0" * 16, 10), XXH3), "sorted by number"
-    assert is_of_receivers(receivers_object("mirror-node"))
+    assert is_of_receivers(receivers_object(f"mirror-node-{RUN}"))
     for name in (
         "CURRENT",
         "mine",
@@ -90,10 +88,10 @@ def test_names_of_all_objects_are_known():
         f"versions/2-{RUN}-{XXH3}.json",
         f"versions/{2:019}-{RUN}.json",
     ):
-        assert not is_of_version(name)
-        assert version_in(name) is None
+        assert version_of(name) is None
     assert not is_of_receivers("receivers/a/b.json")
-    assert not is_of_version("x/" + part_object(weights_object(BASE), 0, XXH3))
+    assert not is_of_receivers("receivers/others.json")
+    assert version_of("x/" + part_object(weights_object(BASE), 0, XXH3)) is None
 
 
 @pytest.mark.parametrize(

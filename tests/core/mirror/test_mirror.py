@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,8 +31,8 @@ from dbuffer.format.lineage import Relation, VersionId, relation
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import metrics
 from dbuffer.mirror import mirror as mirrors
-from dbuffer.mirror.ends import mirror_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.mirror.options import mirror_id
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.store import kept
@@ -122,11 +121,15 @@ def read_whole(store: Path) -> dbuffer.Snapshot:
             return snapshot
 
 
-def refused(source: Path, target: Path, *begins: Callable[[Mirror], object]) -> str:
-    """Return the message with which a mirror is refused; it leaves the target as it was."""
+def refused(source: Path, target: Path, *, error: type[Exception] = dbuffer.OptionError) -> str:
+    """Return the message with which a mirror is refused; it leaves the target as it was.
+
+    Errors that may pass do not end a run.
+    """
     before = contents(target, "mirror.lock")
-    for begin in begins or (Mirror.start, Mirror.run):
-        with quick(source, target) as one, pytest.raises(dbuffer.OptionError) as caught:
+    is_final = error is dbuffer.OptionError
+    for begin in (Mirror.start, Mirror.run) if is_final else (Mirror.start,):
+        with quick(source, target) as one, pytest.raises(error) as caught:
             begin(one)
         assert contents(target, "mirror.lock") == before
     return str(caught.value)
@@ -663,14 +666,20 @@ def test_a_local_store_that_was_removed_is_made_anew(remote, local, what):
         arrives(one, local, 3)
 
 
-def test_containers_of_one_host_name_have_mirrors_of_their_own_ids(monkeypatch, local):
+def test_mirrors_of_one_directory_have_one_id(monkeypatch, tmp_path):
+    """Also in containers that see other processes; not if it is another directory at this path."""
+    local = tmp_path / "local"
+    local.mkdir()
+    first = mirror_id(str(local))
     here = Process.here()
-    ids = {mirror_id(str(local))}
-    for elsewhere in ({"pid_namespace": 1}, {"boot": "another"}):
+    for elsewhere, is_same in (({"pid_namespace": 1}, True), ({"boot": "another"}, False)):
         there = replace(here, **elsewhere)
         monkeypatch.setattr(Process, "here", lambda there=there: there)
-        ids.add(mirror_id(str(local)))
-    assert len(ids) == 3
+        assert (mirror_id(str(local)) == first) is is_same
+    monkeypatch.setattr(Process, "here", lambda: here)
+    local.rename(tmp_path / "away")
+    local.mkdir()
+    assert mirror_id(str(local)) != first
 
 
 # Killed
@@ -833,23 +842,27 @@ def read_and_stay(connection: Connection, store: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["away", "empty"])
-def test_a_copy_of_nothing_is_refused_with_the_command_that_removes_it(remote, local, source):
-    """Unless a version in it is pinned."""
+@pytest.mark.timing(retry_min_s=0.05)
+def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source, monkeypatch):
+    """A start says how to remove it, unless a version in it is pinned; a run waits."""
+    monkeypatch.setattr(mirrors, "_FIT_S", 0.5)
     publish(remote, 50)
     mirror_once(remote, local)
     shutil.rmtree(remote)
     if source == "empty":
         remote.mkdir(mode=0o700)
     kept.pin(DoubleBuffer(local), 50)
-    message = refused(remote, local)
+    message = refused(remote, local, error=dbuffer.WaitTimeoutError)
     assert "name another target" in message
     assert "rm -r" not in message
     kept.unpin(DoubleBuffer(local), 50)
-    [command] = re.findall(r"\((rm .*)\)", refused(remote, local))
-    subprocess.run(shlex.split(command), check=True)
-    with quick(remote, local).start() as one:
+    message = refused(remote, local, error=dbuffer.WaitTimeoutError)
+    assert re.search(rf"\(rm -r {local}\)", message)
+    with quick(remote, local) as one, meanwhile(one.run):
+        until("it has looked", lambda: one._problem is not None)
         publish(remote, 60)
-        arrives(one, local, 60)
+        until("it is copied", lambda: newest(local, verify=True) == 60)
+        one.close()
     assert_tidy(local)
 
 
@@ -899,8 +912,9 @@ def copy_slowly(connection: Connection, remote: Path, local: Path) -> None:
 
 
 @pytest.mark.parametrize("then", ["killed", "alive"])
-def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, then):
-    """While the first copy of a run is on its way, and after a kill in it."""
+def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, then, monkeypatch):
+    """While the first copy of a run is on its way, however long, and after a kill in it."""
+    monkeypatch.setattr(mirrors, "_FIT_S", 0.1)
     publish(remote, *range(1, 6))
     with Child(copy_slowly, remote, local) as copying:
         until("it is copied", lambda: newest(local) == 5)
@@ -923,12 +937,12 @@ def test_start_returns_when_readers_find_nothing_of_the_last_run(remote, local, 
 
 def test_two_remote_stores_do_not_share_a_local_one(remote, local, another, monkeypatch):
     """While the one's mirror is at work, the other's readers would be given its versions."""
-    monkeypatch.setattr(mirrors, "_PREPARED_S", 0.3)
+    monkeypatch.setattr(mirrors, "_FIT_S", 0.3)
     publish(remote, 50)
     publish(another, 1)
     with quick(remote, local).start() as one:
         one.wait_until_current(TIMEOUT_S)
-        assert str(local) in refused(another, local)
+        assert str(local) in refused(another, local, error=dbuffer.WaitTimeoutError)
         assert newest(local) == 50
 
 

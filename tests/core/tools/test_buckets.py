@@ -23,8 +23,8 @@ from dbuffer.format.objects import (
     POINTER_OBJECT,
     BucketPointer,
     BucketVersion,
-    is_of_version,
     part_object,
+    version_of,
 )
 from dbuffer.mirror import upload
 from dbuffer.mirror.bucket import Bucket
@@ -166,13 +166,15 @@ def test_status_says_who_looks_dead(capsys, remote, local, bucket_url, timing):
 
 def test_status_names_what_is_wrong(capsys, bucket, url):
     record = record_of(bucket)
-    bucket.put("receivers/mine.json", b"{}")
+    damaged = f"receivers/mirror-node-{0:016}.json"
+    for name in (damaged, "receivers/mine.json"):  # another program's, which is not read
+        bucket.put(name, b"{}")
     seen = status_of(capsys, url)
     assert seen["receivers"] == []
     [problem] = seen["problems"]
-    assert f"{url}/receivers/mine.json" in problem
+    assert f"{url}/{damaged}" in problem
     assert call(capsys, "status", url)[1].splitlines()[1] == problem
-    bucket.delete(["receivers/mine.json"])
+    bucket.delete([damaged])
     for lose in (lambda: damage(bucket, record.name), lambda: bucket.delete([record.name])):
         lose()
         seen = status_of(capsys, url)
@@ -180,6 +182,9 @@ def test_status_names_what_is_wrong(capsys, bucket, url):
         [problem] = seen["problems"]
         assert "version 3 cannot be read: " in problem
         assert record.name in problem
+    bucket.delete([POINTER_OBJECT])
+    [problem] = status_of(capsys, url)["problems"]
+    assert f"{url}/{POINTER_OBJECT} is missing" in problem
 
 
 def test_a_status_costs_few_requests(capsys, proxy, url):
@@ -308,7 +313,7 @@ def test_a_version_that_is_removed_while_it_is_verified(monkeypatch, remote, buc
             if not totals:
                 sender.send(OTHER.weights(4))  # of another layout, which no delta leads to
                 until("it is there", lambda: newest_pointer(bucket).version == 4)
-                there = {name for name in bucket.list("") if is_of_version(name)}
+                there = {name for name in bucket.list("") if version_of(name)}
                 bucket.delete(sorted(there - record_of(bucket).objects))
             totals.append(total)
 
@@ -343,7 +348,7 @@ def test_a_good_bucket(capsys, bucket, url):
     assert (code, examination["is_sound"]) == (0, True)
     assert {each["verdict"] for each in examination["findings"]} == {"good"}
     assert [each["probe"] for each in examination["findings"]] == [
-        *("get", "list", "put records", "put versions", "delete")
+        *("get", "list", "put records", "put versions", "conditional put", "delete")
     ]
     assert bucket.list("") == before
 
@@ -358,11 +363,15 @@ def refuse(*methods: str, lists: bool = False) -> Callable[[Request], bool]:
     [
         (refuse("GET"), 1, {"get": "broken"}),
         (refuse("GET", lists=True), 1, {"list": "broken"}),
-        (refuse("PUT"), 1, {"put records": "broken", "put versions": "adapted"}),
+        (
+            refuse("PUT"),
+            0,
+            dict.fromkeys(("put records", "put versions", "conditional put"), "adapted"),
+        ),
         (
             lambda each: "versions/" in each.path,
             0,
-            {"put versions": "adapted"},
+            dict.fromkeys(("put versions", "conditional put"), "adapted"),
         ),
         (refuse("DELETE", "POST"), 0, {"delete": "adapted"}),
     ],
@@ -374,6 +383,17 @@ def test_a_right_that_is_missing(capsys, proxy, url, when, code, missing):
     found = {each["probe"]: each["verdict"] for each in json.loads(out)["findings"]}
     assert done == code
     assert {probe: each for probe, each in found.items() if each != "good"} == missing
+
+
+def test_a_service_that_ignores_conditions(capsys, monkeypatch, url):
+    monkeypatch.setattr(Bucket, "_put", unconditional(Bucket._put))
+    code, out, _ = call(capsys, "doctor", url, "--json")
+    verdicts = {each["probe"]: each["verdict"] for each in json.loads(out)["findings"]}
+    assert (code, verdicts["conditional put"]) == (1, "broken")
+
+
+def unconditional(put: Any) -> Any:
+    return lambda self, name, data, _: put(self, name, data, "overwrite")
 
 
 # Errors

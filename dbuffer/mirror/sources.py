@@ -1,0 +1,58 @@
+"""Sources that a mirror follows: `StoreSource`, and a bucket's `BucketSource`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+from dbuffer.format.manifest import Pointer
+from dbuffer.format.places import MIRROR_LOCK_FILE
+from dbuffer.mirror.download import BucketReceiver, BucketSource
+from dbuffer.mirror.options import MirrorOptions
+from dbuffer.mirror.relay import StoreRecords
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.store.buffer import DoubleBuffer
+
+
+class StoreSource:
+    """A store that a mirror follows."""
+
+    def __init__(self, root: Path, options: MirrorOptions) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=options.allow_shared_store)
+        self._options = options
+
+    @property
+    def name(self) -> str:
+        return str(self.store.root)
+
+    def newest(self) -> Pointer | None:
+        return self.store.newest_pointer() if self.store.exists() else None
+
+    def copied_from(self) -> str | None:
+        """Return the source of the mirror that published its newest version, or None."""
+        pointer = self.store.undamaged_pointer()
+        manifest = None if pointer is None else self.store.undamaged_manifest(pointer.buffer)
+        if manifest is None or not manifest.is_copy:
+            return None
+        try:
+            return os.fsdecode((self.store.root / MIRROR_LOCK_FILE).read_bytes())
+        except OSError:
+            return None
+
+    def open_receiver(self, name: str) -> WeightReceiver:
+        return WeightReceiver(
+            self.store.root,
+            receiver_id=name,
+            poll_interval_s=self._options.poll_interval_s,
+            num_threads=self._options.copier.num_threads,
+            allow_shared_store=self._options.allow_shared_store,
+        )
+
+    def records(self, receiver: WeightReceiver | BucketReceiver) -> StoreRecords:  # noqa: ARG002
+        return StoreRecords(self.store)
+
+
+Source: TypeAlias = StoreSource | BucketSource
+SourceReceiver: TypeAlias = WeightReceiver | BucketReceiver
+"""Receiver that a mirror follows its source with."""
