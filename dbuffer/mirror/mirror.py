@@ -229,6 +229,7 @@ class Mirror(Closing, ProcessBound):
             )
         if not self._running.acquire(blocking=False):
             raise NotReadyError(f"this mirror to {name} runs already: close it first")
+        self._is_fit.clear()
 
     def _end(self) -> None:
         self._runs_in = None
@@ -257,7 +258,7 @@ class Mirror(Closing, ProcessBound):
         Raises:
             WaitTimeoutError: it is to stand by, and readers still find another run's version.
         """
-        if self._target.elect(self._source):
+        if self._target.is_elected or self._target.elect(self._source):  # by an earlier run()
             self._receiver = self._source.open_receiver(mirror_id(self._target.name))
             self._receiver.record.count(**_NO_STATS)
             self._is_fit.set()
