@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dbuffer
-from dbuffer.mirror import stores as mirror_stores
+from dbuffer.mirror import sources as mirror_sources
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.stager import Stager
 from tests.lab.guest import Guest
@@ -133,7 +133,7 @@ def test_ranks_of_engines_read_a_version_once_between_them(guest: Guest) -> None
 
 def mirror_looking(connection: Connection, path: Path, local: Path) -> None:
     """Say when it has looked once; mirror, and send each version with the looks until then."""
-    Looking.told, mirror_stores.WeightReceiver = connection, Looking
+    Looking.told, mirror_sources.WeightReceiver = connection, Looking
     with Mirror(
         path / "store",
         local,
