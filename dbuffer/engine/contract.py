@@ -35,7 +35,7 @@ PauseMode = Literal["keep", "wait", "abort", "in_place"]
 recomputed; or waited for; or aborted; or kept with their caches."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
-"""Modes of an engine of which nothing else is said."""
+"""Modes of an engine unless it says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Engine:
         raise NotImplementedError
 
     def resume(self) -> None:
-        """End the pause of this follower, or of one that was killed."""
+        """End the pause of this follower, or of a killed one."""
 
     def weight_version(self) -> str:
         """Return the version in the label that it reports with its responses."""

@@ -238,10 +238,10 @@ def watch(
         owner: class or module that has the function.
         name: its name there.
         around: makes the context from the call's arguments.
-        function: what is called. Default: the owner's own.
+        function: the replacement. Default: the owner's own.
 
     Returns:
-        False: the owner has no such function.
+        Whether the owner has such a function.
     """
     current = getattr(owner, name, None)
     called = function or current

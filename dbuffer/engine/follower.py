@@ -488,7 +488,7 @@ class Follower(Closing):
         attempt = secrets.token_hex(8)
         run = goal.run if isinstance(goal, VersionId) else None
         update = UpdateRequest(at_least=number_of(goal), run=run, attempt=attempt)
-        self._note("lost")  # until the record says what came of the attempt
+        self._note("lost")  # until the record says how the attempt ended
         started = time.monotonic()
         error: Exception | None = None
         record: ReceiverRecord | None = None

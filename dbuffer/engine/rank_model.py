@@ -82,7 +82,7 @@ class RankModel:
         self.unused.check(trace)
 
     def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Plan the copies that switch to a version, or return None if it is to be reloaded."""
+        """Plan the copies that switch to a version, or return None if a reload is needed."""
         trace = self._trace_of(snapshot.layout)
         if trace is None:
             return None

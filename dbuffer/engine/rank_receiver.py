@@ -80,7 +80,7 @@ class RankReceiver:
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
         self._problem: tuple[str | None, VersionId | None] = state.broken, None
-        """Why the last load failed, if it did, and with which version."""
+        """Reason and version of the last load if it failed."""
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(

@@ -252,9 +252,9 @@ class Unread(NamedTuple):
     unused: dict[str, str]
     """Tensors that it has no place for, and why."""
     twins: list[str]
-    """Tensors that it has another one for, to which they are tied."""
+    """Tensors that duplicate a tied tensor of the model."""
     differing: dict[str, str]
-    """Tensors that differ from the ones to which they are tied, and how."""
+    """Differences of such tensors from their tied ones, by name."""
 
 
 NOTHING_UNREAD = Unread({}, [], {})
@@ -263,9 +263,8 @@ NOTHING_UNREAD = Unread({}, [], {})
 class UnusedTensors:
     """Refuses tensors that the model has no place for, or warns of them once.
 
-    A tensor that is not read because the model has another one in its place, to which it is tied,
-    counts only where the two differ. One rank of a pipeline passes over the layers of the others:
-    there only all ranks together can tell, when each has said what it does not read.
+    A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
+    pipeline skips the layers of other ranks, so there all ranks compare what they skipped.
     """
 
     def __init__(
@@ -279,7 +278,7 @@ class UnusedTensors:
         self._agreed: Layout | None = None
         """Last layout that the ranks of a pipeline agreed on."""
         self._redundant: set[str] = set()
-        """Tensors of that layout that no rank reads, and that are tied to one that is read."""
+        """Tensors of that layout that no rank reads, and that duplicate a tensor that is read."""
         self._differing: tuple[VersionId | None, dict[str, str]] = None, {}
         """Identity of the version compared last, and its tensors that differ from their twins."""
 
@@ -314,7 +313,7 @@ class UnusedTensors:
         return Unread(unused, [*trace.twins], differing)
 
     def check_pipeline(self, layout: Layout, of_ranks: Sequence[Unread]) -> None:
-        """Refuse a version by what all ranks of a pipeline do not read; on all ranks alike."""
+        """Refuse a version with tensors that no rank of a pipeline reads, on all ranks alike."""
         if not self._is_pipeline:
             return
         nowhere: list[str] = []

@@ -153,7 +153,7 @@ def _require_no_senders(source: Source, local: DoubleBuffer) -> None:
 
 
 def state_of_senders(local: DoubleBuffer) -> str | None:
-    """Say how a store is a sender's; None: it is a mirror's, or new."""
+    """Return why a store counts as a sender's, or None if it is a mirror's or new."""
     pointer = local.undamaged_pointer()
     manifest = None if pointer is None else local.undamaged_manifest(pointer.buffer)
     if manifest is not None and not manifest.is_copy:

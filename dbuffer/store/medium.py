@@ -58,7 +58,7 @@ class Medium:
         default.
         """
         self._ahead_s = time.time() - time.monotonic()
-        """Seconds by which the mount's clock is ahead of the monotonic clock."""
+        """Difference of the mount's clock from the monotonic clock, in seconds."""
         self._measured_at: float | None = None
 
     @property

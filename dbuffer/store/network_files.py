@@ -140,7 +140,7 @@ class NetworkFiles(WeightsFiles):
         return False
 
     def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
-        """Return the least time for which each file of a buffer has not been named, by its name.
+        """Return, by file name, the least time in seconds since a manifest named the file.
 
         A buffer's manifest lets go of one file before the next is made. So a file has been unnamed
         since the next one was written, by the filesystem's clock. Counted from a writer's start,

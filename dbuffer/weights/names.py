@@ -217,7 +217,7 @@ class NameMap:
 
         Args:
             tensors: the tensors by their names.
-            unused: list to which rules are added that fit no tensor.
+            unused: rules that match no tensor are appended to it.
 
         Raises:
             InvalidWeightsError: two tensors get one name, or a rule does not fit a shape.
@@ -256,7 +256,7 @@ class NameMap:
 
 
 def _renamed(names: list[str], rules: list[Rule], change: Change, unused: list[Rule]) -> list[str]:
-    """Return names after a rule, or a table of rules; those that fit none go into ``unused``."""
+    """Apply a rule, or a table of rules, to names; append rules that match none to ``unused``."""
     changed = list(map(change, names))
     fitting = {name for name, new in zip(names, changed, strict=True) if new is not None}
     if rules[0].kind == "name":

@@ -153,8 +153,8 @@ class Describer:
     rename: Rename | None = None
     """Mapping of whole names, or function of a name; wrappers' prefixes are stripped before."""
     sharded: bool = False
-    """Accept tensors of which each rank of a trainer holds a part. To gather them, all ranks must
-    take part: a sender of one rank would wait forever."""
+    """Accept sharded tensors. All ranks must take part in a gather: a sender of one rank would wait
+    forever."""
     as_checkpoint: bool = True
     """Take a transformers module for what its checkpoint would be."""
     _renaming: Conversion | None = field(default=None, init=False)

@@ -111,7 +111,7 @@ class Patches(NamedTuple):
     """Version that the model must hold."""
     by_parameter: Mapping[str, Sequence[Patch]]
     copies: Mapping[str, Sequence[Copy]]
-    """Copies of what has changed and is not patched, by the parameter's name."""
+    """Copies for changed parameters without patches, by the parameter's name."""
 
     def on_device(self) -> Patches:
         """Move them to their parameters' devices."""
@@ -209,7 +209,7 @@ def map_positions(part: View, to: View, changed: Integers) -> tuple[Integers, In
 
 
 class Sample(NamedTuple):
-    """Elements by which a model is known to hold a version."""
+    """Elements that show whether a model still holds a version."""
 
     version: VersionId | None
     """The version, or None if it is unknown."""

@@ -120,7 +120,7 @@ class WeightLoader:
         changed_since: Callable[[VersionId], Changed | None] = lambda _: None,
         aliases: Mapping[str, str] | None = None,
     ) -> PreparedSwitch | None:
-        """Return a switch to a version that is being staged, or None if it is to be reloaded.
+        """Return a switch to a version that is being staged, or None if a reload is needed.
 
         Args:
             tensors: the version's, by the names that the model takes.
@@ -209,7 +209,7 @@ class WeightLoader:
         version: VersionId,
         changed_since: Callable[[VersionId], Changed | None],
     ) -> None:
-        """Give a switch its sample, and patches if it is known what changed since what is held."""
+        """Give a switch its sample, and patches if all changes since its base are known."""
         switch.sample = Sample(version, {})
         if switch.plan.verified_for is None or not self._may_patch:
             return

@@ -130,14 +130,14 @@ def _num_in_step(parallel: Any) -> int:
     if _num_local(parallel) not in (None, size):
         raise UnsupportedError(
             f"{size} replicas step together, and this front end has only some of them: it cannot "
-            "know what becomes of the others. Use one front end for all, without "
+            "switch the others. Use one front end for all, without "
             "--data-parallel-hybrid-lb and --data-parallel-external-lb"
         )
     return size
 
 
 def _num_local(parallel: Any) -> int | None:
-    """Return the number of replicas of a front end that does not have all; None: it has all."""
+    """Return the number of replicas of this front end, or None if it has all."""
     if _get(parallel, "data_parallel_rank_local") is not None:  # one LLM for each, side by side
         return 1
     kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
@@ -147,7 +147,7 @@ def _num_local(parallel: Any) -> int | None:
 
 
 def shared_caches(config: Any) -> list[str]:
-    """Name what an engine, by its ``VllmConfig``, caches of one request for another."""
+    """Name the caches that requests of an engine share, by its ``VllmConfig``."""
     found = {
         "a prefix cache (start it with enable_prefix_caching=False)": (
             config.cache_config.enable_prefix_caching
@@ -212,5 +212,5 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def instance_of_api_servers() -> str:
-    """Return an id that API servers of one engine share: that of the process that started all."""
+    """Return an id that the API servers of an engine share, derived from their parent process."""
     return digest(repr(Process.parent()).encode())

@@ -150,7 +150,7 @@ def _refusal(core: Any, mode: str, other_pause: str | None, drops_caches: bool) 
     if num_waiting and drops_caches:
         what = counted(num_waiting, "waiting session")
         return f"vLLM cannot drop the caches of {what} {_UNTIL_THE_INPUT_ENDS}"
-    # Requests for which anything was computed, preempted ones included.
+    # Requests with computed tokens, preempted ones included.
     num_begun = sum(bool(one.num_computed_tokens or one.num_output_tokens) for one in requests)
     if mode == "wait" and other_pause == "PAUSED_ALL" and num_begun:
         return (

@@ -1,6 +1,6 @@
 """`WorkerRank`: the vLLM worker that a receiver runs in; and the group of all workers.
 
-`WorkerExtension` has the method by which workers are reached, over ``collective_rpc``.
+`WorkerExtension` has the method that ``collective_rpc`` calls in each worker.
 """
 
 from __future__ import annotations

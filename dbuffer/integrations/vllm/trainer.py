@@ -136,9 +136,9 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         """Publish, and switch the engine. Called on every rank.
 
         Args:
-            patches: vLLM's ``SparseWeightPatch``, for a version of which only this differs from
-                the one that this trainer published last; those of other ranks than the sender are
-                ignored. An empty list does nothing. None: the source, whole, if there is one.
+            patches: vLLM's ``SparseWeightPatch``, the only differences from the version that this
+                trainer published last. Patches of ranks other than the sender's are ignored; an
+                empty list does nothing. Default: publish the source whole, if there is one.
 
         Raises:
             VersionError: patches before the first version of this trainer, or after one that could

@@ -199,7 +199,7 @@ def noting_signals(*, raises: bool) -> Iterator[tuple[threading.Event, list[int]
     """Yield an event that SIGINT and SIGTERM set, and a list of their numbers.
 
     With ``raises``, the signals also raise their exceptions as before. Python drops an exception in
-    the callback of a weak reference, so a command that waits for long looks at the event, too.
+    the callback of a weak reference, so a long wait checks the event, too.
     """
     noted, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
