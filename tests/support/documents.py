@@ -58,8 +58,6 @@ def blocks_of(page: Path) -> Iterator[CodeBlock]:
             continue
         first, language, mark = begun
         code = "\n".join(lines[first:number]) + "\n"
-        if language == "console":  # of pages that still have prompts
-            language, code = "bash", re.sub(r"^\$ ", "", code, flags=re.MULTILINE)
         kind, reason = mark.groups() if mark else (None, "")
         yield CodeBlock(page, first + 1, language, code, kind, reason)
         begun = None
