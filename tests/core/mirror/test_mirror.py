@@ -858,11 +858,15 @@ def test_a_copy_of_nothing_is_not_taken_for_the_newest(remote, local, source, mo
     kept.unpin(DoubleBuffer(local), 50)
     message = refused(remote, local, error=dbuffer.WaitTimeoutError)
     assert re.search(rf"\(rm -r {local}\)", message)
-    with quick(remote, local) as one, meanwhile(one.run):
+    with contextlib.ExitStack() as stack:
+        one = quick(remote, local)
+        stack.enter_context(meanwhile(one.run))
+        stack.enter_context(one)  # closed first, so that its run ends if the test fails
         until("it has looked", lambda: one._problem is not None)
         publish(remote, 60)
-        until("it is copied", lambda: newest(local, verify=True) == 60)
-        one.close()
+        # A reader of the old copy would be told that the store was emptied.
+        until("it is copied", lambda: one.version == 60)
+        assert newest(local, verify=True) == 60
     assert_tidy(local)
 
 
