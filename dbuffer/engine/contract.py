@@ -3,8 +3,8 @@
 A follower calls `Engine`: `facts`; `call` with a `begin`; for each version `pause`, `call` with an
 `update`, `set_weight_version`, `resume`, `call` with an `acknowledge`; at the end `close`. Each
 call reaches the `RankEndpoint` of every rank, which makes an `EngineRank`, asks it for a
-`ShapeCheck` and a `ServingModel`, and in an update lets the model load. `ModelState` is what it
-knows of the weights.
+`ShapeCheck` and a `ServingModel`, and in an update lets the model load. `ModelState` says which
+version its weights are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RankEndpoint`: the object in each worker of an engine that a follower's requests reach.
 
-An engine's package says which of its functions write or discard weights without dbuffer (`watch`),
-and in which context each call of them runs: `loading`, `falling_asleep`, `waking_up`. These tell
-the rank's endpoint, which then knows no version of its weights.
+An engine's package names the functions that write or discard weights without dbuffer (`watch`), and
+a context for their calls: `loading`, `falling_asleep` or `waking_up`. The context tells the rank's
+endpoint, whose weights then have no known version.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class UnusedTensors:
     """Refuses tensors that the model has no place for, or warns of them once.
 
     A tensor that duplicates a tied tensor of the model counts only if the two differ. A rank of a
-    pipeline skips the layers of other ranks, so there all ranks compare what they skipped.
+    pipeline skips the layers of other ranks, so all ranks compare the tensors they skipped.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ scattered in the pause. If too much of a tensor changed, it is copied whole.
 
 An engine that slept may have lost its weights, and something else may have loaded others. So before
 a version is patched, a `Sample` of random elements of every parameter is compared: other ones after
-each switch, and always some of those that were patched last.
+each switch, and always some elements of the last patches.
 """
 
 from __future__ import annotations

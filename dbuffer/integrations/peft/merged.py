@@ -159,7 +159,7 @@ class _Groups:
         self._group_of = {
             key: _Group({key: layer}, adapters) for key, layer in layers.items() if key not in tied
         }
-        # In the model's order, in which peft merges them.
+        # In the model's order, as peft merges them.
         together = _Group({key: layers[key] for key in layers if key in tied}, adapters)
         self._group_of |= dict.fromkeys(tied, together)
 

@@ -169,7 +169,7 @@ def has_extension(config: Any) -> bool:
     # An engine in this process, or started from it, has loaded the plugins that this one has.
     is_here = not isinstance(config, Mapping)
     name = _get(_get(config, "parallel_config"), "worker_extension_cls")
-    # What a server says must not decide what is imported here.
+    # A server must not choose modules that are imported here.
     return (is_here and serves_every_worker()) or _is_extension(name, may_import=is_here)
 
 

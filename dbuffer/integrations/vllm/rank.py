@@ -151,7 +151,7 @@ class WorkerExtension:
     """
 
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a follower asks for; see :mod:`dbuffer.engine.messages`."""
+        """Carry out a follower's request; see :mod:`dbuffer.engine.messages`."""
         # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
         return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
 

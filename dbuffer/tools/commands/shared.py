@@ -198,8 +198,8 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 def noting_signals(*, raises: bool) -> Iterator[tuple[threading.Event, list[int]]]:
     """Yield an event that SIGINT and SIGTERM set, and a list of their numbers.
 
-    With ``raises``, the signals also raise their exceptions as before. Python drops an exception in
-    the callback of a weak reference, so a long wait checks the event, too.
+    With ``raises``, the earlier handlers of the signals run, too. Python drops an exception that is
+    raised in the callback of a weak reference, so a long wait checks the event.
     """
     noted, received = threading.Event(), list[int]()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
