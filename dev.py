@@ -108,6 +108,8 @@ NEWEST_SHOWN = (
 )
 RECORDED = {"torch": r"torch[.:](.*[.:])?_", "transformers": r"transformers\."}
 """Names on record of frameworks whose public names are not."""
+# Old packages do what newer ones below them warn of.
+CORE_TESTS = ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS]
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
@@ -117,9 +119,8 @@ COMMANDS = {
     "verl": ["python", "-m", "pytest", "tests/integrations/verl"],
     "megatron": ["python", "-m", "pytest", "tests/integrations/megatron"],
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
-    "core": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
-    # Old packages do what newer ones below them warn of.
-    "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
+    "core": CORE_TESTS,
+    "lowest": CORE_TESTS,
     # New packages warn of changes to come.
     "newest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_ENGINES],
     "interfaces": [],  # by compare_interfaces

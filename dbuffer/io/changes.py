@@ -65,7 +65,7 @@ class Changes:
         )
 
     def encode(self) -> bytes:
-        """Return the chunks for another rank: their number in 8 bytes, their rows, then they."""
+        """Return the chunks for another rank: their number in 8 bytes, their rows, their bytes."""
         rows = np.array([row for row, _ in self.chunks], delta.CHUNK_ROW)
         bodies = [body for _, body in self.chunks]
         return b"".join([len(rows).to_bytes(8, "little"), rows.tobytes(), *bodies])
