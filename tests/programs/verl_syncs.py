@@ -1,4 +1,4 @@
-"""verl over a store, configured with the lines of docs/integrations/verl.md, and its syncs."""
+"""verl over a store, configured with the lines of docs/integrations/more.md, and its syncs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.engines.vllm_engines import (
 )
 from tests.support.stores import number_in
 
-PAGE = ROOT / "docs" / "integrations" / "verl.md"
+PAGE = ROOT / "docs" / "integrations" / "more.md"
 PLACE = "/dev/shm/policy"
 
 STEPS = [1, 1, None]

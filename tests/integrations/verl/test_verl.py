@@ -1,6 +1,6 @@
 """verl over a store: its actor under FSDP2 on two ranks, its rollout workers, a real vLLM server.
 
-One program configures verl with the lines of ``docs/integrations/verl.md``, and syncs: with
+One program configures verl with the lines of ``docs/integrations/more.md``, and syncs: with
 dbuffer's manager, with verl's own, with publishes that fail, with an actor that is killed and
 started again.
 The tests judge what the program saw. (Which version a worker takes is in ``test_sync``.)
