@@ -187,22 +187,3 @@ def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Calla
             )
 
     return require_unchanged
-
-
-def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
-    """Return a function that makes a ``with`` block, in which another thread has CUDA streams.
-
-    Work in the block begins when this thread's streams have done what they have been given by now.
-    """
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-
-    def on_own_streams() -> contextlib.ExitStack:
-        with contextlib.ExitStack() as stack:
-            for device, event in events.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(event)
-                stack.enter_context(torch.cuda.stream(stream))
-            return stack.pop_all()
-
-    return on_own_streams

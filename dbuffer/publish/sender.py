@@ -19,6 +19,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.lineage import VersionId
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
+from dbuffer.io.devices import fork_streams
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, file_under, refuse_overflow
 from dbuffer.publish.delta_chain import DeltaChain
@@ -27,7 +28,6 @@ from dbuffer.publish.patches import SparsePatch, patches_of
 from dbuffer.publish.publication import (
     PendingPublication,
     Publication,
-    fork_streams,
     watch_writes,
     with_short_copied,
 )
