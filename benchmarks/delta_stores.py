@@ -16,11 +16,13 @@ from benchmarks import models
 from benchmarks.copying import scatter
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
-from benchmarks.patching import CHANGED, step
 from benchmarks.processes import as_network, scratch_folder
 from dbuffer.format.words import Integers
 from dbuffer.io.changes import Words
 from dbuffer.io.copier import Copier
+
+_CHANGED = 0.01
+"""Of all elements, by one unit in the last place, at random places: a step of a trainer."""
 
 _PUBLISHES = 60
 _ROUNDS = 5
@@ -62,6 +64,14 @@ class Stores:
         return median(self.patch_floor_s) / median(self.send_s)
 
 
+def _step(weights: Weights, share: float = _CHANGED) -> None:
+    """Change some elements of bfloat16 by one unit in the last place."""
+    for tensor in weights.values():
+        bits = tensor.view(-1).view(torch.int16)
+        places = torch.randperm(len(bits))[: round(share * len(bits))]
+        bits[places] += 2 * torch.randint(0, 2, places.shape, dtype=torch.int16) - 1
+
+
 def run(directory: Path, *, quick: bool) -> Stores:
     """Measure in a directory that is in shared memory, for want of a network also as one."""
     torch.manual_seed(0)
@@ -89,7 +99,7 @@ def _publish(
         stores.written_bytes.append(sum(new[path] for path in new.keys() - before.keys()))
         if publication.delta_bytes is not None:
             stores.delta_bytes.append(publication.delta_bytes)
-        step(weights)
+        _step(weights)
 
 
 def _files(store: Path) -> dict[Path, int]:
@@ -117,7 +127,7 @@ def _patch(
 def _patch_of(name: str, tensor: torch.Tensor) -> dbuffer.SparsePatch:
     """TensorDiff some elements, and say which."""
     flat = tensor.view(-1)
-    places = torch.randperm(len(flat))[: round(CHANGED * len(flat))].sort().values
+    places = torch.randperm(len(flat))[: round(_CHANGED * len(flat))].sort().values
     flat[places] *= -1
     return dbuffer.SparsePatch(name, places, flat[places])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import asdict
@@ -17,8 +16,6 @@ from benchmarks.copying import scatter
 from benchmarks.delta_stores import Stores
 from benchmarks.measure import median, timed
 from benchmarks.models import Shapes
-from benchmarks.patching import Patching
-from benchmarks.patching import run as patching_of_an_engine
 from benchmarks.targets import Check
 from benchmarks.transfers import Times
 from dbuffer.format import delta
@@ -44,7 +41,6 @@ _MAX_SHARE = 0.008
 
 _MAX_MEAN_SHARE = 0.05
 _MAX_PATCH_TIME = 0.3
-_MAX_PAUSE = 0.2
 _MIN_SPEED = 0.5
 _MAX_TIME = 0.25
 _WARM_UPS = 1
@@ -87,15 +83,7 @@ def main(options: Namespace) -> int:
         checks += _checks(f"{name}, {size}", share, times_s[name])
     stores = delta_stores.run(directory, quick=options.quick)
     checks += _store_checks(stores)
-    patching = None
-    if importlib.util.find_spec("vllm") is not None:
-        patching = patching_of_an_engine(directory, quick=options.quick)
-        checks.append(_pause_check(patching))
-    found = {
-        "times_s": times_s,
-        "stores": asdict(stores),
-        "pauses": None if patching is None else asdict(patching) | {"model": None},
-    }
+    found = {"times_s": times_s, "stores": asdict(stores)}
     return report.conclude(environment, checks, found, options.json, reference=report.LIMIT)
 
 
@@ -124,24 +112,6 @@ def _store_checks(stores: Stores) -> list[Check]:
 
 def _share_check(what: str, share: float, most: float = _MAX_SHARE) -> Check:
     return Check(what, f"<= {100 * most:g}% of the whole", f"{share:.2%}", share <= most)
-
-
-def _pause_check(patching: Patching) -> Check:
-    lists = (patching.whole_s, patching.patched_s, patching.memcpy_s, patching.scatter_s)
-    whole, little, copied, written = (f"{1e3 * median(times):.1f} ms" for times in lists)
-    verdict = "right" if patching.is_right else "WRONG"
-    print(
-        f"\nAn engine's pause ({patching.model.title}, live parameters): {whole} for a whole "
-        f"version, {little} for 1 % changed, {copied} for a memcpy; tokens {verdict}; {written} to "
-        "write as many elements at known places"
-    )
-    return Check(
-        "pause of an engine, live parameters, 1 % changed",
-        f"<= {_MAX_PAUSE:.2f} of a whole version's",
-        f"{patching.share:.2f}",
-        patching.share <= _MAX_PAUSE and patching.is_right,
-        f"{median(patching.scatter_s) / median(patching.whole_s):.2f}",
-    )
 
 
 def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
